@@ -1,0 +1,31 @@
+"""What moves: named-axis collectives on local blocks, counted and differentiable."""
+
+from shardlib.collectives.api import (
+    Pending,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pick,
+    pmax,
+    pmean,
+    ppermute,
+    preduce,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+    shift,
+    start,
+    unwrap,
+    wrap,
+)
+from shardlib.collectives.count import Trace, trace
+from shardlib.collectives.stacked import Stacked
+
+__all__ = [
+    "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick",
+    "pmax", "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "trace",
+    "unwrap", "wrap",
+]  # fmt: skip

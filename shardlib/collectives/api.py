@@ -1,0 +1,359 @@
+"""Named-axis collectives on local blocks.
+
+``axis`` is a mesh axis or a tuple of them, flattened major first; n is the bytes of x and p the
+axis size in the costs below.  Gradients are exact adjoints of the map that all ranks compute
+together.  A one-sized axis moves nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import dist, record, stacked
+from shardlib.collectives.count import note
+from shardlib.collectives.stacked import Stacked
+from shardlib.errors import RankMismatch, ShardError, UnevenSplit
+from shardlib.mesh import Mesh, current_mesh
+
+__all__ = [
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick", "pmax", "pmean",
+    "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "unwrap", "wrap",
+]  # fmt: skip
+
+Axis = str | tuple[str, ...]
+
+
+def wrap(raw: Tensor, mesh: Mesh) -> Tensor:
+    """Storage as a local block: itself, or Stacked under simulate."""
+    return Stacked(raw, mesh) if mesh.kind == "stacked" else raw
+
+
+def unwrap(local: Tensor) -> Tensor:
+    """The storage of a local block."""
+    return local.ranks if type(local) is Stacked else local
+
+
+# ---------------------------------------------------------------- one path for all of them
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+_COUNT: dict[str, Callable[[int, int, tuple], tuple[int, int, int]]] = {  # (n, p, params) -> bytes, /, messages
+    "psum": lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
+    "pmax": lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
+    "all_gather": lambda n, p, _: ((p - 1) * n, 1, p - 1),
+    "psum_scatter": lambda n, p, _: ((p - 1) * n, p, p - 1),
+    "all_to_all": lambda n, p, _: ((p - 1) * n, p, p - 1),
+    "pbroadcast": lambda n, p, _: ((p - 1) * n, p, 1),
+    "preduce": lambda n, p, _: ((p - 1) * n, p, 1),
+    "ppermute": lambda n, p, a: (n * sum(s != d for s, d in a[0]), p, int(any(s != d for s, d in a[0]))),
+}
+
+_ADJOINT: dict[str, Callable[..., tuple]] = {
+    "psum": lambda: ("psum",),
+    "all_gather": lambda dim: ("psum_scatter", dim),
+    "psum_scatter": lambda dim: ("all_gather", dim),
+    "pslice": lambda dim: ("place", dim),
+    "place": lambda dim: ("pslice", dim),
+    "ppermute": lambda pairs: ("ppermute", tuple((d, s) for s, d in pairs)),
+    "all_to_all": lambda split, concat: ("all_to_all", concat, split),
+    "pbroadcast": lambda root: ("preduce", root),
+    "preduce": lambda root: ("pbroadcast", root),
+    "pvary": lambda: ("psum",),
+}
+
+
+class _Moved(torch.autograd.Function):
+    """A linear collective on raw storage; its backward is the adjoint collective."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, op: str, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
+        ctx.call = op, mesh, axes, params
+        return raw.view_as(raw) if op == "pvary" else _finish(op, raw, mesh, axes, params)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        op, mesh, axes, params = ctx.call
+        name, *back = _ADJOINT[op](*params)
+        return _raw_call(name, grads[0], mesh, axes, tuple(back)), None, None, None, None
+
+
+class _Max(torch.autograd.Function):
+    """pmax; the gradient goes to the maxima, shared where several ranks hold one."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        out = _finish("pmax", raw, mesh, axes, ())()
+        ctx.place = mesh, axes
+        ctx.save_for_backward(raw, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (raw, out), (mesh, axes) = ctx.saved_tensors, ctx.place
+        held = (raw == out).to(grads[0].dtype)
+        both = _raw_call("psum", torch.stack([grads[0], held], -1), mesh, axes, ())
+        return held * both[..., 0] / both[..., 1], None, None
+
+
+def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Callable[[], Tensor]:
+    """Count, post, and return how to get the result."""
+    if op in _COUNT:
+        n, p = _bytes(raw), mesh.axis_size(axes)
+        if mesh.kind == "stacked":
+            n //= mesh.size
+        note(op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
+    if mesh.kind == "dist":
+        return getattr(dist, op)(raw, mesh, axes, *params)
+    module: ModuleType = stacked if mesh.kind == "stacked" else record
+    out = getattr(module, op)(raw, mesh, axes, *params)
+    return lambda: out
+
+
+def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
+    if raw.requires_grad and torch.is_grad_enabled():
+        if op == "pmax":
+            return _Max.apply(raw, mesh, axes)  # type: ignore[return-value]
+        return _Moved.apply(raw, op, mesh, axes, params)  # type: ignore[return-value]
+    return raw if op == "pvary" else _finish(op, raw, mesh, axes, params)()
+
+
+def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if mesh.axis_size(axes) == 1:
+        return x
+    raw = stacked.of(x, mesh) if mesh.kind == "stacked" else x
+    return wrap(_raw_call(op, raw, mesh, axes, params), mesh)
+
+
+def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool) -> int:
+    ndim = x.ndim
+    if not -ndim <= dim < ndim:
+        raise RankMismatch(
+            f"dimension {dim} of a block with {ndim} dimensions",
+            op=op,
+            operands={"block": list(x.shape)},
+            fix=f'sl.{op}(x, {axis!r}, dim=0)' if ndim else f"sl.{op}(x.unsqueeze(0), {axis!r})",
+        )
+    if splits:
+        mesh = x.mesh if type(x) is Stacked else current_mesh()
+        p, n = mesh.axis_size(axis), x.shape[dim]
+        if n % p:
+            raise UnevenSplit(
+                f"dimension {dim} of size {n} does not divide over mesh axis {axis!r} (size {p}, remainder {n % p})",
+                op=op,
+                operands={"block": list(x.shape)},
+                mesh=mesh,
+                fix=f"sl.{op}(torch.nn.functional.pad(x.movedim({dim}, -1), (0, {-n % p})).movedim(-1, {dim}), "
+                f"{axis!r}, {dim})",
+            )
+    return dim % ndim
+
+
+# ---------------------------------------------------------------- the collectives
+
+
+def psum(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over a mesh axis; every rank gets it.
+
+    Moves: 2 (p-1)/p n bytes, 2 (p-1) messages.    Grad: psum.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     psum(torch.ones(2), "x")
+    tensor([2., 2.])
+    """
+    return _call("psum", x, axis, ())
+
+
+def pmean(x: Tensor, axis: Axis) -> Tensor:
+    """Mean over a mesh axis.  Moves what psum moves.  Grad: pmean."""
+    return psum(x, axis) / axis_size(axis) if type(x) is not Stacked else psum(x, axis) / x.mesh.axis_size(axis)
+
+
+def pmax(x: Tensor, axis: Axis) -> Tensor:
+    """Elementwise maximum over a mesh axis.  Moves what psum moves.  Grad: to the maxima, shared."""
+    return _call("pmax", x, axis, ())
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tensor:
+    """Every rank's block, concatenated along ``dim`` (``tiled=False``: stacked along a new one).
+
+    Shapes: x [..., n, ...] -> [..., n p, ...].
+    Moves: (p-1) n bytes, p-1 messages.    Grad: psum_scatter.
+    """
+    if not tiled:
+        x = x.unsqueeze(dim)
+    return _call("all_gather", x, axis, (_dim("all_gather", x, axis, dim, False),))
+
+
+def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Sum over a mesh axis and keep this rank's block of the result.
+
+    Shapes: x [..., n, ...] -> [..., n / p, ...] along ``dim``.
+    Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_gather.
+    Raises: UnevenSplit if the dimension is no multiple of the axis size; UnknownAxis.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     psum_scatter(torch.ones(4), "x")
+    tensor([2., 2.])
+    """
+    return _call("psum_scatter", x, axis, (_dim("psum_scatter", x, axis, dim, True),))
+
+
+def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Keep this rank's block of a tensor that all ranks hold.  Moves nothing.
+
+    Shapes: x [..., n, ...] -> [..., n / p, ...].    Grad: the block placed in zeros.
+    """
+    return _call("pslice", x, axis, (_dim("pslice", x, axis, dim, True),))
+
+
+def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
+    """Send blocks along (source, destination) pairs; who receives nothing gets zeros.
+
+    Moves: n bytes per moving pair / p, 1 message.    Grad: the inverse.
+    Raises: ShardError if a rank sends or receives twice, or is not on the axis.
+    """
+    pairs = tuple((int(s), int(d)) for s, d in perm)
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    _check_pairs(pairs, mesh.axis_size(axis))
+    return _call("ppermute", x, axis, (pairs,))
+
+
+@lru_cache(maxsize=1024)
+def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
+    sources, targets = [s for s, _ in pairs], [d for _, d in pairs]
+    outside = [r for r in (*sources, *targets) if not 0 <= r < p]
+    twice = [r for ranks in (sources, targets) for r in set(ranks) if ranks.count(r) > 1]
+    if outside or twice:
+        what = f"rank {outside[0]} is not among 0..{p - 1}" if outside else f"rank {twice[0]} sends or receives twice"
+        raise ShardError(what, op="ppermute", fix=f"perm={[(i, (i + 1) % p) for i in range(p)]}")
+
+
+def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
+    """Rank i's block goes to rank i + by, cyclic.  Moves: n bytes, 1 message.  Grad: shift by -by."""
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    return _call("ppermute", x, axis, (_cycle(mesh.axis_size(axis), by),))
+
+
+@lru_cache(maxsize=1024)
+def _cycle(p: int, by: int) -> tuple[tuple[int, int], ...]:
+    return tuple((i, (i + by) % p) for i in range(p))
+
+
+def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+    """Give block j of ``split_dim`` to rank j and concatenate what comes along ``concat_dim``.
+
+    Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
+    Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_to_all with the dims exchanged.
+    """
+    split = _dim("all_to_all", x, axis, split_dim, True)
+    return _call("all_to_all", x, axis, (split, _dim("all_to_all", x, axis, concat_dim, False)))
+
+
+def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """The root's block on every rank.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: preduce.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     pbroadcast(axis_index("x") * 10.0, "x", root=1)
+    tensor(10.)
+    """
+    return _call("pbroadcast", x, axis, (_root(x, axis, root),))
+
+
+def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """The sum at the root, zeros elsewhere.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast."""
+    return _call("preduce", x, axis, (_root(x, axis, root),))
+
+
+def _root(x: Tensor, axis: Axis, root: int) -> int:
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    p = mesh.axis_size(axis)
+    if not 0 <= root < p:
+        raise ShardError(f"root {root} is not among 0..{p - 1} of {axis!r}", op="pbroadcast", mesh=mesh, fix="root=0")
+    return root
+
+
+def pvary(x: Tensor, axis: Axis) -> Tensor:
+    """The identity, whose gradient is summed over ``axis``: a replicated value met per-rank data."""
+    return _call("pvary", x, axis, ())
+
+
+def axis_size(axis: Axis) -> int:
+    """Number of ranks along an axis."""
+    return current_mesh().axis_size(axis)
+
+
+def axis_index(axis: Axis) -> Any:
+    """This rank's place along an axis: an int, or under simulate a block holding each rank's."""
+    mesh = current_mesh()
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    mesh.axis_size(axes)
+    module: Any = {"dist": dist, "stacked": stacked, "record": record}[mesh.kind]
+    return module.axis_index(mesh, axes)
+
+
+def pick(table: Sequence[Any], axis: Axis) -> Any:
+    """``table[axis_index(axis)]`` without a branch: works for one rank and for all of them."""
+    index = axis_index(axis)
+    if not isinstance(index, Stacked):
+        return table[index]
+    return Stacked(torch.as_tensor(table)[index.ranks], index.mesh)
+
+
+# ---------------------------------------------------------------- asynchronous form
+
+
+class Pending:
+    """A transfer under way; ``wait()`` once for its result."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+
+    def wait(self) -> Tensor:
+        """Block until the transfer is done and return the block.  Raises: ShardError the second time."""
+        if self._finish is None:
+            raise ShardError("this transfer was waited for already", op="wait", fix="y = pending.wait()  # once")
+        out, self._finish = self._finish(), None
+        return out
+
+
+def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any) -> Pending:
+    """Post a collective and go on: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
+
+    For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ShardError(
+            "the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})"
+        )
+    mesh = current_mesh()
+    if mesh.kind != "dist":
+        out = f(x, axis, *args)
+        return Pending(lambda: out)
+    axes = (axis,) if isinstance(axis, str) else axis
+    p = mesh.axis_size(axes)
+    if p == 1:
+        return Pending(lambda: x)
+    name = f.__name__
+    if name == "shift":
+        name, params = "ppermute", (_cycle(p, args[0] if args else 1),)
+    elif name in ("all_gather", "psum_scatter"):
+        params = (_dim(name, x, axis, args[0] if args else 0, name == "psum_scatter"),)
+    elif name == "ppermute":
+        params = (tuple(args[0]),)
+    else:
+        params = args
+    return Pending(_finish(name, x, mesh, axes, params))

@@ -1,0 +1,250 @@
+"""Real processes: each collective on the process group of its mesh axis.
+
+Every function posts its transfer and returns ``finish``, which waits and gives the result; the
+synchronous form is ``finish`` called at once.  Where gloo's own collective moves more than it
+must (reduce-scatter is an all-reduce there) or sums in no fixed order, we move the blocks and
+add them in rank order ourselves; NCCL keeps its native collectives.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlib._compat import all_gather_single, reduce_scatter_single
+from shardlib.mesh import Mesh
+
+__all__: list[str] = []
+
+Finish = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group; ``ranks`` are global, in the order of the flattened axes."""
+
+    handle: Any
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    order: tuple[int, ...] | None  # position of each flattened index in the group; None if the same
+    native: bool
+
+
+def group(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
+    """The group of one axis or several, made once and kept on the mesh."""
+    found = mesh.groups.get(axes)
+    if found is None:
+        found = mesh.groups[axes] = _make(mesh, axes)
+    return found
+
+
+def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
+    assert mesh.device_mesh is not None and mesh.coord is not None, "this process is not in the mesh"
+    grid = mesh.device_mesh.mesh
+    at = [mesh.names.index(a) for a in axes]
+    pick = tuple(slice(None) if n in axes else mesh.coord[n] for n in mesh.names)
+    kept = [i for i in range(len(mesh.names)) if i in at]  # dims left after picking, in mesh order
+    ranks = tuple(grid[pick].permute(*[kept.index(i) for i in at]).reshape(-1).tolist())
+    if len(axes) == 1:
+        handle = mesh.device_mesh.get_group(axes[0])
+    elif len(ranks) == dist.get_world_size():
+        handle = dist.group.WORLD
+    else:
+        handle = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    place = [sorted(ranks).index(r) for r in ranks]
+    order = None if place == list(range(len(ranks))) else tuple(place)
+    native = dist.get_backend(handle) == "nccl"
+    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, order, native)
+
+
+def _summed(blocks: Sequence[Tensor]) -> Tensor:
+    """In rank order; half precision in fp32."""
+    half = blocks[0].dtype in (torch.bfloat16, torch.float16)
+    out = blocks[0].float() if half else blocks[0].clone()
+    for b in blocks[1:]:
+        out += b
+    return out.to(blocks[0].dtype)
+
+
+def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any = dist.ReduceOp.SUM) -> Finish:
+    g = group(mesh, axes)
+    out = x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(out, op, group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return out
+
+    return finish
+
+
+def pmax(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Finish:
+    return psum(x, mesh, axes, dist.ReduceOp.MAX)
+
+
+def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+    g = group(mesh, axes)
+    x = x.contiguous()
+    out = x.new_empty(g.size * x.shape[0] if x.ndim else g.size, *x.shape[1:])
+    work = all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        if dim == 0 and g.order is None:
+            return out
+        parts = out.unflatten(0, (g.size, x.shape[0]))
+        parts = parts if g.order is None else parts[list(g.order)]
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    return finish
+
+
+def psum_scatter(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+    g = group(mesh, axes)
+    parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
+    parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
+    if g.native:
+        out = torch.empty_like(parts[0])
+        work = reduce_scatter_single(out, parts.flatten(0, 1), group=g.handle, async_op=True)
+    else:
+        out = torch.empty_like(parts)
+        work = dist.all_to_all_single(out, parts, group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        if g.native:
+            return out
+        return _summed(list(out) if g.order is None else [out[i] for i in g.order])
+
+    return finish
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
+
+
+def pslice(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+    g = group(mesh, axes)
+    n = x.shape[dim] // g.size
+    out = x.narrow(dim, g.index * n, n).contiguous()
+    return lambda: out
+
+
+def place(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+    g = group(mesh, axes)
+    n = x.shape[dim]
+    out = x.new_zeros([n * g.size if d == dim else s for d, s in enumerate(x.shape)])
+    out.narrow(dim, g.index * n, n).copy_(x)
+    return lambda: out
+
+
+def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Finish:
+    g = group(mesh, axes)
+    source = next((s for s, d in pairs if d == g.index), None)
+    target = next((d for s, d in pairs if s == g.index), None)
+    if source == g.index:
+        return x.clone
+    x = x.contiguous()
+    out = torch.zeros_like(x) if source is None else torch.empty_like(x)
+    posts = []
+    if target is not None:
+        posts.append((dist.isend, x, g.ranks[target]))
+    if source is not None:
+        posts.append((dist.irecv, out, g.ranks[source]))
+    if g.native:
+        ops = [dist.P2POp(f, t, peer) for f, t, peer in posts]
+        works = dist.batch_isend_irecv(ops) if ops else []
+    else:
+        works = [f(t, peer) for f, t, peer in posts]
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        return out
+
+    return finish
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Finish:
+    g = group(mesh, axes)
+    parts = x.unflatten(split_dim, (g.size, x.shape[split_dim] // g.size)).movedim(split_dim, 0)
+    parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
+    out = torch.empty_like(parts)
+    work = dist.all_to_all_single(out, parts, group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        got = out if g.order is None else out[list(g.order)]
+        return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+    return finish
+
+
+def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
+    g = group(mesh, axes)
+    out = x.contiguous() if g.index == root else x.new_empty(x.shape)
+    work = dist.broadcast(out, g.ranks[root], group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return out
+
+    return finish
+
+
+def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
+    g = group(mesh, axes)
+    if g.native:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.reduce(out, g.ranks[root], group=g.handle)
+        return lambda: out if g.index == root else _nothing(x)
+    if g.index != root:
+        sent = x.contiguous()
+        work = dist.isend(sent, g.ranks[root])
+
+        def finish() -> Tensor:
+            work.wait()  # type: ignore[union-attr]
+            return _nothing(sent)
+
+        return finish
+
+    def collect() -> Tensor:
+        """Add in rank order; at most two buffers, and the own part joins where its rank says."""
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        total: Tensor | None = None
+        mine = True  # own part not yet added
+        for i, rank in enumerate(g.ranks):
+            if i == root:
+                if total is not None:
+                    total, mine = total.add_(x), False
+                continue
+            buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            dist.recv(buffer, rank)
+            if total is None:
+                total = buffer.float() if half else buffer
+            else:
+                total.add_(buffer)
+            if i > root and mine:
+                total, mine = total.add_(x), False
+        assert total is not None, "a group of one never gets here"
+        return total.to(x.dtype)
+
+    return collect
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """Zeros that take no memory."""
+    return x.new_zeros(()).expand(x.shape)
+
+
+def axis_index(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    assert mesh.coord is not None, "this process is not in the mesh"
+    index = 0
+    for a in axes:
+        index = index * mesh.axes[a] + mesh.coord[a]
+    return index
+

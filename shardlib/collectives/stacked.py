@@ -1,0 +1,517 @@
+"""Simulation: one process plays every rank, whose blocks lie stacked in one tensor.
+
+``Stacked`` looks like the local block of *a* rank; ``.ranks`` is ``[P, *local]``, ranks in
+row-major order of the mesh.  A torch function on it runs for all ranks at once: shifted by one
+dimension where that is the same thing, under ``torch.func.vmap`` otherwise.  A collective is a
+reshape and a sum.  Autograd is recorded on ``.ranks``.
+
+A Python branch cannot take two sides, so the value of a Stacked whose ranks differ is refused.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.mesh import Mesh
+
+__all__ = ["Stacked", "of"]
+
+_TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+class Stacked(torch.Tensor):
+    """The local blocks of all ranks; behaves as one block."""
+
+    ranks: Tensor
+    mesh: Mesh
+
+    @staticmethod
+    def __new__(cls: type, ranks: Tensor, mesh: Mesh) -> "Stacked":
+        self = torch.Tensor._make_wrapper_subclass(cls, ranks.shape[1:], dtype=ranks.dtype, device=ranks.device)
+        self.ranks, self.mesh = ranks, mesh
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _TABLE.get(func, _by_vmap)
+        return rule(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ShardError(f"{func} reached simulated blocks below torch functions", op=str(func), fix="x.ranks")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.ranks.is_meta or _agree(self.ranks):
+            return repr(self.ranks[0])
+        places = [" ".join(f"{n}={i}" for n, i in c.items()) for c in coordinates(self.mesh)]
+        return "\n".join(f"{p}: {r!r}" for p, r in zip(places, self.ranks, strict=True))
+
+
+def of(x: Tensor, mesh: Mesh) -> Tensor:
+    """The raw ``[P, *local]`` of a Stacked, or of a plain tensor that all ranks hold."""
+    if type(x) is Stacked:
+        return x.ranks
+    return x.unsqueeze(0).expand(mesh.size, *x.shape)
+
+
+def coordinates(mesh: Mesh) -> list[dict[str, int]]:
+    """Every rank's coordinate, in rank order."""
+    out = []
+    for rank in range(mesh.size):
+        place, rest = {}, rank
+        for name, size in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
+            rest, place[name] = divmod(rest, size)
+        out.append({n: place[n] for n in mesh.names})
+    return out
+
+
+def _agree(ranks: Tensor) -> bool:
+    first = ranks[:1].expand_as(ranks)
+    return bool(((ranks == first) | ((ranks != ranks) & (first != first))).all())
+
+
+# ---------------------------------------------------------------- torch functions
+
+
+def _enter(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def put(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for f in funcs:
+            if f is not None:
+                _TABLE[f] = rule
+        return rule
+
+    return put
+
+
+def _mesh_of(tree: Any) -> Mesh:
+    return next(x.mesh for x in optree.tree_leaves(tree) if isinstance(x, Stacked))
+
+
+def _by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any function, once per rank."""
+    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Stacked)]
+    mesh = leaves[at[0]].mesh
+
+    def one(*blocks: Tensor) -> Any:
+        filled = list(leaves)
+        for i, block in zip(at, blocks, strict=True):
+            filled[i] = block
+        a, k = optree.tree_unflatten(tree, filled)
+        return func(*a, **k)
+
+    out = torch.func.vmap(one, randomness="same")(*[leaves[i].ranks for i in at])
+    return _wrapped(out, mesh)
+
+
+def _wrapped(out: Any, mesh: Mesh) -> Any:
+    if isinstance(out, Tensor):
+        return out if isinstance(out, Stacked) else Stacked(out, mesh)
+    if isinstance(out, tuple | list):
+        parts = [_wrapped(o, mesh) for o in out]
+        return type(out)(parts) if type(out) in (tuple, list) else tuple(parts)
+    return out
+
+
+def _functions(names: str, *owners: Any) -> list[Any]:
+    return [f for n in names.split() for o in owners if (f := getattr(o, n, None)) is not None]
+
+
+_ELEMENTWISE = """
+    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
+    sqrt rsqrt square reciprocal sin cos tan sinh cosh tanh sigmoid erf erfc relu floor ceil round trunc frac
+    clamp clamp_min clamp_max minimum maximum atan2 lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or
+    logical_xor logical_not isnan isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
+    float double half bfloat16 long int bool to type type_as zeros_like ones_like full_like empty_like clone
+    contiguous detach nan_to_num logaddexp
+    add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_ masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_
+"""
+_DUNDERS = """
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
+    __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__
+    __le__ __gt__ __ge__ __and__ __or__ __xor__ __lshift__ __rshift__
+"""
+
+
+@_enter(*_functions(_ELEMENTWISE, torch, Tensor), *_functions(_DUNDERS, Tensor))
+@_enter(*_functions("gelu relu silu mish elu selu leaky_relu sigmoid tanh softplus softsign logsigmoid", F))
+def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
+    ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
+    raws = [_padded(a, ndim) for a in args]
+    out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
+    if isinstance(args[0], Stacked) and out is raws[0]:
+        return args[0]
+    return Stacked(out, mesh)
+
+
+def _padded(x: Any, ndim: int) -> Any:
+    """``ranks`` with ones after the rank dimension, so that it broadcasts like the local block."""
+    if type(x) is not Stacked:
+        return x
+    r = x.ranks
+    return r if r.ndim == ndim + 1 else r.reshape(r.shape[0], *[1] * (ndim + 1 - r.ndim), *r.shape[1:])
+
+
+@_enter(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
+    if a.ndim < 2 or b.ndim < 2:
+        return _by_vmap(torch.matmul, (a, b), {})
+    mesh = _mesh_of((a, b))
+    if type(a) is Stacked and type(b) is Stacked and a.ndim > 2 and b.ndim == 2:
+        rows = a.ranks.flatten(1, -2)
+        return Stacked(torch.bmm(rows, b.ranks).unflatten(1, a.shape[:-1]), mesh)
+    ndim = max(a.ndim, b.ndim)
+    return Stacked(torch.matmul(_padded(a, ndim), _padded(b, ndim)), mesh)
+
+
+@_enter(F.linear)
+def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    x, w, b = (*args, kwargs.get("bias"))[:3]
+    out = torch.matmul(x, w.mT)
+    return out if b is None else out + b
+
+
+@_enter(Tensor.addmm_)
+def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    c, a, b = args
+    c.ranks.baddbmm_(of(a, c.mesh), of(b, c.mesh))
+    return c
+
+
+def _negative(dim: int, ndim: int) -> int:
+    return dim if dim < 0 else dim - ndim
+
+
+_ALONG = {  # function name -> position of its dim argument, default
+    **dict.fromkeys(
+        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow select squeeze_dim "
+        "argmax argmin unbind sort argsort flip scatter".split(), 1
+    ),
+    **dict.fromkeys("split chunk topk split_with_sizes roll".split(), 2),
+}  # fmt: skip
+_DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1, "split_with_sizes": 0, "sort": -1, "argsort": -1}
+
+
+@_enter(*_functions(" ".join(n for n in _ALONG if n not in ("roll", "squeeze_dim")), torch, Tensor))
+@_enter(F.softmax, F.log_softmax)
+def _along(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions along one dimension, called with that dimension counted from the end."""
+    x, name = args[0], func.__name__
+    if not isinstance(x, Stacked):
+        return _by_vmap(func, args, kwargs)
+    at = _ALONG[name]
+    dim = args[at] if len(args) > at else kwargs.get("dim", _DEFAULT.get(name))
+    if not isinstance(dim, int) or (name in ("gather", "scatter_add", "scatter") and x.ndim == 0):
+        return _by_vmap(func, args, kwargs)
+    if name == "index_select" or any(isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args):
+        return _by_vmap(func, args, kwargs)
+    raw = [a.ranks if isinstance(a, Stacked) else a for a in args]
+    kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items() if k != "dim"}
+    if name in ("split", "chunk", "split_with_sizes", "topk"):
+        raw, kwargs = raw[:2], kwargs | {"dim": _negative(dim, x.ndim)}
+    elif name in ("unbind", "sort", "argsort"):
+        raw, kwargs = [raw[0], *raw[2:]], kwargs | {"dim": _negative(dim, x.ndim)}
+    else:
+        raw[at:] = [_negative(dim, x.ndim), *raw[at + 1 :]]
+    return _wrapped(func(*raw, **kwargs), x.mesh)
+
+
+@_enter(*_functions("sum mean amax amin any all prod", torch, Tensor))
+def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *rest = args
+    kwargs = dict(kwargs)
+    dim = rest[0] if rest else kwargs.pop("dim", None)
+    keepdim = rest[1] if len(rest) > 1 else kwargs.pop("keepdim", False)
+    dims = range(x.ndim) if dim is None or dim == () else dim if isinstance(dim, tuple | list) else (dim,)
+    dims = tuple(_negative(d, x.ndim) for d in dims)
+    if not dims or func.__name__ in ("prod", "any", "all"):
+        return _by_vmap(func, args, kwargs)
+    return Stacked(func(x.ranks, dims, keepdim, **kwargs), x.mesh)
+
+
+@_enter(Tensor.reshape, torch.reshape, Tensor.view)
+def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *sizes = args
+    if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+        return Stacked(x.ranks.view(sizes[0]), x.mesh)
+    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    sizes = sizes or kwargs.get("shape", ())
+    if -1 in sizes and x.numel():
+        known = -math.prod(sizes)
+        sizes = [x.numel() // known if s == -1 else s for s in sizes]
+    return Stacked(x.ranks.reshape(x.ranks.shape[0], *sizes), x.mesh)
+
+
+@_enter(Tensor.flatten, torch.flatten)
+def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    last = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+    if x.ndim == 0:
+        return Stacked(x.ranks.unsqueeze(1), x.mesh)
+    return Stacked(x.ranks.flatten(_negative(first, x.ndim), _negative(last, x.ndim)), x.mesh)
+
+
+@_enter(Tensor.transpose, torch.transpose, Tensor.swapaxes)
+def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
+    x, i, j = (*args, *kwargs.values())
+    return Stacked(x.ranks.transpose(_negative(i, x.ndim), _negative(j, x.ndim)), x.mesh)
+
+
+@_enter(Tensor.permute, torch.permute)
+def _permute(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *dims = args
+    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return Stacked(x.ranks.permute(0, *[1 + d % max(1, x.ndim) for d in dims]), x.mesh)
+
+
+@_enter(Tensor.mT.__get__, Tensor.T.__get__, Tensor.t, torch.t)
+def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if func != Tensor.mT.__get__ and x.ndim != 2:
+        return Stacked(x.ranks.permute(0, *range(x.ndim, 0, -1)), x.mesh)
+    return Stacked(x.ranks.mT, x.mesh)
+
+
+@_enter(Tensor.unsqueeze, torch.unsqueeze)
+def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dim = (*args, *kwargs.values())
+    return Stacked(x.ranks.unsqueeze(dim if dim < 0 else dim + 1), x.mesh)
+
+
+@_enter(Tensor.squeeze, torch.squeeze)
+def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *dim = (*args, *kwargs.values())
+    dims = range(x.ndim) if not dim else dim[0] if isinstance(dim[0], tuple) else (dim[0],)
+    return Stacked(x.ranks.squeeze(tuple(_negative(d, x.ndim) for d in dims)), x.mesh)
+
+
+@_enter(Tensor.expand)
+def _expand(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *sizes = args
+    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    raw = _padded(x, len(sizes))
+    return Stacked(raw.expand(raw.shape[0], *sizes), x.mesh)
+
+
+@_enter(*_functions("new_zeros new_ones new_empty new_full", Tensor))
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *sizes = args
+    if func is Tensor.new_full:
+        return Stacked(x.ranks.new_full((x.ranks.shape[0], *sizes[0]), *sizes[1:], **kwargs), x.mesh)
+    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    return Stacked(func(x.ranks, (x.ranks.shape[0], *sizes), **kwargs), x.mesh)
+
+
+@_enter(Tensor.__getitem__)
+def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    x, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Stacked) or any(isinstance(i, Tensor | list) for i in index):
+        return _by_vmap(func, args, kwargs)
+    return Stacked(x.ranks[(slice(None), *index)], x.mesh)
+
+
+@_enter(Tensor.__setitem__)
+def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+    x, index, value = args
+    index = index if isinstance(index, tuple) else (index,)
+    x.ranks[(slice(None), *index)] = _padded(value, x[index].ndim)
+
+
+@_enter(torch.cat, torch.concat, torch.stack)
+def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, *dim = (*args, *kwargs.values())
+    dim = dim[0] if dim else 0
+    mesh = _mesh_of(tensors)
+    return Stacked(func([of(t, mesh) for t in tensors], dim if dim < 0 else dim + 1), mesh)
+
+
+@_enter(F.scaled_dot_product_attention)
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    mask = kwargs.get("attn_mask")
+    if len(args) != 3 or args[0].ndim != 4 or isinstance(mask, Stacked):
+        return _by_vmap(func, args, kwargs)
+    mesh = _mesh_of(args)
+    q, k, v = (of(t, mesh).flatten(0, 1) for t in args)
+    return Stacked(func(q, k, v, **kwargs).unflatten(0, (mesh.size, -1)), mesh)
+
+
+@_enter(F.embedding)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """All ranks' tables as one, each rank's ids moved to its own part of it."""
+    ids, table, *rest = args
+    mesh = _mesh_of((ids, table))
+    rows, width = table.shape
+    offset = torch.arange(mesh.size, device=table.device) * rows
+    raw = of(ids, mesh) + offset.reshape(-1, *[1] * ids.ndim)
+    if (rest and rest[0] is not None) or kwargs.get("padding_idx") is not None:
+        return _by_vmap(func, args, kwargs)
+    return Stacked(F.embedding(raw, of(table, mesh).reshape(-1, width)), mesh)
+
+
+# ---------------------------------------------------------------- metadata, values, autograd
+
+
+def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+_enter(
+    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout is_sparse is_quantized is_meta is_cuda is_cpu itemsize is_nested".split()),
+    *_functions("size dim numel nelement element_size __len__ is_floating_point is_complex is_signed __hash__", Tensor),
+    *_functions("is_floating_point is_complex numel", torch),
+)(_plain)  # fmt: skip
+
+
+@_enter(*(getattr(Tensor, n).__get__ for n in "requires_grad is_leaf grad_fn retains_grad".split()))
+@_enter(Tensor.is_contiguous)
+def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].ranks)
+
+
+@_enter(Tensor.requires_grad.__set__)
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].ranks.requires_grad = args[1]
+
+
+@_enter(Tensor.requires_grad_)
+def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    args[0].ranks.requires_grad_(*args[1:], **kwargs)
+    return args[0]
+
+
+@_enter(Tensor.grad.__get__)
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    g = args[0].ranks.grad
+    return None if g is None else Stacked(g, args[0].mesh)
+
+
+@_enter(Tensor.backward)
+def _backward(func: Any, args: Any, kwargs: Any) -> None:
+    x, *rest = args
+    gradient = rest[0] if rest else kwargs.pop("gradient", None)
+    gradient = torch.ones_like(x.ranks) if gradient is None else of(gradient, x.mesh)
+    x.ranks.backward(gradient, *rest[1:], **kwargs)
+
+
+@_enter(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
+def _value(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not _agree(x.ranks):
+        raise ShardError(
+            "the simulated ranks hold different values, and Python can take only one side of a branch",
+            op=func.__name__.strip("_"),
+            mesh=x.mesh,
+            fix="torch.where(condition, a, b)",
+        )
+    return func(x.ranks[0])
+
+
+# ---------------------------------------------------------------- collectives on raw [P, *local]
+
+
+def _split(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> tuple[Tensor, list[int]]:
+    """[P, *local] -> [groups, p, *local], and the permutation that was applied to the mesh."""
+    n = len(mesh.names)
+    at = [mesh.names.index(a) for a in axes]
+    order = [i for i in range(n) if i not in at] + at
+    y = x.reshape(*mesh.sizes, *x.shape[1:]).permute(*order, *range(n, n + x.ndim - 1))
+    p = math.prod(mesh.sizes[i] for i in at)
+    return y.reshape(-1, p, *x.shape[1:]), order
+
+
+def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
+    """[groups, p, *local] -> [P, *local], its own memory."""
+    n, local = len(order), y.shape[2:]
+    y = y.reshape(*[mesh.sizes[i] for i in order], *local)
+    back = [order.index(i) for i in range(n)]
+    return y.permute(*back, *range(n, n + len(local))).reshape(mesh.size, *local).contiguous()
+
+
+def psum(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    return _merge(y.sum(1, keepdim=True, dtype=y.dtype).expand_as(y), mesh, order)
+
+
+def pmax(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    return _merge(y.amax(1, keepdim=True).expand_as(y), mesh, order)
+
+
+def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    whole = y.movedim(1, dim + 1).flatten(dim + 1, dim + 2).unsqueeze(1)
+    return _merge(whole.expand(-1, y.shape[1], *[-1] * (whole.ndim - 2)), mesh, order)
+
+
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (y.shape[1], -1) if y.shape[dim + 2] else (y.shape[1], 0))
+    return _merge(total.movedim(dim + 1, 1), mesh, order)
+
+
+def pslice(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    cut = y.unflatten(dim + 2, (p, y.shape[dim + 2] // p))
+    return _merge(cut.diagonal(dim1=1, dim2=dim + 2).movedim(-1, 1), mesh, order)
+
+
+def place(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    out = y.new_zeros(*y.shape[: dim + 2], p, *y.shape[dim + 2 :])
+    out.diagonal(dim1=1, dim2=dim + 2).copy_(y.movedim(1, -1))
+    return _merge(out.flatten(dim + 2, dim + 3), mesh, order)
+
+
+def ppermute(x: Tensor, mesh: Mesh, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    if pairs:
+        source, target = (list(s) for s in zip(*pairs, strict=True))
+        out[:, target] = y[:, source]
+    return _merge(out, mesh, order)
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    sent = y.unflatten(split_dim + 2, (p, y.shape[split_dim + 2] // p)).movedim(split_dim + 2, 1)
+    return _merge(sent.movedim(2, concat_dim + 2).flatten(concat_dim + 2, concat_dim + 3), mesh, order)
+
+
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Sequence[str], root: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    return _merge(y[:, root : root + 1].expand_as(y), mesh, order)
+
+
+def preduce(x: Tensor, mesh: Mesh, axes: Sequence[str], root: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    out[:, root] = y.sum(1, dtype=y.dtype)
+    return _merge(out, mesh, order)
+
+
+def axis_index(mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    p = math.prod(mesh.axes[a] for a in axes)
+    n = len(mesh.names)
+    order = [i for i in range(n) if mesh.names[i] not in axes] + [mesh.names.index(a) for a in axes]
+    y = torch.arange(p).expand(mesh.size // p, p)
+    return Stacked(_merge(y, mesh, order), mesh)

@@ -1,0 +1,339 @@
+"""Named meshes, the mesh in scope, and launching local processes.
+
+A ``Mesh`` is our view of a grid of ranks with named axes.  Its ``kind`` says who plays the
+ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``record`` nobody
+(shapes and bytes only).
+"""
+
+import difflib
+import math
+import os
+import pickle
+import tempfile
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardlib.errors import MeshError, NoMesh, ShardError, UnknownAxis
+
+__all__ = [
+    "Mesh", "as_mesh", "bind", "current_mesh", "launch", "make_mesh", "record", "simulate", "use_mesh",
+]  # fmt: skip
+
+Kind = Literal["dist", "stacked", "record"]
+
+
+class Mesh(Mapping[str, int]):
+    """Axis names and sizes, and who plays the ranks.  Also a mapping axis -> size."""
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        *,
+        kind: Kind = "stacked",
+        device: torch.device | str = "cpu",
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.axes = dict(axes)
+        self.names, self.sizes = tuple(self.axes), tuple(self.axes.values())
+        self.size = math.prod(self.sizes)
+        self.kind: Kind = kind
+        self.device = torch.device(device)
+        self.device_mesh = device_mesh
+        self.coord: dict[str, int] | None = None
+        if device_mesh is not None:
+            here = device_mesh.get_coordinate()
+            if here is not None:
+                self.coord = dict(zip(self.names, here, strict=True))
+        self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
+
+    def axis_size(self, axis: str | tuple[str, ...]) -> int:
+        """Size of an axis, or the product of several.  Raises: UnknownAxis."""
+        if isinstance(axis, str):
+            found = self.axes.get(axis)
+            if found is None:
+                raise unknown_axis(axis, self.axes)
+            return found
+        return math.prod(self.axis_size(a) for a in axis)
+
+    def __getitem__(self, axis: str) -> int:
+        return self.axes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __str__(self) -> str:
+        return " ".join(f"{n}={s}" for n, s in self.axes.items())
+
+    def __repr__(self) -> str:
+        return f"Mesh({self}, {self.kind})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        return self
+
+
+def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxis:
+    """The error for an axis that is not in the mesh, with its neighbours."""
+    near = difflib.get_close_matches(axis, list(axes), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UnknownAxis(
+        f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}",
+        op=op,
+        mesh=dict(axes),
+        fix=repr((near or list(axes) or [""])[0]),
+    )
+
+
+# ---------------------------------------------------------------- the mesh in scope
+
+
+class _Scope(threading.local):
+    mesh: Mesh | None = None
+
+
+_SCOPE = _Scope()
+
+
+class bind:
+    """Put a mesh in scope with as little ado as possible; for rules' forward and backward."""
+
+    __slots__ = ("before", "mesh")
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __enter__(self) -> Mesh:
+        self.before = _SCOPE.mesh
+        _SCOPE.mesh = self.mesh
+        return self.mesh
+
+    def __exit__(self, *_: object) -> None:
+        _SCOPE.mesh = self.before
+
+
+def current_mesh() -> Mesh:
+    """The mesh in scope.  Raises: NoMesh."""
+    if _SCOPE.mesh is None:
+        raise NoMesh(
+            "no mesh is in scope", op="current_mesh", fix="with sl.use_mesh(sl.simulate(x=2, y=2)): ..."
+        )
+    return _SCOPE.mesh
+
+
+_VIEWS: "weakref.WeakKeyDictionary[DeviceMesh, Mesh]" = weakref.WeakKeyDictionary()
+
+
+def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
+    """Our view of a mesh: itself, a named DeviceMesh, or (None) the one in scope."""
+    if mesh is None:
+        return current_mesh()
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.make_mesh(x=2, y=2)"
+        )
+    found = _VIEWS.get(mesh)
+    if found is None:
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError(
+                "this DeviceMesh has no axis names",
+                op="use_mesh",
+                operands={"shape": tuple(mesh.shape)},
+                fix=f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}, "
+                f"mesh_dim_names={tuple('xyzw'[: mesh.ndim])})",
+            )
+        axes = dict(zip(names, mesh.shape, strict=True))
+        index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
+        found = _VIEWS[mesh] = Mesh(axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh)
+    return found
+
+
+@contextmanager
+def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
+    """Put a mesh in scope: ``with sl.use_mesh(sl.make_mesh(x=2, y=2)):``."""
+    with bind(as_mesh(mesh)) as m:
+        yield m
+
+
+class _Played(Mesh):
+    """A mesh that is its own context manager: ``with sl.simulate(x=2, y=2):``."""
+
+    _before: list[Mesh | None]
+
+    def __enter__(self) -> Mesh:
+        self.__dict__.setdefault("_before", []).append(_SCOPE.mesh)
+        _SCOPE.mesh = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _SCOPE.mesh = self._before.pop()
+
+
+def _sizes(op: str, axes: Mapping[str, int]) -> dict[str, int]:
+    bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s < 1}
+    if bad or not axes:
+        raise MeshError(
+            f"axis sizes must be positive integers, got {bad or 'no axis at all'}", op=op, fix=f"sl.{op}(x=2, y=2)"
+        )
+    return dict(axes)
+
+
+def simulate(**axes: int) -> _Played:
+    """Play every rank of a mesh in this one process.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     a = sl.shard(torch.eye(4), "x y")
+    ...     sl.unshard(a @ a).sum().item()
+    4.0
+    """
+    return _Played(_sizes("simulate", axes), kind="stacked")
+
+
+def record(**axes: int) -> _Played:
+    """Play nobody: shapes on the meta device and counted bytes, for meshes of any size.
+
+    >>> import shardlib as sl
+    >>> with sl.record(x=16, y=32), sl.trace() as t:
+    ...     a = sl.shard(torch.empty(4096, 4096, device="meta"), "x y")
+    ...     _ = a @ a
+    >>> t.bytes
+    6029312
+    """
+    return _Played(_sizes("record", axes), kind="record", device="meta")
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
+    """A named DeviceMesh over all running processes; ``-1`` infers one axis.
+
+    Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
+    CPU.  Raises: MeshError where the sizes do not fit the world exactly.
+    """
+    free = [n for n, s in axes.items() if s == -1]
+    if len(free) > 1:
+        raise MeshError(f"only one axis can be inferred, not {', '.join(free)}", op="make_mesh", fix="sl.make_mesh(x=-1, y=2)")
+    _sizes("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
+    if not axes:
+        raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = _world(device)
+    known = math.prod(s for s in axes.values() if s != -1)
+    if free and world % known == 0:
+        axes = axes | {free[0]: world // known}
+    total = math.prod(axes.values())
+    if total != world:
+        text = " ".join(f"{n}={s}" for n, s in axes.items())
+        running = "1 process is" if world == 1 else f"{world} processes are"
+        fix = (
+            f"torchrun --nproc-per-node {abs(total)} script.py   # or, in one process: "
+            f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
+        )
+        raise MeshError(f"{text} needs {abs(total)} ranks, {running} running", op="make_mesh", mesh=dict(axes), fix=fix)
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _world(device: str) -> int:
+    """Start the default process group if need be; its size."""
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if device == "cuda":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_world_size()
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int
+) -> list[Any]:
+    """Run ``fn(*args)`` in local processes, one per rank of the mesh, each with the mesh in scope.
+
+    Returns the results by rank.  The first error stops all and is raised here with its rank.
+    ``fn``, ``args`` and results are pickled.
+    """
+    sizes = _sizes("launch", axes)
+    world = math.prod(sizes.values())
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _rank_main, (world, folder, fn, args, sizes, device), nprocs=world, join=False, start_method="spawn"
+        )
+        error: Exception | None = None
+        try:
+            left = timeout
+            while not context.join(timeout=1.0):
+                left -= 1.0
+                if left <= 0:
+                    raise ShardError(f"no result after {timeout:.0f} s", op="launch", mesh=sizes, fix=f"timeout={2 * timeout:.0f}")
+        except ShardError as e:
+            error = e
+        except Exception as e:
+            error = ShardError(f"a rank died: {e}", op="launch", mesh=sizes)
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        failed = sorted(f for f in os.listdir(folder) if f.startswith("error"))
+        if failed:
+            rank = int(failed[0][5:])
+            with open(os.path.join(folder, failed[0]), "rb") as file:
+                cause, text = pickle.load(file)
+            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
+        if error is not None:
+            raise error
+        results = []
+        for rank in range(world):
+            with open(os.path.join(folder, f"result{rank}"), "rb") as file:
+                results.append(pickle.load(file))
+        return results
+
+
+def _rank_main(
+    rank: int, world: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], axes: dict[str, int], device: str
+) -> None:
+    try:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        with use_mesh(make_mesh(device=device, **axes)):
+            result = fn(*args)
+        with open(os.path.join(folder, f"result{rank}"), "wb") as file:
+            pickle.dump(result, file)
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as e:
+        text = traceback.format_exc()
+        try:
+            blob = pickle.dumps((e, text))
+        except Exception:
+            blob = pickle.dumps((None, text))
+        if not os.path.exists(os.path.join(folder, f"error{rank}")):
+            with open(os.path.join(folder, f"error{rank:04d}"), "wb") as file:
+                file.write(blob)
+        raise SystemExit(1) from None

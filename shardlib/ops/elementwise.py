@@ -1,0 +1,243 @@
+"""Elementwise functions: they run on the blocks as they are.
+
+Operands broadcast as in torch.  Where one operand is split and another is whole along the same
+dimension, the whole one is sliced (nothing moves; its gradient is gathered).  Where they are
+split in different ways the function is refused with the reshard to write, unless inside
+``sl.implicit()``.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.errors import ImplicitCommunication
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh
+from shardlib.ops.registry import implicit_budget
+from shardlib.placing import reshard
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof, vary
+
+__all__ = ["aligned", "elementwise"]
+
+_NAMES = """
+    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
+    sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc relu
+    floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2 lerp addcmul addcdiv
+    eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite
+    bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill nan_to_num hypot xlogy logaddexp
+    float double half bfloat16 long int bool to type type_as
+    zeros_like ones_like full_like empty_like
+""".split()
+_DUNDERS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg abs pos invert
+    eq ne lt le gt ge and or xor rand ror rxor
+""".split()
+_ACTIVATIONS = """
+    gelu relu silu mish elu selu celu leaky_relu relu6 sigmoid tanh softplus softsign logsigmoid hardtanh
+    hardsigmoid hardswish tanhshrink softshrink hardshrink
+""".split()
+
+_LINEAR_UNARY = {"neg", "__neg__", "__pos__", "to", "float", "double", "half", "bfloat16", "type", "type_as"}
+_LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
+_LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
+
+
+def _functions() -> list[Any]:
+    found = [getattr(owner, n, None) for n in _NAMES for owner in (torch, Tensor)]
+    found += [getattr(Tensor, f"__{n}__", None) for n in _DUNDERS]
+    found += [getattr(F, n, None) for n in _ACTIVATIONS]
+    return [f for f in found if f is not None]
+
+
+@implements(*_functions())
+def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One rule for every function that acts on each element alone."""
+    x = args[0]
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
+        if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
+            return x.like(local_call(func, x.mesh, (x.raw, *args[1:]), kwargs))
+        if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
+            return x.like(local_call(func, x.mesh, (x.raw, args[1].raw), kwargs))
+    return _general(func, args, kwargs)
+
+
+def _same_place(x: Any, y: Any) -> bool:
+    return (
+        isinstance(x, ShardedTensor)
+        and isinstance(y, ShardedTensor)
+        and x.mesh is y.mesh
+        and (x.sharding is y.sharding or x.sharding == y.sharding)
+        and x.size_ == y.size_
+        and not (x.sharding.partial or x.deferred or y.deferred)
+    )
+
+
+def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    name = func.__name__
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
+    values = [lift(a, mesh, name) for a in given]
+    partial = _partial(name, values, args)
+    moved, out, shape, deferred = aligned(name, values, partial)
+    raws = iter(moved)
+    new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
+    new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    raw = local_call(func, mesh, new_args, new_kwargs)
+    return ShardedTensor(raw, out, shape, mesh, deferred)
+
+
+def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The pending axes of the result; only linear functions may keep a sum pending."""
+    pending = next((v for v in values if v.sharding.partial), None)
+    if pending is None:
+        return ()
+    axes = pending.sharding.partial
+    if len(values) == 1:
+        if name in _LINEAR_UNARY or (name in _LINEAR_SCALE and args[0] is pending):
+            return axes
+    elif name in _LINEAR_SUM:
+        other = next((v for v in values if v.sharding.partial != axes), None)
+        if other is None and len(args) == 2:
+            return axes
+        pending = pending if other is None or not other.sharding.partial else other
+    elif name in _LINEAR_SCALE and len(values) == 2 and values[1 - values.index(pending)].sharding.partial == ():
+        other = values[1] if values[0] is pending else values[0]
+        divides = name in ("div", "__truediv__", "true_divide") and other is values[0]
+        if not divides and not set(axes) & set(other.sharding.axes):
+            return axes
+    raise partial_escape(name.strip("_"), pending)
+
+
+def aligned(
+    op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
+) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
+    """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
+    key = tuple((v.sharding, v.size_) for v in values)
+    out, shape, targets = _plan(op, key, values[0].mesh, partial)
+    deferred: frozenset[str] = frozenset()
+    if any(v.deferred for v in values):
+        deferred = frozenset().union(*(v.deferred for v in values)) - set(out.axes)
+    meets = {*out.axes, *deferred}
+    raws = []
+    for v, target in zip(values, targets, strict=True):
+        if target is not None:
+            v = reshard(v, target)
+        raw = v.raw
+        if raw.requires_grad:
+            raw = vary(raw, v.mesh, tuple(meets.difference(v.sharding.axes, v.deferred)))
+        raws.append(raw)
+    return raws, out, shape, deferred
+
+
+@lru_cache(maxsize=8192)
+def _shape(shapes: tuple[torch.Size, ...]) -> torch.Size:
+    return torch.broadcast_shapes(*shapes)
+
+
+def _plan(
+    op: str, key: tuple[tuple[Layout, torch.Size], ...], mesh: Mesh, partial: tuple[str, ...]
+) -> tuple[Layout, torch.Size, list[Layout | None]]:
+    """The result's layout, its shape, and for each operand the layout to bring it to (None: as it is)."""
+    try:
+        shape = _shape(tuple(s for _, s in key))
+    except RuntimeError:
+        raise ImplicitCommunication(
+            "shapes do not broadcast", op=op, operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)}
+        ) from None
+    ndim = len(shape)
+    dims: list[Dim] = []
+    for d in range(ndim):
+        found = {
+            lay.resolve(len(s)).dims[d - ndim + len(s)]
+            for lay, s in key
+            if d - ndim + len(s) >= 0 and s[d - ndim + len(s)] == shape[d]
+        }
+        split = sorted((f for f in found if f.is_split), key=str)
+        if len(split) > 1:
+            split = [max(split, key=lambda f: _rank(f, d, ndim, key))]
+        dims.append(split[0] if split else Dim())
+    out = _once(dims, partial)
+    targets: list[Layout | None] = []
+    for i, (lay, s) in enumerate(key):
+        lay = lay.resolve(len(s))
+        want = [
+            Dim() if s[k] == 1 and shape[k + ndim - len(s)] != 1 else out.dims[k + ndim - len(s)] for k in range(len(s))
+        ]
+        target = Layout(dims=tuple(want), partial=lay.partial, skew=lay.skew)
+        if target == lay:
+            targets.append(None)
+            continue
+        plan = lay >> target
+        moved = plan.bytes(tuple(s), mesh)
+        budget = implicit_budget()
+        if moved and (budget is None or moved > budget):
+            raise ImplicitCommunication(
+                f"operand {i} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
+                op=op,
+                operands={f"operand {j}": f"{list(z)} {y}" for j, (y, z) in enumerate(key)} | {"result": str(out)},
+                mesh=mesh,
+                fix=f"sl.reshard({'xyzuvw'[i]}, {str(target)!r})",
+            )
+        targets.append(target)
+    return out, shape, targets
+
+
+def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
+    """Of two splits of one dimension the larger operand's stays."""
+    return max(
+        s.numel()
+        for lay, s in key
+        if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
+    )
+
+
+def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
+    """No axis twice: a later dimension yields to an earlier one."""
+    seen: set[str] = set(partial)
+    kept = []
+    for d in dims:
+        kept.append(Dim() if seen & set(d.axes) else d)
+        seen |= set(kept[-1].axes)
+    return Layout(dims=tuple(kept), partial=partial)
+
+
+_IN_PLACE = [
+    f
+    for n in ("add_", "sub_", "mul_", "div_", "copy_", "clamp_", "masked_fill_", "neg_", "exp_", "sqrt_", "__iadd__",
+              "__isub__", "__imul__", "__itruediv__", "relu_", "addcmul_", "addcdiv_", "lerp_", "pow_")
+    if (f := getattr(Tensor, n, None)) is not None
+]  # fmt: skip
+
+
+@implements(*_IN_PLACE)
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """The block is changed; the result must lie where the tensor lies."""
+    x = args[0]
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not isinstance(x, ShardedTensor):
+        raise ImplicitCommunication(
+            "a plain tensor cannot take a sharded value in place",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            fix="x = x + y",
+        )
+    values = [lift(a, x.mesh, func.__name__) for a in given]
+    partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
+    raws, out, shape, _ = aligned(func.__name__, values, partial)
+    if out != x.sharding or shape != x.size_:
+        raise ImplicitCommunication(
+            "the result lies otherwise than the tensor it is written to",
+            op=func.__name__,
+            operands={"tensor": typeof(x), "result": f"{list(shape)} {out}"},
+            mesh=x.mesh,
+            fix="x = x + y",
+        )
+    rest = iter(raws[1:])
+    new_args = (x.raw, *(next(rest) if isinstance(a, Tensor) else a for a in args[1:]))
+    new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    local_call(func, x.mesh, new_args, new_kwargs)
+    return x

@@ -1,0 +1,113 @@
+"""Embedding with the vocabulary split: each rank looks up the rows it owns.
+
+    table [V@v, H], ids not split over v      masked lookup, psum over v          (Megatron)
+    table [V@v, H], ids [B@(.. v), ...]       gather ids over v, masked lookup of all of them,
+                                              reduce-scatter rows back over v     (2D)
+    table [V, H]                              a local lookup
+
+H may be split over further axes in every case.
+
+Source: arXiv 1909.08053, section 3; arXiv 2104.05343, section 3.2.3.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
+from shardlib.errors import ImplicitCommunication, Unsupported
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof, vary
+
+__all__ = ["embedding"]
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table whose vocabulary is split over ``axis``.
+
+    ids [B, ...], table [V/axis, H] -> [B, ..., H]; where ids' first dimension is itself split
+    over ``axis`` (``rows``), they are gathered and the rows scattered back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axis: str, rows: bool, padding: int | None) -> Tensor:
+        ctx.place = mesh, axis, rows
+        with bind(mesh):
+            w, i = wrap(table, mesh), wrap(ids, mesh)
+            i = all_gather(i, axis, 0) if rows else i
+            here = i - axis_index(axis) * w.shape[0]
+            outside = (here < 0) | (here >= w.shape[0])
+            here = here.masked_fill(outside, 0)
+            out = F.embedding(here, w).masked_fill(outside.unsqueeze(-1), 0)
+            drop = outside if padding is None else outside | (i == padding)
+            ctx.save_for_backward(unwrap(here), unwrap(drop))
+            ctx.vocab = w.shape[0]
+            return unwrap(psum_scatter(out, axis, 0) if rows else psum(out, axis))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, axis, rows = ctx.place
+        with bind(mesh):
+            g = wrap(grads[0], mesh)
+            g = all_gather(g, axis, 0) if rows else g
+            here, drop = (wrap(t, mesh) for t in ctx.saved_tensors)
+            return unwrap(_scatter_rows(g, here, drop, ctx.vocab)), None, None, None, None, None
+
+
+def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
+    """Sum of the rows of g [..., H] by id -> [vocab, H]."""
+    rows = g.masked_fill(drop.unsqueeze(-1), 0).reshape(-1, g.shape[-1])
+    return torch.index_add(g.new_zeros(vocab, g.shape[-1]), 0, ids.reshape(-1), rows)
+
+
+@implements(F.embedding)
+def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """F.embedding(ids, table) under any split of ids' first dimension and of the table."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+        raise Unsupported(
+            "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table",
+            op="embedding",
+            operands={"table": typeof(table)},
+            fix="F.embedding(ids, table)",
+        )
+    mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
+    ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
+    for value in (ids, table):
+        if value.sharding.partial:
+            raise partial_escape("embedding", value)
+    tokens = ids.sharding.resolve(len(ids.size_)).dims
+    vocab, hidden = table.sharding.resolve(2).dims
+    taken = {a for t in tokens for a in t.axes}
+    axis = next((a for a in vocab.axes if mesh.axes[a] > 1), None)
+    rows = bool(tokens) and axis is not None and tokens[0].parts[-1:] == (axis,)
+    if (
+        len(vocab.parts) > 1
+        or vocab.order != "contiguous"
+        or (axis in taken and not rows)
+        or (set(hidden.axes) & taken)
+    ):
+        raise ImplicitCommunication(
+            f"ids split {ids.sharding} do not fit a table split {table.sharding}",
+            op="embedding",
+            operands={"ids": typeof(ids), "table": typeof(table)},
+            mesh=mesh,
+            fix=f"F.embedding(ids, sl.reshard(table, {f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
+        )
+    out = Layout(dims=(*tokens, hidden))
+    deferred = frozenset(table.deferred) - set(out.axes)
+    meets = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
+    raw_table = vary(table.raw, mesh, tuple(meets))
+    if axis is None:
+        with bind(mesh):
+            raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
+    else:
+        raw = _Lookup.apply(raw_table, ids.raw, mesh, axis, rows, padding)
+    return ShardedTensor(raw, out, torch.Size((*ids.size_, table.size_[1])), mesh, deferred)  # type: ignore[arg-type]
+

@@ -1,0 +1,125 @@
+"""Cross entropy with the classes split: the logits are never gathered.
+
+Per row three numbers cross the wire: the maximum, the sum of exponentials and the target's
+logit (the last two in one psum).
+
+Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import axis_index, pmax, psum, unwrap, wrap
+from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof
+
+__all__ = ["cross_entropy", "mse_loss"]
+
+
+class _RowLoss(torch.autograd.Function):
+    """Loss of each row.  logits [R, C/axis], target [R] -> [R]; zero where ignored.
+
+    loss = (1 - s) (lse - logit[target]) + s (lse - mean(logits))   with smoothing s.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, mesh: Mesh, axis: str | None, ignore: int, smooth: float, classes: int
+    ) -> Tensor:
+        ctx.place = mesh, axis, smooth, classes
+        with bind(mesh):
+            x, t = wrap(logits, mesh), wrap(target, mesh)
+            x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+            ignored = t == ignore
+            here = t - (axis_index(axis) * x.shape[-1] if axis else 0)
+            outside = (here < 0) | (here >= x.shape[-1]) | ignored
+            here = here.masked_fill(outside, 0)
+            top = x.amax(-1)
+            top = pmax(top, axis) if axis else top
+            shifted = x - top.unsqueeze(-1)
+            exp = shifted.exp()
+            picked = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+            sums = torch.stack([exp.sum(-1), picked, shifted.sum(-1)], -1)
+            sums = psum(sums, axis) if axis else sums
+            lse = sums[..., 0].log()
+            loss = lse - (1 - smooth) * sums[..., 1] - smooth / classes * sums[..., 2]
+            softmax = exp / sums[..., 0:1]
+            ctx.save_for_backward(unwrap(softmax), unwrap(here), unwrap(outside), unwrap(ignored))
+            ctx.dtype = logits.dtype
+            return unwrap(loss.masked_fill(ignored, 0))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, _, smooth, classes = ctx.place
+        with bind(mesh):
+            softmax, here, outside, ignored = (wrap(t, mesh) for t in ctx.saved_tensors)
+            g = wrap(grads[0], mesh).masked_fill(ignored, 0).unsqueeze(-1)
+            hot = (~outside).unsqueeze(-1).to(softmax.dtype) * (smooth - 1)
+            dx = torch.scatter_add(softmax - smooth / classes, -1, here.unsqueeze(-1), hot) * g
+            return unwrap(dx.to(ctx.dtype)), None, None, None, None, None, None
+
+
+@implements(F.cross_entropy)
+def cross_entropy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """F.cross_entropy(logits [N, C], target [N]) with N, C or both split."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = given["input"], given["target"]
+    mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
+    logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
+    reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    if given.get("weight") is not None or target.is_floating_point() or len(logits.size_) != 2:
+        raise Unsupported(
+            "sharded cross entropy takes logits [N, C] and integer targets [N], without class weights",
+            op="cross_entropy",
+            operands={"logits": typeof(logits), "target": typeof(target)},
+            mesh=mesh,
+            fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
+        )
+    if logits.sharding.partial:
+        raise partial_escape("cross_entropy", logits)
+    row, col = logits.sharding.resolve(2).dims
+    if target.size_ != logits.size_[:1]:
+        raise ShardError(
+            f"{target.size_[0] if target.size_ else 'no'} targets for {logits.size_[0]} rows",
+            op="cross_entropy",
+            operands={"logits": typeof(logits), "target": typeof(target)},
+            mesh=mesh,
+            fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
+        )
+    if target.sharding.resolve(1).dims[0] != row or len(col.parts) > 1 or col.order != "contiguous":
+        raise ImplicitCommunication(
+            "logits and target are not split the same way along the rows",
+            op="cross_entropy",
+            operands={"logits": typeof(logits), "target": typeof(target)},
+            mesh=mesh,
+            fix=f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))",
+        )
+    axis = next((a for a in col.axes if mesh.axes[a] > 1), None)
+    smooth = float(given.get("label_smoothing", 0.0))
+    raw: Any = _RowLoss.apply(logits.raw, target.raw, mesh, axis, ignore, smooth, logits.size_[1])
+    rows = ShardedTensor(raw, Layout(dims=(row,)), logits.size_[:1], mesh, logits.deferred)
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    with torch.no_grad():
+        counted = ShardedTensor((target.raw != ignore).to(raw.dtype), rows.sharding, rows.size_, mesh).sum()
+    return rows.sum() / counted
+
+
+@implements(F.mse_loss)
+def mse_loss(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Mean (or sum, or none) of squared differences."""
+    x, y = args[:2] if len(args) > 1 else (args[0], kwargs["target"])
+    square = (x - y) * (x - y)
+    reduction = kwargs.get("reduction", "mean")
+    return square if reduction == "none" else square.sum() if reduction == "sum" else square.mean()
+
+

@@ -1,0 +1,105 @@
+"""Cannon: multiply two square-gridded matrices by neighbour shifts alone.
+
+A [M, K] and B [K, N] are split over (row, col) of a q x q grid.  Skewed, rank (i, j) holds
+A(i, i+j) and B(i+j, j); each of q steps multiplies, then moves A one rank left and B one up.
+The two transposed forms let an accumulator travel in the moved operand's place:
+
+    AB    C = A B      A and B travel
+    ABT   A = C B^T    B and the accumulator of A travel     (dA = dC B^T)
+    ATB   B = A^T C    A and the accumulator of B travel     (dB = A^T dC)
+
+Operands stored pre-skewed (layouts ``x y skew a`` and ``x y skew b``) save the first move, and
+their gradients come back skewed.  At most three blocks of temporaries live at once: A's next
+block travels during the product, B's after it.
+
+Source: Cannon 1969.
+"""
+
+from fractions import Fraction
+
+from torch import Tensor
+
+from shardlib.collectives import axis_size, ppermute, shift, start
+from shardlib.ops.matmul.schedule import accumulator, add_product
+
+__all__ = ["cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]
+
+
+def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+    """C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
+    q = axis_size(row)
+    a = a if skewed[0] else _skew_a(a, row, col, q)
+    b = b if skewed[1] else _skew_b(b, row, col, q)
+    c = accumulator(a, *a.shape[:-1], b.shape[-1])
+    for t in range(q):  # rank (i, j) holds A(i, i+j+t), B(i+j+t, j)
+        coming = start(shift, a, col, -1) if t < q - 1 else None
+        add_product(c, a, b)
+        if coming is not None:
+            a = coming.wait()
+            b = shift(b, row, -1)
+    return c.to(a.dtype)
+
+
+def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+    """A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
+    q = axis_size(row)
+    b = b if skewed[1] else _skew_b(b, row, col, q)
+    a = accumulator(c, *c.shape[:-1], b.shape[-2])
+    for t in range(q):  # rank (i, j) adds to A(i, i+j+t)
+        add_product(a, c, b.mT)
+        if t < q - 1:
+            a, b = shift(a, col, -1), shift(b, row, -1)
+    a = a.to(c.dtype)
+    return shift(a, col, -1) if skewed[0] else _home_a(a, row, col, q)
+
+
+def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+    """B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
+    q = axis_size(row)
+    a = a if skewed[0] else _skew_a(a, row, col, q)
+    b = accumulator(c, *a.shape[:-2], a.shape[-1], c.shape[-1])
+    for t in range(q):  # rank (i, j) adds to B(i+j+t, j)
+        add_product(b, a.mT, c)
+        if t < q - 1:
+            b, a = shift(b, row, -1), shift(a, col, -1)
+    b = b.to(c.dtype)
+    return shift(b, row, -1) if skewed[1] else _home_b(b, row, col, q)
+
+
+def _skew_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
+    """(i, k) -> (i, k-i): rank (i, j) receives A(i, i+j)."""
+    return ppermute(a, (row, col), [(i * q + k, i * q + (k - i) % q) for i in range(q) for k in range(q)])
+
+
+def _skew_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
+    """(k, j) -> (k-j, j): rank (i, j) receives B(i+j, j)."""
+    return ppermute(b, (row, col), [(k * q + j, (k - j) % q * q + j) for k in range(q) for j in range(q)])
+
+
+def _home_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
+    """After the last step rank (i, j) holds A(i, i+j-1): send it to (i, i+j-1)."""
+    return ppermute(a, (row, col), [(i * q + j, i * q + (i + j - 1) % q) for i in range(q) for j in range(q)])
+
+
+def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
+    """After the last step rank (i, j) holds B(i+j-1, j): send it to (i+j-1, j)."""
+    return ppermute(b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)])
+
+
+def cannon_words(form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool]) -> Fraction:
+    """Words one rank receives: q-1 shifts of A and of B, and the skew or the way home of each.
+
+    A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
+    """
+    made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
+    words = Fraction(0)
+    for size, pre, is_result in zip((m * k, k * n), skewed, made, strict=True):
+        last = Fraction(q > 1) if pre and is_result else Fraction(0) if pre else Fraction(q - 1, q)
+        words += Fraction(size, q * q) * (q - 1 + last)
+    return words
+
+
+def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
+    """2(q-1) shifts, and one more for each skew, way home or last shift."""
+    made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
+    return 0 if q == 1 else 2 * (q - 1) + sum(not pre or is_result for pre, is_result in zip(skewed, made, strict=True))

@@ -1,0 +1,347 @@
+"""The matmul rules: which algorithms fit two layouts, and what each costs.
+
+Read a product Y = X W by what splits its rows, its contraction and its columns:
+
+    X rows  X contraction  W contraction  W columns    algorithm
+    (..)    .              .              (..)         local, or column-parallel
+    (..)    k              k              (..)         row-parallel: psum over k
+    (.. r)  c              r              c            2D, Y-stationary as it lies (form AB)
+    (.. r)  c              c              r            2D, X-stationary as it lies (form ABT)
+    c       r              r              c            2D, W-stationary as it lies (form ATB)
+
+Rows may be split over further axes, as a batch is over ``data``: W's gradient is then summed
+over them inside the rule.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
+from shardlib.ops.matmul.product import Grid, Product
+from shardlib.ops.matmul.summa import summa_messages, summa_words
+from shardlib.ops.registry import Cost, Match, case_of, choose, rule
+from shardlib.tensor import ShardedTensor, lift, local_call, partial_escape, total, typeof, vary
+
+__all__ = ["MatmulCase", "case", "product_of"]
+
+
+@dataclass(frozen=True)
+class MatmulCase:
+    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element."""
+
+    x: Layout
+    w: Layout
+    x_shape: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    itemsize: int
+
+    def operands(self) -> dict[str, str]:
+        return {
+            f"{name} {list(shape)}": str(layout)
+            for name, shape, layout in (("x", self.x_shape, self.x), ("w", self.w_shape, self.w))
+        }
+
+    def fix(self) -> tuple[str, type[NoRule]]:
+        """The reshard of W that some rule would accept."""
+        rows, last = self.x.dims[:-1], self.x.dims[-1]
+        taken = {a for d in rows for a in d.axes} | set(last.axes)
+        batch = ["."] * (len(self.w_shape) - 2)
+        if last.is_split and len(self.w_shape) == 2:
+            wanted = f"{last} ."
+        elif self.x.skew or self.w.skew:
+            return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoRule
+        else:
+            columns = self.w.dims[-1]
+            wanted = " ".join([*batch, ".", str(columns) if not taken & set(columns.axes) else "."])
+        return f"x @ sl.reshard(w, {wanted!r})", ImplicitCommunication
+
+
+def _local_elements(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
+    return math.prod(layout.local_shape(shape, mesh))
+
+
+def _out(case: MatmulCase, columns: Dim) -> Layout:
+    return Layout(dims=(*case.x.dims[:-1], columns))
+
+
+def _shared(case: MatmulCase) -> int | str:
+    """Batch dimensions both operands have, or why they cannot be multiplied in place."""
+    batch = len(case.w_shape) - 2
+    if batch and (case.x.dims[:batch] != case.w.dims[:batch] or len(case.x_shape) != len(case.w_shape)):
+        return "batch dimensions lie differently"
+    return batch
+
+
+@rule("matmul", name="oned")
+def oned(case: MatmulCase) -> Match | str:
+    """No split contraction: local.  One split the same way in both: a local product and a psum."""
+    if case.x.skew or case.w.skew:
+        return "an operand is skewed"
+    batch = _shared(case)
+    if isinstance(batch, str):
+        return batch
+    mesh = dict(case.mesh)
+    xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
+    if xk != wk:
+        return f"contraction split {xk} in x and {wk} in w"
+    out = _out(case, columns)
+    row_axes = {a for d in case.x.dims[:-1] for a in d.axes}
+    both = set(columns.axes) & (row_axes | set(xk.axes))
+    if both:
+        return f"{', '.join(sorted(both))} splits w's columns and x"
+    bytes_y = _local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
+    bytes_x = _local_elements(case.x, case.x_shape, mesh) * case.itemsize
+    bytes_w = _local_elements(case.w, case.w_shape, mesh) * case.itemsize
+    forward = _all_reduce(bytes_y, xk.axes, mesh)
+    backward = _all_reduce(bytes_x, columns.axes, mesh)
+    backward += _all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
+    kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
+
+    def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
+        return total(local_call(torch.matmul, x.mesh, (x_raw, w_raw), {}), x.mesh, xk.axes)
+
+    return Match(out, run, forward, backward, kind)
+
+
+def _all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
+    p = math.prod(mesh[a] for a in axes)
+    return Cost(Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1), 0)
+
+
+_FORMS = {  # form -> the role each of A, B, C plays in Y = X W
+    "ab": {"A": "x", "B": "w", "C": "y"},
+    "abt": {"A": "y", "B": "w", "C": "x"},
+    "atb": {"A": "x", "B": "y", "C": "w"},
+}
+
+
+def _form(case: MatmulCase) -> tuple[str, str, str] | str:
+    """(form, row, col) of a 2D case, or why it is none."""
+    xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
+    ends = (xk, wk, columns)
+    if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):
+        return "a 2D product splits both operands' contraction and w's columns over one axis each"
+    if len(xk.parts) > 1 or len(wk.parts) > 1:
+        return "the contraction is split inside groups"
+    (k1,), (k2,), (n,) = xk.axes, wk.axes, columns.axes
+    rows = {a for d in case.x.dims[:-1] for a in d.axes}
+    if k1 != k2 and n == k1 and k2 in rows:
+        return "ab", k2, k1
+    if k1 == k2 and n != k1 and n in rows:
+        return "abt", n, k1
+    if k1 == k2 and n in rows and len(case.x_shape) == 2:
+        return "atb", k1, n
+    if k1 != k2:
+        return f"contraction split over {k1} in x and {k2} in w, which fits no form"
+    return f"x's rows are not split over {n}"
+
+
+def _grid(case: MatmulCase) -> "_Grid2D | str":
+    batch = _shared(case)
+    form = _form(case)
+    if isinstance(batch, str):
+        return batch
+    if isinstance(form, str):
+        return form
+    if form[0] == "ab" and len(case.x_shape) == 2 and case.x.dims[0].parts == (form[2],):
+        return "x's rows and contraction are both split over one axis"
+    mesh = dict(case.mesh)
+    form, row, col = form
+    if form != "ab" and batch:
+        return "batched products take the Y-stationary form only"
+    m = math.prod(case.x.local_shape(case.x_shape, mesh)[batch:-1])
+    copies = math.prod(case.x.local_shape(case.x_shape, mesh)[:batch])
+    k, n = case.x_shape[-1], case.w_shape[-1]
+    rows_over = col if form == "atb" else row
+    m *= mesh[rows_over]
+    am, ak, cn = {"ab": (m, k, n), "abt": (m, n, k), "atb": (k, m, n)}[form]
+    extra = tuple(a for d in case.x.dims[:-1] for a in d.axes if a not in (row, col, *case.w.axes))
+    return _Grid2D(form, row, col, mesh, batch, copies, am, ak, cn, extra, case)
+
+
+@dataclass(frozen=True)
+class _Grid2D:
+    """The form's matrices A [m, k], B [k, n], C [m, n] on a row x col grid."""
+
+    form: str
+    row: str
+    col: str
+    mesh: dict[str, int]
+    batch: int
+    copies: int
+    m: int
+    k: int
+    n: int
+    extra: tuple[str, ...]
+    case: MatmulCase
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.mesh[self.row], self.mesh[self.col]
+
+    def uneven(self) -> str:
+        """Panels must be whole: K divides over lcm(row, col), M and N over their axes."""
+        panels = math.lcm(*self.shape)
+        return f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
+
+    def out(self) -> Layout:
+        if self.form == "atb":
+            return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
+        columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
+        return _out(self.case, columns)
+
+    def match(self, grid: Grid, words: Callable[[str], Fraction], messages: Callable[[str], int], blocks: int) -> Match:
+        size = self.case.itemsize * self.copies
+        panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
+        forms = [self.form, *(f for f in _FORMS if f != self.form)]
+        costs = [Cost(words(f) * size, messages(f), blocks * panel * size) for f in forms]
+        w_bytes = _local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
+        backward = costs[1] + costs[2] + _all_reduce(w_bytes, self.extra, self.mesh)
+        form = self.form
+
+        def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
+            p = x_raw.mT if form == "atb" else x_raw
+            q = w_raw.mT if form == "abt" else w_raw
+            return Product.apply(form, grid, x.mesh, p, q)  # type: ignore[return-value]
+
+        return Match(self.out(), run, costs[0], backward, f"form {form.upper()}, {_stays(form, grid)}")
+
+
+def _stays(form: str, grid: Grid) -> str:
+    return f"{_FORMS[form][grid.stay].upper()} stays" if grid.schedule == "summa" else "X and W rotate"
+
+
+def _summa(case: MatmulCase, role: str | None) -> Match | str:
+    g = _grid(case)
+    if isinstance(g, str):
+        return g
+    if case.x.skew or case.w.skew:
+        return "an operand is skewed"
+    row, col = g.shape
+    if g.uneven():
+        return g.uneven()
+    stays = [s for s in "CAB" if s == "C" or (row == col and not g.batch and g.m % row == 0 and g.n % row == 0)]
+    if role is not None:
+        stays = [s for s in stays if _FORMS[g.form][s] == role]
+        if not stays:
+            return f"keeping {role.upper()} still needs a block transpose, so a square grid; this is {row} x {col}"
+    stay = min(stays, key=lambda s: (summa_words(g.m, g.k, g.n, row, col, s), s != "C"))
+    return g.match(
+        Grid("summa", g.row, g.col, stay, batch=g.batch),
+        lambda form: summa_words(g.m, g.k, g.n, row, col, stay),
+        lambda form: summa_messages(row, col, stay),
+        4,
+    )
+
+
+@rule("matmul", name="summa")
+def summa(case: MatmulCase) -> Match | str:
+    """SUMMA with whichever matrix moves the fewest words by staying."""
+    return _summa(case, None)
+
+
+@rule("matmul", name="summa_y")
+def summa_y(case: MatmulCase) -> Match | str:
+    """SUMMA, Y-stationary."""
+    return _summa(case, "y")
+
+
+@rule("matmul", name="summa_x")
+def summa_x(case: MatmulCase) -> Match | str:
+    """SUMMA, X-stationary."""
+    return _summa(case, "x")
+
+
+@rule("matmul", name="summa_w")
+def summa_w(case: MatmulCase) -> Match | str:
+    """SUMMA, W-stationary."""
+    return _summa(case, "w")
+
+
+@rule("matmul", name="cannon")
+def cannon(case: MatmulCase) -> Match | str:
+    """Cannon's rotation; the only rule for skewed operands."""
+    g = _grid(case)
+    if isinstance(g, str):
+        return g
+    row, col = g.shape
+    if row != col:
+        return f"cannon needs a square grid; {g.row}={row}, {g.col}={col}"
+    skewed = (case.x.skew == "a", case.w.skew == "b")
+    if (case.x.skew, case.w.skew) != ("a" if skewed[0] else "", "b" if skewed[1] else ""):
+        return "x can be stored 'skew a' and w 'skew b', not the other way"
+    if any(skewed) and g.form != "ab":
+        return "skewed operands take the Y-stationary form only"
+    if any(skewed) and g.extra:
+        return "a skewed operand and rows split over further axes"
+    return g.match(
+        Grid("cannon", g.row, g.col, skewed=skewed, batch=g.batch),
+        lambda form: cannon_words(form, g.m, g.k, g.n, row, skewed),
+        lambda form: cannon_messages(form, row, skewed),
+        3,
+    )
+
+
+# ---------------------------------------------------------------- from tensors to a case and back
+
+
+@lru_cache(maxsize=4096)
+def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout: Layout) -> None:
+    if len(x) < 2 or len(w) < 2:
+        raise RankMismatch(
+            "a sharded product takes matrices; add a dimension to a vector",
+            op="matmul",
+            operands={"x": str(list(x)), "w": str(list(w))},
+            fix="(x @ v.unsqueeze(-1)).squeeze(-1)",
+        )
+    if x[-1] != w[-2]:
+        raise ShardError(
+            f"contraction sizes differ: {x[-1]} and {w[-2]}",
+            op="matmul",
+            operands={f"x {list(x)}": str(x_layout), f"w {list(w)}": str(w_layout)},
+            fix="x @ w.mT" if x[-1] == w[-1] else "x.mT @ w",
+        )
+
+
+@case_of("matmul")
+def case(x: ShardedTensor, w: ShardedTensor) -> MatmulCase:
+    """What the rules need to know of two operands."""
+    for value in (x, w):
+        if value.sharding.partial:
+            raise partial_escape("matmul", value)
+    _checked(x.size_, w.size_, x.sharding, w.sharding)
+    return MatmulCase(x.sharding, w.sharding, tuple(x.size_), tuple(w.size_), tuple(x.mesh.axes.items()), x.raw.element_size())
+
+
+def product_of(x: Any, w: Any) -> ShardedTensor:
+    """x @ w by the cheapest or the pinned rule."""
+    mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
+    x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+    if x.raw.dtype != w.raw.dtype:
+        raise ShardError(
+            "operands have different dtypes",
+            op="matmul",
+            operands={"x": typeof(x), "w": typeof(w)},
+            mesh=mesh,
+            fix="x @ w.to(x.dtype)",
+        )
+    match = choose("matmul", case(x, w))
+    out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, frozenset()
+    if x.deferred or w.deferred:
+        deferred = (x.deferred | w.deferred) - set(out.axes)
+    if x_raw.requires_grad or w_raw.requires_grad:
+        meets = {*out.axes, *deferred}
+        x_raw = vary(x_raw, mesh, tuple(meets.difference(x.sharding.axes, x.deferred)))
+        w_raw = vary(w_raw, mesh, tuple(meets.difference(w.sharding.axes, w.deferred)))
+    raw = match.run(x, w, x_raw, w_raw)
+    return ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)

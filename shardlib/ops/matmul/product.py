@@ -1,0 +1,98 @@
+"""One 2D-blocked product as an autograd function, closed under differentiation.
+
+Three matrices A [M, K], B [K, N], C [M, N] lie in blocks on a (row, col) grid; each of the
+three forms (AB gives C, ABT gives A, ATB gives B) is computed by SUMMA or Cannon, and the
+gradients of one form are the other two.  Only the blocks are saved for backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import unwrap, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.matmul.cannon import cannon_ab, cannon_abt, cannon_atb
+from shardlib.ops.matmul.summa import summa_ab, summa_abt, summa_atb, swap
+
+__all__ = ["Grid", "Product"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where and how a product runs.
+
+    ``stay``    the matrix SUMMA keeps still: "A", "B" or "C".
+    ``skewed``  Cannon: whether A and B are stored skewed.
+    ``batch``   leading dimensions that both operands share; others are rows of the first.
+    """
+
+    schedule: str
+    row: str
+    col: str
+    stay: str = "C"
+    skewed: tuple[bool, bool] = (False, False)
+    batch: int = 0
+
+
+class Product(torch.autograd.Function):
+    """apply(form, grid, mesh, p, q) on raw blocks: ab(A, B), abt(C, B) or atb(A, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor) -> Tensor:
+        ctx.form, ctx.grid, ctx.mesh = form, grid, mesh
+        ctx.save_for_backward(p, q)
+        with bind(mesh):
+            return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (p, q), g, form = ctx.saved_tensors, grads[0], ctx.form
+        need_p, need_q = ctx.needs_input_grad[3:]
+
+        def product(form: str, p: Tensor, q: Tensor) -> Any:
+            return Product.apply(form, ctx.grid, ctx.mesh, p, q)
+
+        dp = dq = None
+        if form == "ab":  # C = A B
+            dp = product("abt", g, q) if need_p else None
+            dq = product("atb", p, g) if need_q else None
+        elif form == "abt":  # A = C B^T
+            dp = product("ab", g, q) if need_p else None
+            dq = product("atb", g, p) if need_q else None
+        else:  # B = A^T C
+            dp = product("abt", q, g) if need_p else None
+            dq = product("ab", p, g) if need_q else None
+        return None, None, None, dp, dq
+
+
+def _local(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
+    """Fold leading dimensions that are only rows, multiply, unfold."""
+    lead = p.shape[:-1]
+    if p.ndim > 2 + grid.batch:
+        p = p.reshape(*lead[: grid.batch], -1, p.shape[-1])
+    if q.ndim > 2 + grid.batch:
+        q = q.reshape(*lead[: grid.batch], -1, q.shape[-1])
+    out = _multiply(form, grid, p, q)
+    return out if form == "atb" or len(lead) == out.ndim - 1 else out.reshape(*lead, out.shape[-1])
+
+
+def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
+    row, col = grid.row, grid.col
+    if grid.schedule == "cannon":
+        step = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}[form]
+        return step(p, q, row, col, grid.skewed)
+    if grid.stay == "C":
+        return {"ab": summa_ab, "abt": summa_abt, "atb": summa_atb}[form](p, q, row, col)
+    return _STAY[form, grid.stay](p, q, row, col)
+
+
+_STAY = {
+    ("ab", "A"): lambda a, b, row, col: summa_abt(a, swap(b, row, col), row, col),
+    ("ab", "B"): lambda a, b, row, col: summa_atb(swap(a, row, col), b, row, col),
+    ("abt", "A"): lambda c, b, row, col: summa_ab(c, swap(b, row, col), row, col),
+    ("abt", "B"): lambda c, b, row, col: swap(summa_abt(b, c, row, col), row, col),
+    ("atb", "A"): lambda a, c, row, col: swap(summa_atb(c, a, row, col), row, col),
+    ("atb", "B"): lambda a, c, row, col: summa_ab(swap(a, row, col), c, row, col),
+}

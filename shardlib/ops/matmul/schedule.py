@@ -1,0 +1,50 @@
+"""What every matmul schedule shares: posting the next transfer early, and adding one product."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import Pending, axis_size
+
+__all__ = ["accumulator", "add_product", "ahead", "cut", "panels"]
+
+
+def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
+    """The operands of step 0, 1, ...; step k+1 is in flight while the caller works on step k."""
+    coming = post(0)
+    for k in range(count):
+        now = coming
+        if k + 1 < count:
+            coming = post(k + 1)
+        yield tuple([p.wait() for p in now])
+
+
+def accumulator(like: Tensor, *shape: int) -> Tensor:
+    """Zeros to add products into: fp32 for half precision operands."""
+    half = like.dtype in (torch.bfloat16, torch.float16)
+    return like.new_zeros(shape, dtype=torch.float32 if half else like.dtype)
+
+
+def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
+    """c += a @ b in c's precision.  a [.., M, K], b [.., K, N], c [.., M, N]."""
+    if c.dtype != a.dtype:
+        a, b = a.to(c.dtype), b.to(c.dtype)
+    if c.ndim == 2:
+        c.addmm_(a, b)
+    else:
+        c.add_(a @ b)
+
+
+def panels(row: str, col: str) -> list[tuple[int, int, int, int]]:
+    """Per K panel: A's owner along ``col`` and slot there, B's owner along ``row`` and slot."""
+    r, c = axis_size(row), axis_size(col)
+    n = math.lcm(r, c)
+    return [(*divmod(k, n // c), *divmod(k, n // r)) for k in range(n)]
+
+
+def cut(x: Tensor, dim: int, axis: str, row: str, col: str) -> tuple[Tensor, ...]:
+    """The K panels of ``x`` that this rank owns; views."""
+    parts = math.lcm(axis_size(row), axis_size(col)) // axis_size(axis)
+    return x.chunk(parts, dim) if parts > 1 else (x,)

@@ -1,0 +1,92 @@
+"""SUMMA: multiply two 2D-blocked matrices by broadcasting one K panel at a time.
+
+A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row
+and B's panel along each mesh column; nobody ever holds a whole operand, and the panels of
+step k+1 travel while step k is multiplied.  Three forms, each the others' backward:
+
+    AB    C = A B      C stays (Y-stationary)    dA = ABT(dC, B)   dB = ATB(A, dC)
+    ABT   A = C B^T    C stays (X-stationary)    dC = AB(dA, B)    dB = ATB(dA, C)
+    ATB   B = A^T C    C stays (W-stationary)    dA = ABT(C, dB)   dC = AB(A, dB)
+
+Each form moves A and B once and keeps C where it is.  On a square grid a block transpose
+(``swap``) turns one form into another, so that any of the three can be the one that stays:
+the largest should.
+
+Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (algorithms 1-3).
+"""
+
+import math
+from fractions import Fraction
+
+from torch import Tensor
+
+from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce, start
+from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels
+
+__all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_words", "swap"]
+
+
+def summa_ab(a: Tensor, b: Tensor, row: str, col: str) -> Tensor:
+    """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
+    a_cut, b_cut, steps = cut(a, -1, col, row, col), cut(b, -2, row, row, col), panels(row, col)
+    c = accumulator(a, *a.shape[:-1], b.shape[-1])
+
+    def post(k: int) -> tuple:
+        a_owner, i, b_owner, j = steps[k]
+        return start(pbroadcast, a_cut[i], col, a_owner), start(pbroadcast, b_cut[j], row, b_owner)
+
+    for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
+        add_product(c, a_k, b_k)
+    return c.to(a.dtype)
+
+
+def summa_abt(c: Tensor, b: Tensor, row: str, col: str) -> Tensor:
+    """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
+    b_cut, steps = cut(b, -2, row, row, col), panels(row, col)
+    a = c.new_zeros(*c.shape[:-1], b.shape[-2] * axis_size(row) // axis_size(col))
+    a_cut = cut(a, -1, col, row, col)  # views into a
+
+    def post(k: int) -> tuple:
+        return (start(pbroadcast, b_cut[steps[k][3]], row, steps[k][2]),)
+
+    for (b_k,), (owner, i, *_) in zip(ahead(post, len(steps)), steps, strict=True):  # [K/n, N/col]
+        a_cut[i].add_(preduce(c @ b_k.mT, col, owner))  # zero but at the owner
+    return a
+
+
+def summa_atb(a: Tensor, c: Tensor, row: str, col: str) -> Tensor:
+    """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
+    a_cut, steps = cut(a, -1, col, row, col), panels(row, col)
+    b = c.new_zeros(*a.shape[:-2], a.shape[-1] * axis_size(col) // axis_size(row), c.shape[-1])
+    b_cut = cut(b, -2, row, row, col)  # views into b
+
+    def post(k: int) -> tuple:
+        return (start(pbroadcast, a_cut[steps[k][1]], col, steps[k][0]),)
+
+    for (a_k,), (*_, owner, j) in zip(ahead(post, len(steps)), steps, strict=True):  # [M/row, K/n]
+        b_cut[j].add_(preduce(a_k.mT @ c, row, owner))  # zero but at the owner
+    return b
+
+
+def swap(x: Tensor, row: str, col: str) -> Tensor:
+    """Block transpose on a square grid: x [P/row, Q/col] -> [Q/row, P/col]."""
+    q = axis_size(row)
+    return ppermute(x.mT, (row, col), [(i * q + j, j * q + i) for i in range(q) for j in range(q)])
+
+
+def summa_words(m: int, k: int, n: int, row: int, col: int, stay: str = "C") -> Fraction:
+    """Words one rank receives in any of the three forms; A [m, k], B [k, n], C [m, n].
+
+    Over ``col`` moves A and over ``row`` B; C stays.  Keeping A or B still instead (square
+    grids) costs a block transpose of the other one.
+    """
+    a, b, c = m * k, k * n, m * n
+    if stay == "C":
+        return Fraction((col - 1) * a + (row - 1) * b, row * col)
+    swapped, moved = (b, b + c) if stay == "A" else (a, a + c)
+    return Fraction((row - 1) * moved, row * col) + Fraction(swapped * (row - 1), row * row * row)
+
+
+def summa_messages(row: int, col: int, stay: str = "C") -> int:
+    """One per panel and axis that moves anything, and one for a block transpose."""
+    return math.lcm(row, col) * ((row > 1) + (col > 1)) + (stay != "C" and row > 1)

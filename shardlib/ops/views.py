@@ -1,0 +1,389 @@
+"""Views: the same elements under other dimensions.  Nothing moves, or the view is refused.
+
+``view`` and ``reshape`` reason on mixed-radix digits: a dimension split ``(3 y)`` is the digits
+3, y and a rest; merging dimensions concatenates digits, splitting one deals them out.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, typeof
+
+__all__ = ["view_layout"]
+
+_Digits = list[tuple[str | None, int]]  # (axis or None, radix), major first
+
+
+def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
+    out: _Digits = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
+    rest = size // max(1, math.prod(r for _, r in out))
+    return [*out, (None, rest)]
+
+
+def view_layout(
+    layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
+) -> Layout | str:
+    """The layout of a tensor seen under a new shape, or why the blocks do not allow it.
+
+    >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (8, 5, 4, 3), {"d": 2, "y": 2})
+    Layout('d . y .')
+    >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (40, 12), {"d": 2, "y": 2})
+    Layout('d y')
+    """
+    layout = layout.resolve(len(shape))
+    if layout.skew:
+        return "a skewed tensor has no other view"
+    if 0 in shape:
+        return layout if not layout.axes else "an empty split tensor has no other view"
+    dims: list[Dim] = []
+    i = 0
+    digits: _Digits = []
+    have = 1
+    whole: Dim | None = None
+    for n in new:
+        if n != 1 and not digits:  # at a border that both shapes share: keep the dimension as it is
+            while i < len(shape) and shape[i] == 1:
+                if layout.dims[i].is_split:
+                    return f"dimension {i} of size 1 is split"
+                i += 1
+            if i < len(shape) and shape[i] == n:
+                dims.append(layout.dims[i])
+                i += 1
+                continue
+        while have < n and i < len(shape):
+            whole = layout.dims[i]
+            if whole.order != "contiguous":
+                return f"dimension {i} is ordered {whole}, which only a view that keeps it allows"
+            digits += _digits(whole, shape[i], mesh)
+            have *= shape[i]
+            i += 1
+        taken, need = [], n
+        while need > 1:
+            axis, radix = digits.pop(0)
+            g = math.gcd(radix, need)
+            if radix == g:
+                taken.append((axis, radix))
+                need //= radix
+            elif axis is None and g == need:
+                taken.append((None, need))
+                digits.insert(0, (None, radix // need))
+                need = 1
+            else:
+                what = f"axis {axis!r} (size {radix})" if axis else f"a factor {radix}"
+                return f"{what} does not fit into a dimension of size {n}"
+        have //= n
+        while digits and digits[0] == (None, 1):
+            digits.pop(0)
+        if all(a is None and r == 1 for a, r in digits):
+            digits = []
+        dims.append(_dim(taken))
+    if any(d.is_split for d in layout.dims[i:]) or any(a for a, _ in digits):
+        return "a split dimension of size 1 would vanish"
+    return Layout(dims=tuple(dims), partial=layout.partial)
+
+
+def _dim(digits: _Digits) -> Dim:
+    """Digits as a token: unsplit digits before the last axis are factors, those after it the rest."""
+    last = max((k for k, (a, _) in enumerate(digits) if a), default=-1)
+    parts: list[str | int] = []
+    for axis, radix in digits[: last + 1]:
+        if axis is not None:
+            parts.append(axis)
+        elif radix > 1:
+            if parts and isinstance(parts[-1], int):
+                parts[-1] *= radix
+            else:
+                parts.append(radix)
+    return Dim(tuple(parts))
+
+
+def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else tuple(args)
+
+
+def _infer(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
+    if -1 not in sizes:
+        return sizes
+    known = math.prod(s for s in sizes if s != -1)
+    return tuple(count // known if s == -1 else s for s in sizes)
+
+
+@lru_cache(maxsize=4096)
+def _viewed(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: tuple[tuple[str, int], ...]):
+    out = view_layout(layout, shape, new, dict(mesh))
+    return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
+
+
+def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
+    new = _infer(new, x.size_.numel())
+    if math.prod(new) != x.size_.numel():
+        raise ShardError(
+            f"shape {list(new)} has {math.prod(new)} elements, the tensor {x.size_.numel()}",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"x.view({', '.join(map(str, x.size_))})",
+        )
+    found = _viewed(x.sharding, tuple(x.size_), new, tuple(x.mesh.axes.items()))
+    if isinstance(found, str):
+        raise ImplicitCommunication(
+            f"shape {list(new)} cuts through the blocks: {found}",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.reshard(x, '...').view{tuple(new)}",
+        )
+    layout, local = found
+    raw = local_call(func, x.mesh, (x.raw, local), {})
+    return ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
+
+
+@implements(Tensor.view, Tensor.reshape, torch.reshape)
+def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    if len(args) == 2 and isinstance(args[1], torch.dtype):
+        raise no_rule(func, args, kwargs, "a view as another dtype")
+    return _view(func, x, _sizes(args[1:] or tuple(kwargs.values())))
+
+
+@implements(Tensor.view_as, Tensor.reshape_as)
+def view_as(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return _view(Tensor.reshape, args[0], tuple(args[1].shape))
+
+
+@implements(Tensor.flatten, torch.flatten)
+def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % max(1, len(x.size_))
+    end = (args[2] if len(args) > 2 else kwargs.get("end_dim", -1)) % max(1, len(x.size_))
+    return _view(Tensor.reshape, x, (*x.size_[:start], x.size_[start : end + 1].numel(), *x.size_[end + 1 :]))
+
+
+@implements(Tensor.unflatten, torch.unflatten)
+def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x, dim, sizes = args[0], args[1] % len(args[0].size_), _infer(tuple(args[2]), args[0].size_[args[1]])
+    return _view(Tensor.reshape, x, (*x.size_[:dim], *sizes, *x.size_[dim + 1 :]))
+
+
+# ---------------------------------------------------------------- permutations
+
+
+def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
+    layout = x.sharding if order == tuple(range(len(order))) else x.sharding.resolve(len(order)).transpose(*order)
+    raw = local_call(Tensor.permute, x.mesh, (x.raw, order), {})
+    return ShardedTensor(raw, layout, torch.Size([x.size_[d] for d in order]), x.mesh, x.deferred)
+
+
+@implements(Tensor.permute, torch.permute)
+def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    order = _sizes(args[1:] or tuple(kwargs.values()))
+    return _permuted(args[0], tuple(d % len(args[0].size_) for d in order))
+
+
+@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
+def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x, i, j = (*args, *kwargs.values())
+    order = list(range(len(x.size_)))
+    order[i], order[j] = order[j], order[i]
+    return _permuted(x, tuple(order))
+
+
+@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
+def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    ndim = len(x.size_)
+    if func == Tensor.mT.__get__:
+        return _permuted(x, (*range(ndim - 2), ndim - 1, ndim - 2))
+    return _permuted(x, tuple(reversed(range(ndim))))
+
+
+@implements(Tensor.movedim, torch.movedim)
+def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    order = tuple(torch.movedim(torch.empty([1] * len(x.size_)).as_strided([1] * len(x.size_), range(len(x.size_))), *args[1:]).stride())
+    return _permuted(x, order)
+
+
+# ---------------------------------------------------------------- dimensions of size one, expand
+
+
+@implements(Tensor.unsqueeze, torch.unsqueeze)
+def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x, dim = (*args, *kwargs.values())
+    ndim = len(x.size_)
+    dim = dim % (ndim + 1)
+    dims = x.sharding.resolve(ndim).dims
+    layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
+    raw = local_call(Tensor.unsqueeze, x.mesh, (x.raw, dim), {})
+    return ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], 1, *x.size_[dim:])), x.mesh, x.deferred)
+
+
+@implements(Tensor.squeeze, torch.squeeze)
+def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x, *where = (*args, *kwargs.values())
+    ndim = len(x.size_)
+    chosen = range(ndim) if not where else [d % ndim for d in _sizes(tuple(where))]
+    gone = {d for d in chosen if x.size_[d] == 1}
+    keep = [d for d in range(ndim) if d not in gone]
+    layout = Layout(dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial)
+    new = torch.Size([x.size_[d] for d in keep])
+    raw = local_call(Tensor.reshape, x.mesh, (x.raw, layout.local_shape(tuple(new), x.mesh)), {})
+    return ShardedTensor(raw, layout, new, x.mesh, x.deferred)
+
+
+@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
+def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    sizes = tuple(args[1].shape) if func is Tensor.expand_as else _sizes(args[1:] or tuple(kwargs.values()))
+    lead = len(sizes) - len(x.size_)
+    if lead < 0:
+        raise RankMismatch(
+            f"cannot expand to {list(sizes)}", op="expand", operands={"tensor": typeof(x)}, mesh=x.mesh, fix="x"
+        )
+    new = tuple(x.size_[d - lead] if s == -1 else s for d, s in enumerate(sizes))
+    layout = Layout(dims=(*[Dim()] * lead, *x.sharding.resolve(len(x.size_)).dims), partial=x.sharding.partial)
+    raw = local_call(Tensor.expand, x.mesh, (x.raw, layout.local_shape(new, x.mesh)), {})
+    return ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
+    if func in (Tensor.chunk, torch.chunk):
+        pieces = -(-size // pieces)
+    if isinstance(pieces, int):
+        return [min(pieces, size - k) for k in range(0, size, pieces)] or [0]
+    return list(pieces)
+
+
+@implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
+def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
+    x, pieces, *rest = (*args, *kwargs.values())
+    dim = (rest[0] if rest else 0) % len(x.size_)
+    sizes = _split_sizes(func, x.size_[dim], pieces)
+    token = x.sharding.resolve(len(x.size_)).dims[dim]
+    local, piece = sizes, token
+    if token.is_split:
+        ways = len(sizes)
+        groups = token.parts[0] if isinstance(token.parts[0], int) else 1
+        if len(set(sizes)) != 1 or groups % ways or token.order != "contiguous":
+            raise ImplicitCommunication(
+                f"pieces of {sizes} along dimension {dim} cut through blocks split {token}",
+                op=func.__name__,
+                operands={"tensor": typeof(x)},
+                mesh=x.mesh,
+                fix=f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})')!r})",
+            )
+        rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
+        piece = Dim(rest_parts)
+        shards = math.prod(x.mesh.axes[a] for a in token.axes)
+        local = [s // shards for s in sizes]
+    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.size_)), {})
+    dims = x.sharding.resolve(len(x.size_)).dims
+    layout = Layout(dims=(*dims[:dim], piece, *dims[dim + 1 :]), partial=x.sharding.partial)
+    return tuple(
+        ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], n, *x.size_[dim + 1 :])), x.mesh, x.deferred)
+        for raw, n in zip(raws, sizes, strict=True)
+    )
+
+
+def _with(x: ShardedTensor, dim: int, token: str) -> str:
+    dims = [str(d) for d in x.sharding.resolve(len(x.size_)).dims]
+    dims[dim] = token
+    return " ".join(dims)
+
+
+@implements(Tensor.unbind, torch.unbind)
+def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
+    x, *rest = (*args, *kwargs.values())
+    dim = (rest[0] if rest else 0) % len(x.size_)
+    return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
+
+
+@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
+def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x, dim, *rest = (*args, *kwargs.values())
+    piece = rest[0] if func in (Tensor.select, torch.select) else slice(rest[0], rest[0] + rest[1])
+    return getitem(Tensor.__getitem__, (x, (*[slice(None)] * (dim % len(x.size_)), piece)), {})
+
+
+@implements(Tensor.__getitem__)
+def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Ints, slices, None and Ellipsis on unsplit dimensions; whole slices on split ones."""
+    x, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor | list) for i in index):
+        raise no_rule(func, (x,), kwargs, "indexing by a tensor; sl.unshard(x) first, or use F.embedding")
+    named = sum(i is not None and i is not Ellipsis for i in index)
+    fill = [slice(None)] * (len(x.size_) - named)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *fill, *index[at + 1 :])
+    else:
+        index = (*index, *fill)
+    dims, sizes, d = [], [], 0
+    tokens = x.sharding.resolve(len(x.size_)).dims
+    for i in index:
+        if i is None:
+            dims.append(Dim())
+            sizes.append(1)
+            continue
+        token, size = tokens[d], x.size_[d]
+        if token.is_split and i != slice(None) and not (isinstance(i, slice) and i.indices(size) == (0, size, 1)):
+            raise ImplicitCommunication(
+                f"index {i!r} cuts through dimension {d}, which is split {token}",
+                op="getitem",
+                operands={"tensor": typeof(x)},
+                mesh=x.mesh,
+                fix=f"sl.reshard(x, {_with(x, d, '.')!r})",
+            )
+        if isinstance(i, slice):
+            dims.append(token)
+            sizes.append(len(range(*i.indices(size))))
+        d += 1
+    local = tuple(slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i for k, i in enumerate(index))
+    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, local), {})
+    return ShardedTensor(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred)
+
+
+def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
+    """Whether index entry ``k`` addresses a split dimension."""
+    return tokens[sum(i is not None for i in index[:k])].is_split
+
+
+@implements(torch.cat, torch.concat, torch.stack)
+def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    tensors, *rest = (*args, *kwargs.values())
+    mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
+    values = [lift(t, mesh, func.__name__) for t in tensors]
+    if func is torch.stack:
+        values = [unsqueeze(torch.unsqueeze, (v, (rest[0] if rest else 0)), {}) for v in values]
+    dim = (rest[0] if rest else 0) % len(values[0].size_)
+    first = values[0]
+    if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
+        raise NoRule(
+            "the pieces lie differently",
+            op=func.__name__,
+            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            mesh=mesh,
+            fix=f"sl.reshard(x, {str(first.sharding)!r})",
+        )
+    if first.sharding.resolve(len(first.size_)).dims[dim].is_split:
+        raise ImplicitCommunication(
+            f"joining along dimension {dim} would move blocks",
+            op=func.__name__,
+            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            mesh=mesh,
+            fix=f"sl.reshard(x, {_with(first, dim, '.')!r})",
+        )
+    raw = local_call(torch.cat, mesh, ([v.raw for v in values], dim - len(first.size_)), {})
+    size = list(first.size_)
+    size[dim] = sum(v.size_[dim] for v in values)
+    return ShardedTensor(raw, first.sharding, torch.Size(size), mesh)

@@ -1,0 +1,222 @@
+"""An unmodified module as a pure function over sharded parameters.
+
+``apply, params = parallelize(module, rules)``: ``params`` is a dict name -> ShardedTensor, and
+``apply(params, *inputs)`` runs the module's forward with them.  The module keeps its own
+tensors.  Every parameter must match a rule and every rule must match a parameter: nothing is
+replicated, or sharded, by accident.
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardlib.errors import RuleLint, UnknownParameter
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, as_mesh
+from shardlib.placing import shard
+from shardlib.tensor import ShardedTensor, promoting, replicated
+
+__all__ = ["Apply", "Rules", "match_rules", "parallelize"]
+
+Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
+Rules = Sequence[tuple[Pattern, Layout | str]]
+
+
+class Apply:
+    """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
+
+    ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
+    ``buffers``  name -> tensor, cloned from the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, layouts: dict[str, Layout], tied: dict[str, str], inputs: Mapping[str, Layout], mesh: Mesh
+    ) -> None:
+        self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
+        self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
+
+    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The module's forward.  Inputs: plain tensors are sharded as ``inputs=`` said, else replicated."""
+        return self._run(params, self.buffers, args, kwargs)[0]
+
+    def mutable(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """(output, new buffers) for modules that write to their buffers in forward."""
+        return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
+
+    def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        self._check(params)
+        state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
+        args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
+        kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
+        with promoting():
+            out = functional_call(self.module, state, args, kwargs)
+        return out, {n: state[n] for n in buffers}
+
+    def _names(self, count: int) -> list[str]:
+        code = self.module.forward.__code__
+        names = [n for n in code.co_varnames[: code.co_argcount] if n != "self"]
+        return (names + [""] * count)[:count]
+
+    def _place(self, name: str, value: Any) -> Any:
+        def place(x: Any) -> Any:
+            if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
+                return x
+            layout = self.inputs.get(name)
+            return replicated(x, self.mesh) if layout is None else shard(x, layout, self.mesh)
+
+        return optree.tree_map(place, value, none_is_leaf=True)
+
+    def _check(self, params: Mapping[str, Tensor]) -> None:
+        for name in params:
+            if name not in self.layouts:
+                near = difflib.get_close_matches(name, self.layouts, 1)
+                raise UnknownParameter(
+                    f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                    op="apply",
+                    operands={"parameters": ", ".join(self.layouts)},
+                    mesh=self.mesh,
+                    fix=f"params[{(near or list(self.layouts))[0]!r}] = params.pop({name!r})",
+                )
+        missing = [n for n in self.layouts if n not in params]
+        if missing:
+            raise UnknownParameter(
+                f"parameters are missing: {', '.join(missing)}",
+                op="apply",
+                mesh=self.mesh,
+                fix="apply(params, ...) with every key that parallelize returned",
+            )
+
+
+def _matches(pattern: Pattern, name: str, value: Tensor) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(name) is not None
+    return bool(pattern(name, value))
+
+
+def _pattern_text(pattern: Pattern) -> str:
+    if isinstance(pattern, str):
+        return repr(pattern)
+    return f"re.compile({pattern.pattern!r})" if isinstance(pattern, re.Pattern) else repr(pattern)
+
+
+def logical(text: str, axes: Mapping[str, str]) -> Layout:
+    """Resolve logical dimension names: ``embed (3 heads hd)`` with heads="x" -> ``. (3 x)``.
+
+    Inside a group an integer is an unsplit factor, a name with a mesh axis splits, and names
+    mapped to ``.`` end the group.
+
+    >>> logical("embed (3 heads hd)", {"embed": ".", "heads": "x", "hd": "."})
+    Layout('. (3 x)')
+    """
+    tokens = re.findall(r"\([^)]*\)|\S+", text)
+
+    def resolve(token: str) -> str:
+        if not token.startswith("("):
+            return axes.get(token, token)
+        parts = [axes.get(p, p) for p in token[1:-1].split()]
+        while parts and parts[-1] == ".":
+            parts.pop()
+        if "." in parts:
+            raise RuleLint(
+                f"{token!r}: {'.'!r} may only end a group; give the factor's size as a number",
+                op="parallelize",
+                operands={"layout": text},
+                fix="axes=dict(heads='x', hd='.')",
+            )
+        return f"({' '.join(parts)})" if parts else "."
+
+    return Layout.parse(" ".join(resolve(t) for t in tokens))
+
+
+def match_rules(
+    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None
+) -> dict[str, Layout]:
+    """First match wins; every parameter and every rule must be used.
+
+    Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
+    """
+    used = [False] * len(rules)
+    layouts: dict[str, Layout] = {}
+    unmatched = []
+    for name, value in named.items():
+        hits = [i for i, (pattern, _) in enumerate(rules) if _matches(pattern, name, value)]
+        if not hits:
+            unmatched.append(name)
+            continue
+        used[hits[0]] = True
+        layout = rules[hits[0]][1]
+        text = layout if isinstance(layout, str) else str(layout)
+        layouts[name] = logical(text, axes or {}).resolve(value.ndim)
+    unused = [rules[i][0] for i, hit in enumerate(used) if not hit]
+    if unmatched or unused:
+        raise RuleLint(
+            _lint(unmatched, unused, named, rules),
+            op="parallelize",
+            fix="rules + [('*', '...')]" if not unused else "rules = [r for r in rules if r[0] not in ("
+            + "".join(f"{_pattern_text(p)}, " for p in unused)
+            + ")]",
+        )
+    return layouts
+
+
+def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules) -> str:
+    lines = []
+    for name in unmatched:
+        near = difflib.get_close_matches(name, [p for p, _ in rules if isinstance(p, str)], 1, 0.5)
+        lines.append(f"no rule matches parameter {name!r}" + (f" (nearest rule: {near[0]!r})" if near else ""))
+    for pattern in unused:
+        shadow = [n for n, v in named.items() if _matches(pattern, n, v)]
+        text = _pattern_text(pattern)
+        if shadow:
+            lines.append(f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}")
+            continue
+        near = difflib.get_close_matches(text.strip("'*"), list(named), 1, 0.4)
+        lines.append(f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else ""))
+    return "\n    ".join(lines)
+
+
+def parallelize(
+    module: nn.Module,
+    rules: Rules,
+    *,
+    mesh: Any = None,
+    axes: Mapping[str, str] | None = None,
+    inputs: Mapping[str, Layout | str] | None = None,
+) -> tuple[Apply, dict[str, ShardedTensor]]:
+    """Turn a module into ``(apply, params)`` with every parameter laid out by the first rule it matches.
+
+    ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order.
+    ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
+    ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``.
+
+    Tied parameters are one leaf under their first name.  The module is read, never changed.
+    Raises: RuleLint, UnevenSplit, UnknownAxis.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     apply, params = sl.parallelize(nn.Linear(4, 6), [("weight", "y x"), ("bias", "y")])
+    ...     out = apply(params, sl.shard(torch.ones(2, 4), "x y"))
+    >>> sl.typeof(params["weight"]), sl.typeof(out)
+    ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
+    """
+    mesh = as_mesh(mesh)
+    named = dict(module.named_parameters())
+    layouts = match_rules(named, rules, axes)
+    held = {id(p): n for n, p in named.items()}
+    everything = module.named_parameters(remove_duplicate=False)
+    tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
+    params = {n: shard(p.detach(), layouts[n], mesh).requires_grad_(p.requires_grad) for n, p in named.items()}
+    placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
+    return Apply(module, layouts, tied, placed, mesh), params
+

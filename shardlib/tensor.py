@@ -1,0 +1,533 @@
+"""ShardedTensor: a tensor with a global shape, a layout, and this rank's block inside.
+
+It subclasses ``torch.Tensor`` only so that modules accept it.  Every torch function on it is
+looked up in ``TABLE``, which the files under ``ops/`` fill; autograd is recorded on the local
+block ``raw``, so nothing is dispatched again on the way back.
+
+Gradients in the global view have their value's own layout: a split value has a split
+cotangent, a replicated value a replicated one, and a pending sum (``+ sum(x)``) a replicated
+one.  Where a replicated operand meets data that differs along a mesh axis, ``vary`` marks the
+place, and its transpose is the psum that makes the gradient whole again.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import Stacked, psum, unwrap, wrap
+from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+
+__all__ = ["TABLE", "ShardedTensor", "implements", "layout_of", "promoting", "typeof"]
+
+Rule = Callable[..., Any]
+
+TABLE: dict[Any, Rule] = {}
+"""torch function -> rule(func, args, kwargs).  Filled by ``implements`` in the files of ops/."""
+
+FALLBACK: list[Rule] = []
+"""At most one rule for every other function; see dtensor.py."""
+
+_NONE: frozenset[str] = frozenset()
+
+
+def implements(*funcs: Any) -> Callable[[Rule], Rule]:
+    """Register one rule for torch functions (``torch.add``, ``Tensor.add``, ...)."""
+
+    def enter(rule: Rule) -> Rule:
+        for func in funcs:
+            TABLE[func] = rule
+        return rule
+
+    return enter
+
+
+class ShardedTensor(torch.Tensor):
+    """A global tensor of which this process holds one block (under simulate: all of them).
+
+    ``raw``       the storage: the local block, or all blocks ``[ranks, *local]`` under simulate.
+    ``local``     the local block as per-device code sees it; never a copy.
+    ``sharding``  its Layout.     ``mesh``  its Mesh.
+    ``deferred``  mesh axes over which a replicated value's gradient is left unsummed.
+    """
+
+    raw: Tensor
+    sharding: Layout
+    mesh: Mesh
+    deferred: frozenset[str]
+
+    @staticmethod
+    def __new__(
+        cls: type,
+        raw: Tensor,
+        layout: Layout,
+        shape: torch.Size,
+        mesh: Mesh,
+        deferred: frozenset[str] = _NONE,
+    ) -> "ShardedTensor":
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=raw.dtype, device=raw.device)
+        self.raw, self.sharding, self.size_, self.mesh, self.deferred = raw, layout, shape, mesh, deferred
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's block, without a copy."""
+        return wrap(self.raw, self.mesh)
+
+    def like(self, raw: Tensor) -> "ShardedTensor":
+        """The same place and shape with another block."""
+        return ShardedTensor(raw, self.sharding, self.size_, self.mesh, self.deferred)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = TABLE.get(func)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        return _unknown(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NoRule(
+            f"{func} reached a ShardedTensor below its rules (torch.func transforms and C++ code do that)",
+            op=str(func),
+            fix="sl.value_and_grad(loss)(params)",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedTensor({typeof(self)} on {self.mesh}\n{self.local!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        if id(self) not in memo:
+            memo[id(self)] = _keep_kind(self, self.like(copy.deepcopy(self.raw, memo)))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.mesh.kind == "dist":
+            raise ShardError(
+                "a block of a running job cannot be pickled as the whole tensor",
+                op="pickle",
+                operands={"tensor": typeof(self)},
+                mesh=self.mesh,
+                fix="sl.unshard(x)",
+            )
+        parts = (self.raw.detach(), str(self.sharding), tuple(self.size_), dict(self.mesh.axes), self.mesh.kind)
+        return _unpickle, (*parts, self.raw.requires_grad, isinstance(self, torch.nn.Parameter))
+
+
+def _unpickle(
+    raw: Tensor, layout: str, shape: tuple[int, ...], axes: dict[str, int], kind: str, grad: bool, param: bool
+) -> ShardedTensor:
+    mesh = Mesh(axes, kind=kind)  # type: ignore[arg-type]
+    x = ShardedTensor(raw.requires_grad_(grad), Layout.parse(layout), torch.Size(shape), mesh)
+    return torch.nn.Parameter(x, requires_grad=grad) if param else x  # type: ignore[return-value]
+
+
+def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
+    """A copy of an nn.Parameter is an nn.Parameter."""
+    if isinstance(old, torch.nn.Parameter):
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+# ---------------------------------------------------------------- types as text
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def typeof(x: Tensor) -> str:
+    """Dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     sl.typeof(sl.shard(torch.zeros(4, 6), "x y"))
+    'f32[4@x, 6@y]'
+    >>> sl.typeof(torch.zeros(3))
+    'f32[3]'
+    """
+    if not isinstance(x, ShardedTensor):
+        return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
+    dims = x.sharding.resolve(len(x.size_)).dims
+    body = ", ".join(f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.size_, dims, strict=True))
+    tail = f"{{sum:{' '.join(x.sharding.partial)}}}" if x.sharding.partial else ""
+    skew = f"{{skew:{x.sharding.skew}}}" if x.sharding.skew else ""
+    return f"{_SHORT.get(x.dtype, str(x.dtype))}[{body}]{tail}{skew}"
+
+
+def layout_of(x: Tensor) -> Layout:
+    """The layout of a sharded tensor or DTensor.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     sl.layout_of(sl.shard(torch.zeros(4, 6), "x ."))
+    Layout('x .')
+    """
+    if isinstance(x, ShardedTensor):
+        return x.sharding
+    if isinstance(x, torch.distributed.tensor.DTensor):
+        return Layout.from_dtensor(x)
+    raise PlainTensor(
+        "a plain tensor has no layout", op="layout_of", operands={"tensor": typeof(x)}, fix='sl.shard(x, "...")'
+    )
+
+
+# ---------------------------------------------------------------- what rules are made of
+
+
+def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on the local blocks: ``args`` hold raw tensors, so does the result."""
+    if mesh.kind != "stacked":
+        return func(*args, **kwargs)
+    out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
+    return _lower(out)
+
+
+def _lift(x: Any, mesh: Mesh) -> Any:
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return wrap(x, mesh)
+    return type(x)(_lift(v, mesh) for v in x) if type(x) in (tuple, list) else x
+
+
+def _lower(x: Any) -> Any:
+    if isinstance(x, Stacked):
+        return unwrap(x)
+    return type(x)(_lower(v) for v in x) if type(x) in (tuple, list) else x
+
+
+class _Vary(torch.autograd.Function):
+    """Identity; the gradient is summed over ``axes``."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Sum.apply(grads[0], ctx.mesh, ctx.axes), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """psum whose result is the same on every rank, and so is its cotangent: backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        with bind(mesh):
+            return unwrap(psum(wrap(raw, mesh), axes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None
+
+
+class _Share(torch.autograd.Function):
+    """Identity; the gradient is divided by the number of ranks that all return it."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.count, None
+
+
+def vary(raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """Mark a value that is the same along ``axes`` as meeting data that is not.
+
+    Identity forward; backward is one psum over ``axes``.
+    """
+    axes = tuple(a for a in axes if mesh.axes[a] > 1)
+    return _Vary.apply(raw, mesh, axes) if axes and raw.requires_grad else raw  # type: ignore[return-value]
+
+
+def total(raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """Sum over ``axes``; the result is replicated and so is its cotangent."""
+    axes = tuple(a for a in axes if mesh.axes[a] > 1)
+    return _Sum.apply(raw, mesh, axes) if axes else raw  # type: ignore[return-value]
+
+
+def settle(x: ShardedTensor) -> ShardedTensor:
+    """End a deferral: from here on the value's cotangent is replicated again."""
+    if not x.deferred:
+        return x
+    count = 1
+    for axis in x.deferred:
+        count *= x.mesh.axes[axis]
+    return ShardedTensor(_Share.apply(x.raw, count), x.sharding, x.size_, x.mesh)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- plain tensors among sharded ones
+
+
+class promoting:
+    """Within it, plain tensors met by a sharded one count as the same on every rank."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        promoting.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        promoting.depth -= 1
+
+
+def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
+    """``x`` as a ShardedTensor on ``mesh``; plain tensors only within ``promoting``, scalars always."""
+    if isinstance(x, ShardedTensor):
+        if x.mesh is not mesh:
+            raise ShardError(
+                "operands live on different meshes",
+                op=op,
+                operands={"one mesh": str(mesh), "the other": f"{x.mesh} of {typeof(x)}"},
+                fix="sl.shard(sl.unshard(x), layout, mesh=mesh)",
+            )
+        return x
+    if promoting.depth == 0 and x.ndim > 0:
+        raise PlainTensor(
+            "a plain tensor met a sharded one, and nothing says where its data sits",
+            op=op,
+            operands={"plain": typeof(x)},
+            mesh=mesh,
+            fix='sl.shard(t, "...")',
+        )
+    return replicated(x, mesh)
+
+
+def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
+    """A tensor that every rank holds, as it is."""
+    raw = x
+    if mesh.kind == "stacked":
+        raw = x.unsqueeze(0).expand(mesh.size, *x.shape)
+    elif mesh.kind == "record" and x.device.type != "meta":
+        raw = x.to("meta")
+    return ShardedTensor(raw, Layout.parse("...").resolve(x.ndim), x.shape, mesh)
+
+
+def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__" or name == "__set__":  # a property that no rule changes
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if FALLBACK:
+        return FALLBACK[0](func, args, kwargs)
+    raise no_rule(func, args, kwargs)
+
+
+def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoRule:
+    """The error for a function that has no rule."""
+    name = getattr(func, "__name__", str(func))
+    found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
+    return NoRule(
+        f"no rule for {name}" + (f": {why}" if why else ""),
+        op=name,
+        operands={f"operand {i}": typeof(x) for i, x in enumerate(found)},
+        mesh=found[0].mesh if found else None,
+        fix=f"sl.shard_map({name}, in_layouts=({', '.join(repr(str(x.sharding)) for x in found)},), "
+        f"out_layouts={str(found[0].sharding)!r})(x)"
+        if found
+        else "",
+    )
+
+
+def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
+    """The error for a pending sum used where its value is needed."""
+    bare = str(x.sharding).split(" + ")[0]
+    return PartialEscape(
+        f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",
+        op=op,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"sl.reshard(x, {bare!r})",
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, tuple | list):
+        return [leaf for item in tree for leaf in _leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in _leaves(item)]
+    return [tree]
+
+
+# ---------------------------------------------------------------- metadata and autograd
+
+
+def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answered by the wrapper itself, whose shape is the global one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+implements(
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,
+    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_meta.__get__,
+    Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__, Tensor.itemsize.__get__,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel,
+    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, Tensor.__format__,
+)(_plain)  # fmt: skip
+
+
+@implements(Tensor.is_contiguous)
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    return args[0].raw.is_contiguous()
+
+
+@implements(
+    Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor.retains_grad.__get__
+)
+def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].raw)
+
+
+@implements(Tensor.requires_grad.__set__)
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].raw.requires_grad = args[1]
+
+
+@implements(Tensor.requires_grad_, Tensor.retain_grad)
+def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    func(args[0].raw, *args[1:], **kwargs)
+    return args[0] if func is Tensor.requires_grad_ else None
+
+
+def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
+    """A gradient block as a value: in ``x``'s layout, pending over the axes that ``x`` defers."""
+    layout = x.sharding
+    if x.deferred:
+        partial = " ".join(sorted(x.deferred))
+        bare = str(layout).split(" + ")[0]
+        layout = Layout.parse(f"{bare} + sum({partial})").resolve(len(x.size_))
+    elif layout.partial:
+        layout = Layout.parse(str(layout).split(" + ")[0]).resolve(len(x.size_))
+    return ShardedTensor(raw_grad, layout, x.size_, x.mesh)
+
+
+@implements(Tensor.grad.__get__)
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return None if x.raw.grad is None else gradient_of(x, x.raw.grad)
+
+
+@implements(Tensor.grad.__set__)
+def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    x.raw.grad = None if grad is None else grad.raw
+
+
+@implements(Tensor.grad.__delete__)
+def _del_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].raw.grad = None
+
+
+@implements(Tensor.backward)
+def _backward(func: Any, args: Any, kwargs: Any) -> None:
+    x, gradient = args[0], (args[1] if len(args) > 1 else kwargs.pop("gradient", None))
+    inputs = kwargs.pop("inputs", None)
+    if inputs is not None:
+        kwargs["inputs"] = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    x = settle(x)
+    x.raw.backward(_cotangent(x, gradient), *args[2:], **kwargs)
+
+
+def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
+    if gradient is not None:
+        if not isinstance(gradient, ShardedTensor):
+            gradient = lift(gradient, x.mesh, "backward")
+        if gradient.sharding.resolve(len(x.size_)) != gradient_of(x, x.raw).sharding.resolve(len(x.size_)):
+            raise ShardError(
+                "the cotangent has another layout than the value",
+                op="backward",
+                operands={"value": typeof(x), "cotangent": typeof(gradient)},
+                mesh=x.mesh,
+                fix=f"sl.reshard(gradient, {str(x.sharding)!r})",
+            )
+        return gradient.raw
+    if x.size_.numel() != 1:
+        raise ShardError(
+            "backward of a tensor that is no scalar needs its cotangent",
+            op="backward",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="x.sum().backward()",
+        )
+    return torch.ones_like(x.raw)
+
+
+@implements(torch.autograd.grad)
+def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
+    cotangents = given.pop("grad_outputs", None)
+    cotangents = [None] * len(outputs) if cotangents is None else _listed(cotangents)
+    outputs = [settle(x) if isinstance(x, ShardedTensor) else x for x in outputs]
+    raw_grads = torch.autograd.grad(
+        [_raw(x) for x in outputs],
+        [_raw(x) for x in inputs],
+        [
+            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
+            for x, c in zip(outputs, cotangents, strict=True)
+        ],
+        *args[3:],
+        **given,
+    )
+    return tuple(
+        gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
+        for x, g in zip(inputs, raw_grads, strict=True)
+    )
+
+
+def _listed(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _raw(x: Tensor) -> Tensor:
+    return x.raw if isinstance(x, ShardedTensor) else x
+
+
+@implements(Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.contiguous, Tensor.alias if hasattr(Tensor, "alias") else torch.detach)
+def _same_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = args[0]
+    return x.like(func(x.raw, *args[1:], **kwargs))
+
+
+@implements(Tensor.data.__get__)
+def _data(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return args[0].like(args[0].raw.data)
+
+
+@implements(Tensor.detach_, Tensor.zero_, Tensor.fill_)
+def _in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    func(args[0].raw, *args[1:], **kwargs)
+    return args[0]
+
+
+@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if x.sharding.axes or x.sharding.partial:
+        raise ShardError(
+            "a Python value needs the whole tensor",
+            op=func.__name__.strip("_"),
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="sl.unshard(x).item()" if x.size_.numel() == 1 else "sl.unshard(x).tolist()",
+        )
+    return func(x.raw[0] if x.mesh.kind == "stacked" else x.raw)
