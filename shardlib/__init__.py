@@ -1,0 +1,54 @@
+"""shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
+
+from shardlib import ops, recipes
+from shardlib.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pick,
+    pmax,
+    pmean,
+    ppermute,
+    preduce,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+    shift,
+    start,
+    trace,
+)
+from shardlib.errors import ShardError
+from shardlib.grad import grad, value_and_grad
+from shardlib.layouts import (
+    Col,
+    Layout,
+    Layout2D,
+    Layout2p5D,
+    Layout3D,
+    Layout25D,
+    Partial,
+    Replicated,
+    ReshardPlan,
+    Ring,
+    Row,
+)
+from shardlib.mesh import Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
+from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, why
+from shardlib.parallelize import parallelize
+from shardlib.placing import constrain, reshard, shard, unshard
+from shardlib.shard_map import shard_map
+from shardlib.tensor import ShardedTensor, layout_of, typeof
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Col", "Cost", "Layout", "Layout2D", "Layout2p5D", "Layout3D", "Layout25D", "Match", "Mesh", "Partial",
+    "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "algorithm", "all_gather",
+    "all_to_all", "axis_index", "axis_size", "constrain", "current_mesh", "grad", "implicit", "launch", "layout_of",
+    "make_mesh", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
+    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "shard", "shard_map", "shift",
+    "simulate", "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "why",
+]  # fmt: skip

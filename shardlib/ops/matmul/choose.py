@@ -94,11 +94,11 @@ def oned(case: MatmulCase) -> Match | str:
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     if xk != wk:
         return f"contraction split {xk} in x and {wk} in w"
-    out = _out(case, columns)
     row_axes = {a for d in case.x.dims[:-1] for a in d.axes}
     both = set(columns.axes) & (row_axes | set(xk.axes))
     if both:
         return f"{', '.join(sorted(both))} splits w's columns and x"
+    out = _out(case, columns)
     bytes_y = _local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
     bytes_x = _local_elements(case.x, case.x_shape, mesh) * case.itemsize
     bytes_w = _local_elements(case.w, case.w_shape, mesh) * case.itemsize

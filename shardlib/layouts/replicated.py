@@ -1,0 +1,23 @@
+"""The two layouts without a split: the same everywhere, and a sum still pending."""
+
+from shardlib.layouts.base import Layout
+
+__all__ = ["Partial", "Replicated"]
+
+
+def Replicated() -> Layout:
+    """The whole tensor on every rank.
+
+    >>> Replicated()
+    Layout('...')
+    """
+    return Layout(ellipsis=0)
+
+
+def Partial(*axes: str) -> Layout:
+    """The value is the sum of the blocks over ``axes``.
+
+    >>> Partial("x")
+    Layout('... + sum(x)')
+    """
+    return Layout(partial=axes, ellipsis=0)

@@ -1,0 +1,247 @@
+"""How to get from one layout to another: the cheapest sequence of steps, found by search.
+
+Steps act on local blocks and change one thing each (block shapes in brackets):
+
+    slice(axis, dim)             keep this rank's part [n] -> [n/p]; nothing moves
+    all_gather(axis, dim)        undo the innermost split [n] -> [n p]; (p-1) n received
+    all_to_all(axis, dim, to)    move the innermost split of dim to dim ``to``; (p-1)/p n
+    psum(axis)                   finish a pending sum; 2 (p-1)/p n
+    psum_scatter(axis, dim)      finish it and split dim; (p-1)/p n
+    mask(axis)                   keep the value on coordinate 0, zeros elsewhere: a pending sum again
+    ppermute(axes, pairs)        whole blocks change places; n times the moving fraction
+    order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag, striped
+    gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
+
+The plan is a shortest path, so a direct plan never costs more than a detour:
+cost(A >> C) <= cost(A >> B) + cost(B >> C).
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from shardlib.layouts.base import WHOLE, Dim, Layout, axis_sizes, coordinates, positions
+
+__all__ = ["ReshardPlan", "Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move; ``words`` received per rank on average, ``elements`` of the block afterwards."""
+
+    kind: str
+    axes: tuple[str, ...] = ()
+    dim: int = 0
+    to: int = 0
+    table: tuple[Any, ...] = ()
+    words: Fraction = Fraction(0)
+    messages: int = 0
+    elements: int = 0
+
+    def __str__(self) -> str:
+        where = " ".join(self.axes)
+        detail = {
+            "all_to_all": f"{where}, {self.dim} -> {self.to}",
+            "psum": where,
+            "mask": where,
+            "ppermute": where,
+        }.get(self.kind, f"{where}, dim {self.dim}")
+        return f"{self.kind}({detail})"
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """``source >> target``; shapes and mesh make it concrete.
+
+    >>> plan = Layout.parse("x .") >> Layout.parse(". x")
+    >>> [str(s) for s in plan.steps((8, 8), {"x": 2})], plan.bytes((8, 8), {"x": 2}, 4)
+    (['all_to_all(x, 0 -> 1)'], 64)
+    """
+
+    source: Layout
+    target: Layout
+
+    def steps(self, shape: Sequence[int], mesh: Any) -> tuple[Step, ...]:
+        """The moves in order.  Raises what ``Layout.check`` raises."""
+        return _search(self.source, self.target, tuple(shape), tuple(axis_sizes(mesh).items()))
+
+    def bytes(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int | Fraction:
+        """Bytes received per rank, on average over the ranks."""
+        total = sum((s.words for s in self.steps(shape, mesh)), Fraction(0)) * itemsize
+        return int(total) if total.denominator == 1 else total
+
+    def messages(self, shape: Sequence[int], mesh: Any) -> int:
+        """Messages per rank."""
+        return sum(s.messages for s in self.steps(shape, mesh))
+
+    def peak(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int:
+        """Bytes of the largest block and its successor held at once."""
+        sizes = [math.prod(self.source.local_shape(shape, mesh))]
+        sizes += [s.elements for s in self.steps(shape, mesh)]
+        return max(a + b for a, b in itertools.pairwise([*sizes, 0])) * itemsize
+
+    def __str__(self) -> str:
+        return f"{self.source} >> {self.target}"
+
+
+_State = tuple[tuple[Dim, ...], tuple[str, ...], str]
+
+
+@lru_cache(maxsize=4096)
+def _search(
+    source: Layout, target: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+) -> tuple[Step, ...]:
+    sizes = dict(mesh)
+    a, b = (layout.resolve(len(shape)) for layout in (source, target))
+    a.check(shape, sizes, op="reshard")
+    b.check(shape, sizes, op="reshard")
+    first, last = _state(a), _state(b)
+    tie = itertools.count()
+    queue: list[tuple[Fraction, int, int, _State, tuple[Step, ...]]] = [(Fraction(0), 0, next(tie), first, ())]
+    done: set[_State] = set()
+    while queue:
+        words, messages, _, state, path = heapq.heappop(queue)
+        if state == last:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for step, after in _moves(state, last, shape, sizes):
+            if after not in done:
+                entry = (words + step.words, messages + step.messages, next(tie), after, (*path, step))
+                heapq.heappush(queue, entry)
+    raise AssertionError(f"no path from {source} to {target}: every layout reaches the replicated one")
+
+
+def _state(layout: Layout) -> _State:
+    return layout.dims, layout.partial, layout.skew
+
+
+def _plain(d: Dim) -> bool:
+    return d.order == "contiguous" and len(d.axes) == len(d.parts)
+
+
+def _moves(
+    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[Step, _State]]:
+    dims, partial, skew = state
+    goal = {*partial_axes(last), *last[1]}
+    here = math.prod(n // math.prod(sizes[a] for a in d.axes) for d, n in zip(dims, shape, strict=True))
+    used = {a for d in dims for a in d.axes} | set(partial)
+
+    def at(d: int, dim: Dim) -> tuple[Dim, ...]:
+        return (*dims[:d], dim, *dims[d + 1 :])
+
+    def ways(d: int) -> int:
+        return shape[d] // math.prod(sizes[a] for a in dims[d].axes)
+
+    yield from _permutations(state, last, shape, sizes, here)
+    if skew:
+        return
+    for d, dim in enumerate(dims):
+        if not dim.is_split:
+            continue
+        p = math.prod(sizes[a] for a in dim.axes)
+        if not _plain(dim):
+            back = _table(dim, shape[d], sizes)
+            table = tuple(sorted(range(shape[d]), key=back.__getitem__))
+            words = Fraction((p - 1) * here)
+            yield Step("gather_order", dim.axes, d, 0, table, words, p - 1, here * p), (at(d, WHOLE), partial, skew)
+            continue
+        axis = dim.parts[-1]
+        assert isinstance(axis, str)
+        p = sizes[axis]
+        inner = Dim(dim.parts[:-1])
+        step = Step("all_gather", (axis,), d, words=Fraction((p - 1) * here), messages=p - 1, elements=here * p)
+        yield step, (at(d, inner), partial, skew)
+        for to, other in enumerate(dims):
+            if to != d and _plain(other) and ways(to) % p == 0:
+                step = Step("all_to_all", (axis,), d, to, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here)
+                moved = list(at(d, inner))
+                moved[to] = Dim((*other.parts, axis))
+                yield step, (tuple(moved), partial, skew)
+    for axis in goal - used:
+        p = sizes[axis]
+        for d, dim in enumerate(dims):
+            if _plain(dim) and ways(d) % p == 0:
+                yield Step("slice", (axis,), d, elements=here // p), (at(d, Dim((*dim.parts, axis))), partial, skew)
+        if axis in last[1]:
+            yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
+    for axis in partial:
+        p = sizes[axis]
+        rest = tuple(x for x in partial if x != axis)
+        step = Step("psum", (axis,), words=Fraction(2 * (p - 1) * here, p), messages=2 * (p - 1), elements=here)
+        yield step, (dims, rest, skew)
+        for d, dim in enumerate(dims):
+            if _plain(dim) and ways(d) % p == 0:
+                step = Step("psum_scatter", (axis,), d, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here // p)
+                yield step, (at(d, Dim((*dim.parts, axis))), rest, skew)
+    yield from _special(state, last, shape, sizes, here, used)
+
+
+def partial_axes(state: _State) -> set[str]:
+    """The axes that split a dimension of a state."""
+    return {a for d in state[0] for a in d.axes}
+
+
+def _special(
+    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int, used: set[str]
+) -> Iterator[tuple[Step, _State]]:
+    """Into tokens with factors or another order: reorder the whole dimension, then slice."""
+    dims, partial, skew = state
+    for d, want in enumerate(last[0]):
+        if dims[d].is_split or _plain(want) or set(want.axes) & used:
+            continue
+        p = math.prod(sizes[a] for a in want.axes)
+        table = tuple(_table(want, shape[d], sizes))
+        step = Step("order_slice", want.axes, d, table=table, elements=here // p)
+        yield step, ((*dims[:d], want, *dims[d + 1 :]), partial, skew)
+
+
+def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
+    """Global positions in the order in which ranks along the token's axes hold them."""
+    out: list[int] = []
+    for digits in itertools.product(*(range(sizes[a]) for a in dim.axes)):
+        out += positions(dim, n, sizes, dict(zip(dim.axes, digits, strict=True)))
+    return out
+
+
+def _permutations(
+    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
+) -> Iterator[tuple[Step, _State]]:
+    """Whole blocks to the ranks that want them: any layouts with equal blocks in other places."""
+    dims, partial, skew = state
+    a = Layout(dims, partial, skew)
+    if skew and not (last[2] and set(a.axes) == partial_axes(last)):
+        yield from _permute_to(a, Layout(dims, partial), shape, sizes, here)  # first undo the skew
+    elif partial == last[1] and set(a.axes) == partial_axes(last):
+        yield from _permute_to(a, Layout(last[0], partial, last[2]), shape, sizes, here)
+    elif last[2] and dims == last[0]:
+        yield from _permute_to(a, Layout(dims, partial, last[2]), shape, sizes, here)
+
+
+def _permute_to(
+    a: Layout, b: Layout, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
+) -> Iterator[tuple[Step, _State]]:
+    axes = tuple(n for n in sizes if n in {*a.axes, *b.axes})
+    part = {n: sizes[n] for n in axes}
+    full = dict.fromkeys(sizes, 0)
+    coords = coordinates(part)
+    key = lambda layout, c: tuple(tuple(i) for i in layout.indices(shape, sizes, full | c))  # noqa: E731
+    holders = {key(a, c): i for i, c in enumerate(coords)}
+    pairs = []
+    for target, c in enumerate(coords):
+        source = holders.get(key(b, c))
+        if source is None:
+            return
+        pairs.append((source, target))
+    if len(holders) < len(coords):
+        return
+    moving = Fraction(sum(s != t for s, t in pairs), len(pairs))
+    step = Step("ppermute", axes, table=tuple(pairs), words=moving * here, messages=int(moving > 0), elements=here)
+    yield step, _state(b)

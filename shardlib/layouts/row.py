@@ -1,0 +1,14 @@
+"""Row layout: the first dimension split over one axis (or several, major first)."""
+
+from shardlib.layouts.base import Dim, Layout
+
+__all__ = ["Row"]
+
+
+def Row(*axes: str) -> Layout:
+    """Split the first dimension of the tensor as stored.
+
+    >>> Row("x"), Row("d", "x")
+    (Layout('x ...'), Layout('(d x) ...'))
+    """
+    return Layout((Dim(axes),), ellipsis=1)

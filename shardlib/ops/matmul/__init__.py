@@ -1,0 +1,39 @@
+"""Matrix products: torch's spellings reach the rules in choose.py."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.ops.matmul.choose import product_of
+from shardlib.tensor import ShardedTensor, implements
+
+__all__ = ["addmm", "linear", "matmul"]
+
+
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+def matmul(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return product_of(*args, **kwargs)
+
+
+@implements(Tensor.__rmatmul__)
+def rmatmul(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return product_of(args[1], args[0])
+
+
+@implements(F.linear)
+def linear(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """x @ w.T + b; w is stored (out, in)."""
+    x, w, bias = (*args, *([kwargs.get("bias")] if len(args) < 3 else []))[:3]
+    out = product_of(x, w.mT)
+    return out if bias is None else out + bias
+
+
+@implements(torch.addmm, Tensor.addmm)
+def addmm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    c, a, b = args
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    out = product_of(a, b)
+    out = out if alpha == 1 else out * alpha
+    return out + (c if beta == 1 else c * beta)

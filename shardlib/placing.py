@@ -1,0 +1,226 @@
+"""Placing data: shard, unshard, reshard."""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import (
+    all_gather,
+    all_to_all,
+    pbroadcast,
+    pick,
+    ppermute,
+    pslice,
+    psum,
+    psum_scatter,
+    unwrap,
+    wrap,
+)
+from shardlib.errors import MeshError, PlainTensor, ShardError
+from shardlib.layouts import Layout, Step, coordinates
+from shardlib.mesh import Mesh, as_mesh, bind
+from shardlib.tensor import ShardedTensor, implements, settle, typeof
+
+__all__ = ["constrain", "reshard", "shard", "unshard"]
+
+
+def _layout(layout: Any) -> Layout:
+    if isinstance(layout, str):
+        return Layout.parse(layout)
+    return layout if isinstance(layout, Layout) else layout.layout
+
+
+def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None) -> Any:
+    """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
+
+    ``layout``  a Layout, its text, or a pytree of them that matches x.
+    ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
+    Only the local block is copied; the result is a leaf that requires grad if x does.
+    Raises: UnevenSplit, UnknownAxis, RankMismatch, NoMesh; x is left as it was.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     sl.shard(torch.arange(4).reshape(2, 2), "x y")
+    ShardedTensor(i64[2@x, 2@y] on x=2 y=2
+    x=0 y=0: tensor([[0]])
+    x=0 y=1: tensor([[1]])
+    x=1 y=0: tensor([[2]])
+    x=1 y=1: tensor([[3]]))
+    """
+    m = as_mesh(mesh)
+    if not isinstance(x, Tensor):
+        leaves, tree = optree.tree_flatten(x)
+        single = isinstance(layout, str | Layout) or hasattr(layout, "layout")
+        layouts = [layout] * len(leaves) if single else tree.flatten_up_to(layout)
+        return optree.tree_unflatten(
+            tree, [shard(leaf, lay, m, src=src) for leaf, lay in zip(leaves, layouts, strict=True)]
+        )
+    if isinstance(x, ShardedTensor):
+        raise ShardError(
+            "the tensor is sharded already", op="shard", operands={"tensor": typeof(x)}, mesh=m, fix=f"sl.reshard(x, {str(_layout(layout))!r})"
+        )
+    lay = _layout(layout).resolve(x.ndim)
+    lay.check(tuple(x.shape), m, op="shard")
+    if src is not None:
+        x = _from_rank(x, m, src)
+    raw = _blocks(x.detach(), lay, m)
+    return ShardedTensor(raw.requires_grad_(x.requires_grad), lay, x.shape, m)
+
+
+def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
+    if src != 0:
+        raise ShardError(f"src must be 0, not {src}", op="shard", mesh=m, fix="sl.shard(x, layout, src=0)")
+    if m.kind != "dist":
+        return x
+    with bind(m):
+        return pbroadcast(x.to(m.device), m.names, 0)
+
+
+def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
+    """Raw storage of a tensor that is whole here."""
+    shape = tuple(x.shape)
+    if m.kind == "record":
+        return torch.empty(layout.local_shape(shape, m), dtype=x.dtype, device="meta")
+    if m.kind == "dist":
+        if m.coord is None:
+            raise MeshError("this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)")
+        return _cut(x, layout, m, m.coord).to(m.device)
+    return torch.stack([_cut(x, layout, m, c) for c in coordinates(m)])
+
+
+def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
+    first = set(layout.partial) and any(coord[a] for a in layout.partial)
+    for d, index in enumerate(layout.slices(tuple(x.shape), m, coord)):
+        if isinstance(index, slice) and index.step == 1:
+            x = x.narrow(d, index.start, index.stop - index.start)
+        else:
+            where = list(range(*index.indices(x.shape[d]))) if isinstance(index, slice) else index
+            x = x.index_select(d, torch.tensor(where, device=x.device))
+    return torch.zeros_like(x) if first else x.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- moving
+
+
+def _run_step(x: Tensor, step: Step) -> Tensor:
+    axes, d = step.axes, step.dim
+    if step.kind == "slice":
+        return pslice(x, axes, d)
+    if step.kind == "all_gather":
+        return all_gather(x, axes, d)
+    if step.kind == "all_to_all":
+        return all_to_all(x, axes, step.to, d)
+    if step.kind == "psum":
+        return psum(x, axes)
+    if step.kind == "psum_scatter":
+        return psum_scatter(x, axes, d)
+    if step.kind == "ppermute":
+        return ppermute(x, axes, step.table)
+    if step.kind == "mask":
+        keep = [1.0] + [0.0] * 4096
+        return x * torch.as_tensor(pick(keep, axes)).to(x.dtype) if x.device.type != "meta" else x * 1
+    table = torch.tensor(step.table, device=x.device)
+    if step.kind == "order_slice":
+        return pslice(torch.index_select(x, d, table), axes, d)
+    return torch.index_select(all_gather(x, axes, d), d, table)
+
+
+class _Reshard(torch.autograd.Function):
+    """raw from one layout to another; the cotangent takes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Tensor:
+        ctx.way = source, target, shape, mesh
+        with bind(mesh):
+            x = wrap(raw, mesh)
+            for step in (source >> target).steps(shape, mesh):
+                x = _run_step(x, step)
+        out = unwrap(x)
+        return out.view_as(out) if out is raw else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        source, target, shape, mesh = ctx.way
+        back = _Reshard.apply(grads[0], _bare(target), _bare(source), shape, mesh)
+        return back, None, None, None, None
+
+
+def _bare(layout: Layout) -> Layout:
+    """A pending sum's cotangent is replicated."""
+    return Layout(layout.dims, (), layout.skew)
+
+
+def reshard(x: Any, layout: Any) -> Any:
+    """Move a sharded tensor (or each of a pytree) to another layout, by the cheapest plan.
+
+    Differentiable; ``layout_of(x) >> layout`` shows the steps and bytes.
+    Raises: UnevenSplit, UnknownAxis, RankMismatch, PlainTensor.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     a = sl.shard(torch.arange(8.0).reshape(4, 2), "x .")
+    ...     sl.typeof(sl.reshard(a, ". x"))
+    'f32[4, 2@x]'
+    """
+    if not isinstance(x, Tensor):
+        return optree.tree_map(lambda leaf: reshard(leaf, layout), x)
+    if not isinstance(x, ShardedTensor):
+        raise PlainTensor("a plain tensor has no layout to leave", op="reshard", operands={"tensor": typeof(x)}, fix=f"sl.shard(x, {str(_layout(layout))!r})")
+    target = _layout(layout).resolve(len(x.size_))
+    if target == x.sharding:
+        return x
+    target.check(tuple(x.size_), x.mesh, op="reshard")
+    if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
+        x = settle(x)
+    raw: Any = _Reshard.apply(x.raw, x.sharding, target, tuple(x.size_), x.mesh)
+    return ShardedTensor(raw, target, x.size_, x.mesh, x.deferred)
+
+
+def constrain(x: Any, layout: Any) -> Any:
+    """``jax.lax.with_sharding_constraint``: the value and its gradient lie in ``layout`` here."""
+    return reshard(x, layout)
+
+
+class _First(torch.autograd.Function):
+    """One rank's copy of a value all hold; the cotangent goes to every copy."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor) -> Tensor:
+        ctx.ranks = raw.shape[0]
+        return raw[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].expand(ctx.ranks, *grads[0].shape)
+
+
+def unshard(x: Any) -> Any:
+    """The full tensor, on every rank (or of each tensor of a pytree).
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     sl.unshard(sl.shard(torch.arange(4), "x"))
+    tensor([0, 1, 2, 3])
+    """
+    if not isinstance(x, Tensor):
+        return optree.tree_map(unshard, x)
+    if not isinstance(x, ShardedTensor):
+        raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")
+    whole = settle(reshard(x, "..."))
+    if x.mesh.kind == "stacked":
+        return _First.apply(whole.raw)
+    return whole.raw if whole is not x else whole.raw.view_as(whole.raw)
+
+
+@implements(Tensor.numpy, Tensor.cpu, Tensor.cuda)
+def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    raise ShardError(
+        f"{func.__name__} needs the whole tensor",
+        op=func.__name__,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"sl.unshard(x).{func.__name__}()",
+    )
