@@ -1,0 +1,33 @@
+"""Real text that every machine has: CPython's help topics, its sources, or any file."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["batches", "load"]
+
+
+def load(name: str = "topics", most: int = 4_000_000) -> Tensor:
+    """Bytes of a corpus as uint8: ``topics`` (English, 466 kB), ``stdlib`` (Python), or a path."""
+    if name == "topics":
+        from pydoc_data import topics
+
+        text = "\n\n".join(topics.topics[k] for k in sorted(topics.topics)).encode()
+    elif name == "stdlib":
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = b"\n\n".join(f.read_bytes() for f in files)[:most]
+    else:
+        text = Path(name).read_bytes()[:most]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def batches(data: Tensor, batch: int, ctx: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, targets) [batch, ctx] int64 forever; the same whatever the number of processes."""
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        start = torch.randint(len(data) - ctx - 1, (batch,), generator=draw)
+        rows = data[start.unsqueeze(1) + torch.arange(ctx + 1)].long()
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
