@@ -297,7 +297,8 @@ def launch(
                 if process.is_alive():
                     process.kill()
                 process.join()
-        failed = sorted(f for f in os.listdir(folder) if f.startswith("error"))
+        failed = [f for f in os.listdir(folder) if f.startswith("error")]
+        failed.sort(key=lambda f: os.stat(os.path.join(folder, f)).st_mtime_ns)  # the first is the cause
         if failed:
             rank = int(failed[0][5:])
             with open(os.path.join(folder, failed[0]), "rb") as file:
@@ -333,7 +334,6 @@ def _rank_main(
             blob = pickle.dumps((e, text))
         except Exception:
             blob = pickle.dumps((None, text))
-        if not os.path.exists(os.path.join(folder, f"error{rank}")):
-            with open(os.path.join(folder, f"error{rank:04d}"), "wb") as file:
-                file.write(blob)
+        with open(os.path.join(folder, f"error{rank}"), "wb") as file:
+            file.write(blob)
         raise SystemExit(1) from None

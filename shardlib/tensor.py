@@ -11,7 +11,7 @@ place, and its transpose is the psum that makes the gradient whole again.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -247,19 +247,24 @@ class _Share(torch.autograd.Function):
         return grads[0] / ctx.count, None
 
 
-def vary(raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     """Mark a value that is the same along ``axes`` as meeting data that is not.
 
     Identity forward; backward is one psum over ``axes``.
     """
-    axes = tuple(a for a in axes if mesh.axes[a] > 1)
-    return _Vary.apply(raw, mesh, axes) if axes and raw.requires_grad else raw  # type: ignore[return-value]
+    over = _moving(mesh, axes)
+    return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
-def total(raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+def total(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     """Sum over ``axes``; the result is replicated and so is its cotangent."""
-    axes = tuple(a for a in axes if mesh.axes[a] > 1)
-    return _Sum.apply(raw, mesh, axes) if axes else raw  # type: ignore[return-value]
+    over = _moving(mesh, axes)
+    return _Sum.apply(raw, mesh, over) if over else raw  # type: ignore[return-value]
+
+
+def _moving(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
+    """The axes that move anything, in the mesh's order: every rank must name them in the same one."""
+    return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1)
 
 
 def settle(x: ShardedTensor) -> ShardedTensor:

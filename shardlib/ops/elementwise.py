@@ -128,7 +128,7 @@ def aligned(
             v = reshard(v, target)
         raw = v.raw
         if raw.requires_grad:
-            raw = vary(raw, v.mesh, tuple(meets.difference(v.sharding.axes, v.deferred)))
+            raw = vary(raw, v.mesh, meets.difference(v.sharding.axes, v.deferred))
         raws.append(raw)
     return raws, out, shape, deferred
 

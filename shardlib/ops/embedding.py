@@ -103,7 +103,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     out = Layout(dims=(*tokens, hidden))
     deferred = frozenset(table.deferred) - set(out.axes)
     meets = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
-    raw_table = vary(table.raw, mesh, tuple(meets))
+    raw_table = vary(table.raw, mesh, meets)
     if axis is None:
         with bind(mesh):
             raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))

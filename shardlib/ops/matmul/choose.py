@@ -341,7 +341,7 @@ def product_of(x: Any, w: Any) -> ShardedTensor:
         deferred = (x.deferred | w.deferred) - set(out.axes)
     if x_raw.requires_grad or w_raw.requires_grad:
         meets = {*out.axes, *deferred}
-        x_raw = vary(x_raw, mesh, tuple(meets.difference(x.sharding.axes, x.deferred)))
-        w_raw = vary(w_raw, mesh, tuple(meets.difference(w.sharding.axes, w.deferred)))
+        x_raw = vary(x_raw, mesh, meets.difference(x.sharding.axes, x.deferred))
+        w_raw = vary(w_raw, mesh, meets.difference(w.sharding.axes, w.deferred))
     raw = match.run(x, w, x_raw, w_raw)
     return ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
