@@ -37,6 +37,22 @@ from shardlib.layouts import (
 )
 from shardlib.mesh import Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
 from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, why
+from shardlib.optim import (
+    Transform,
+    adam,
+    adamw,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    global_norm,
+    identity,
+    lion,
+    masked,
+    scale,
+    scale_by_schedule,
+    sgd,
+    zero,
+)
 from shardlib.parallelize import parallelize
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.shard_map import shard_map
@@ -45,10 +61,12 @@ from shardlib.tensor import ShardedTensor, layout_of, typeof
 __version__ = "0.1.0"
 
 __all__ = [
-    "Col", "Cost", "Layout", "Layout2D", "Layout2p5D", "Layout3D", "Layout25D", "Match", "Mesh", "Partial",
-    "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "algorithm", "all_gather",
-    "all_to_all", "axis_index", "axis_size", "constrain", "current_mesh", "grad", "implicit", "launch", "layout_of",
-    "make_mesh", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
-    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "shard", "shard_map", "shift",
-    "simulate", "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "why",
+    "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Match", "Mesh", "Partial",
+    "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam", "adamw",
+    "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
+    "clip_by_global_norm", "constrain", "current_mesh", "global_norm", "grad", "identity", "implicit",
+    "launch", "layout_of", "lion", "make_mesh", "masked", "ops", "parallelize", "pbroadcast", "pick", "pmax",
+    "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "recipes", "record",
+    "reshard", "rule", "scale", "scale_by_schedule", "sgd", "shard", "shard_map", "shift", "simulate",
+    "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "why", "zero",
 ]  # fmt: skip

@@ -1,0 +1,279 @@
+"""Optimizer transforms in optax's shape: ``init(params)`` and ``update(grads, state, params)``.
+
+A transform is two pure functions; state is a pytree of tensors like the parameters; ``chain``
+composes.  On sharded leaves everything here runs on the local blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import psum, unwrap, wrap
+from shardlib.errors import PartialEscape, ShardError
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = [
+    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each", "global_norm", "identity",
+    "lion", "masked", "scale", "scale_by_schedule", "sgd",
+]  # fmt: skip
+
+Schedule = Callable[[int], float]
+
+
+class Transform(NamedTuple):
+    """``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
+
+    ``trait`` says what an update of one element depends on: "elementwise" that element alone,
+    "norm" also a norm over all of them, "tree" the structure of the tree.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    trait: str = "elementwise"
+
+
+class EmptyState(NamedTuple):
+    """Nothing to remember."""
+
+
+class MomentState(NamedTuple):
+    """Steps taken, first and second moments."""
+
+    count: int
+    mu: Any
+    nu: Any
+
+
+class TraceState(NamedTuple):
+    """Steps taken and a running trace of gradients."""
+
+    count: int
+    trace: Any
+
+
+def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
+    """Map over leaves by their blocks; the result lies where ``first``'s leaf lies."""
+
+    def one(x: Tensor, *more: Tensor) -> Tensor:
+        raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
+        if isinstance(x, ShardedTensor):
+            return ShardedTensor(f(x.raw, *raws), x.sharding, x.size_, x.mesh)
+        return f(x, *raws)
+
+    with torch.no_grad():
+        _same_tree(first, others)
+        return optree.tree_map(one, first, *others)
+
+
+def _same_tree(first: Any, others: Sequence[Any]) -> None:
+    paths, _, tree = optree.tree_flatten_with_path(first)
+    for other in others:
+        theirs, _, structure = optree.tree_flatten_with_path(other)
+        if structure != tree:
+            names = [".".join(map(str, p)) for p in set(paths) ^ set(theirs)]
+            raise ShardError(
+                f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}",
+                op="update",
+                fix="tx.update({k: grads[k] for k in params}, state, params)",
+            )
+
+
+def _ready(grads: Any, op: str) -> None:
+    for g in optree.tree_leaves(grads):
+        if isinstance(g, ShardedTensor) and g.sharding.partial:
+            raise PartialEscape(
+                f"a gradient's sum over {', '.join(g.sharding.partial)} is still pending",
+                op=op,
+                operands={"gradient": typeof(g)},
+                mesh=g.mesh,
+                fix=f"sl.zero(tx, axis={g.sharding.partial[0]!r})",
+            )
+
+
+def _need(params: Any, op: str) -> None:
+    if params is None:
+        raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
+
+
+def _rate(lr: float | Schedule, count: int) -> float:
+    return lr(count) if callable(lr) else lr
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates, in the parameters' dtype; leaves that required grad still do.
+
+    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
+    {'w': tensor([0.5000, 0.5000])}
+    """
+    new = each(lambda p, u: (p + u.to(p.dtype)), params, updates)
+    return optree.tree_map(lambda n, p: n.requires_grad_(p.requires_grad), new, params)
+
+
+def identity() -> Transform:
+    """Updates are the gradients."""
+    return Transform(lambda params: EmptyState(), lambda grads, state, params=None: (grads, state))
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Apply transforms in order.
+
+    >>> tx = chain(clip_by_global_norm(1.0), scale(-0.5))
+    >>> state = tx.init(torch.zeros(2))
+    >>> tx.update(torch.tensor([3.0, 4.0]), state)[0]
+    tensor([-0.3000, -0.4000])
+    """
+
+    def init(params: Any) -> Any:
+        return tuple(t.init(params) for t in transforms)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = []
+        for t, s in zip(transforms, state, strict=True):
+            grads, s = t.update(grads, s, params)
+            new.append(s)
+        return grads, tuple(new)
+
+    traits = {t.trait for t in transforms}
+    return Transform(init, update, next((t for t in ("tree", "norm") if t in traits), "elementwise"))
+
+
+def scale(factor: float) -> Transform:
+    """Multiply updates by a number."""
+    return Transform(lambda params: EmptyState(), lambda g, s, p=None: (each(lambda x: x * factor, g), s))
+
+
+def scale_by_schedule(schedule: Schedule) -> Transform:
+    """Multiply updates by ``schedule(step)``, steps counted from 0."""
+    return Transform(lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1))
+
+
+def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Transform:
+    """Stochastic gradient descent, as torch.optim.SGD."""
+
+    def init(params: Any) -> TraceState:
+        return TraceState(0, each(torch.zeros_like, params) if momentum else ())
+
+    def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
+        _ready(grads, "sgd")
+        rate = _rate(lr, state.count)
+        if not momentum:
+            return each(lambda g: g * -rate, grads), TraceState(state.count + 1, ())
+        trace = each(lambda g, t: t * momentum + g, grads, state.trace)
+        step = each(lambda g, t: g + t * momentum, grads, trace) if nesterov else trace
+        return each(lambda u: u * -rate, step), TraceState(state.count + 1, trace)
+
+    return Transform(init, update)
+
+
+def adamw(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+) -> Transform:
+    """Adam with decoupled weight decay, as torch.optim.AdamW.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101.
+    """
+
+    def init(params: Any) -> MomentState:
+        return MomentState(0, each(torch.zeros_like, params), each(torch.zeros_like, params))
+
+    def update(grads: Any, state: MomentState, params: Any = None) -> tuple[Any, MomentState]:
+        _ready(grads, "adamw")
+        if weight_decay:
+            _need(params, "adamw")
+        count, rate = state.count + 1, _rate(lr, state.count)
+        mu = each(lambda g, m: m.lerp(g, 1 - b1), grads, state.mu)
+        nu = each(lambda g, v: (v * b2).addcmul_(g, g, value=1 - b2), grads, state.nu)
+        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
+
+        def step(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+            u = (m * -size).div_((v.sqrt() / root).add_(eps))
+            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
+
+        updates = each(step, mu, nu, *([params] if weight_decay else []))
+        return updates, MomentState(count, mu, nu)
+
+    return Transform(init, update)
+
+
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """Adam: ``adamw`` without decay."""
+    return adamw(lr, b1, b2, eps, weight_decay=0.0)
+
+
+def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Transform:
+    """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675."""
+
+    def init(params: Any) -> TraceState:
+        return TraceState(0, each(torch.zeros_like, params))
+
+    def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
+        _ready(grads, "lion")
+        if weight_decay:
+            _need(params, "lion")
+        rate = _rate(lr, state.count)
+        sign = each(lambda g, m: m.lerp(g, 1 - b1).sign_(), grads, state.trace)
+        if weight_decay:
+            sign = each(lambda s, p: s + p * weight_decay, sign, params)
+        trace = each(lambda g, m: m.lerp(g, 1 - b2), grads, state.trace)
+        return each(lambda s: s * -rate, sign), TraceState(state.count + 1, trace)
+
+    return Transform(init, update)
+
+
+def masked(tx: Transform, mask: Any) -> Transform:
+    """Apply ``tx`` where ``mask`` (a tree of bools, or a function of the tree) is true; pass the rest on."""
+
+    def chosen(tree: Any) -> dict[int, Any]:
+        flags = optree.tree_leaves(mask(tree) if callable(mask) else mask)
+        return {i: x for i, (x, on) in enumerate(zip(optree.tree_leaves(tree), flags, strict=True)) if on}
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new, state = tx.update(chosen(grads), state, None if params is None else chosen(params))
+        leaves, tree = optree.tree_flatten(grads)
+        return optree.tree_unflatten(tree, [new.get(i, g) for i, g in enumerate(leaves)]), state
+
+    return Transform(lambda params: tx.init(chosen(params)), update, "tree")
+
+
+def global_norm(tree: Any) -> Tensor:
+    """Euclidean norm of all leaves together, each element counted once whatever its layout.
+
+    Squares accumulate in fp64; one collective over the whole mesh.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     global_norm({"a": sl.shard(torch.ones(4, 4), "x y"), "b": sl.shard(torch.ones(9), ".")})
+    tensor(5., dtype=torch.float64)
+    """
+    _ready(tree, "global_norm")
+    total = torch.zeros((), dtype=torch.float64)
+    per_mesh: dict[Mesh, Tensor] = {}
+    for x in optree.tree_leaves(tree):
+        if not isinstance(x, ShardedTensor):
+            total = total.to(x.device) + torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+            continue
+        copies = x.mesh.size
+        for axis in x.sharding.axes:
+            copies //= x.mesh.axes[axis]
+        flat = x.raw.detach().flatten(1) if x.mesh.kind == "stacked" else x.raw.detach().reshape(1, -1)
+        squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square() / copies
+        per_mesh[x.mesh] = per_mesh[x.mesh] + squares if x.mesh in per_mesh else squares
+    for mesh, squares in per_mesh.items():
+        local = squares if mesh.kind == "stacked" else squares[0]
+        with bind(mesh):
+            total = total.to(squares.device) + unwrap(psum(wrap(local, mesh), mesh.names)).reshape(-1)[0]
+    return total.sqrt()
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Scale all updates so that their global norm is at most ``max_norm``."""
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        return each(lambda g: g * factor.to(g.dtype), grads), state
+
+    return Transform(lambda params: EmptyState(), update, "norm")
