@@ -1,6 +1,7 @@
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
 
 from shardlib import ops, recipes
+from shardlib.checkpoint import load, save
 from shardlib.collectives import (
     all_gather,
     all_to_all,
@@ -57,6 +58,7 @@ from shardlib.parallelize import parallelize
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.shard_map import shard_map
 from shardlib.tensor import ShardedTensor, layout_of, typeof
+from shardlib.visualize import draw, visualize
 
 __version__ = "0.1.0"
 
@@ -64,9 +66,10 @@ __all__ = [
     "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Match", "Mesh", "Partial",
     "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam", "adamw",
     "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
-    "clip_by_global_norm", "constrain", "current_mesh", "global_norm", "grad", "identity", "implicit",
-    "launch", "layout_of", "lion", "make_mesh", "masked", "ops", "parallelize", "pbroadcast", "pick", "pmax",
-    "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "recipes", "record",
-    "reshard", "rule", "scale", "scale_by_schedule", "sgd", "shard", "shard_map", "shift", "simulate",
-    "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "why", "zero",
+    "clip_by_global_norm", "constrain", "current_mesh", "draw", "global_norm", "grad", "identity",
+    "implicit", "launch", "layout_of", "lion", "load", "make_mesh", "masked", "ops", "parallelize",
+    "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary",
+    "recipes", "record", "reshard", "rule", "save", "scale", "scale_by_schedule", "sgd", "shard",
+    "shard_map", "shift", "simulate", "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad",
+    "visualize", "why", "zero",
 ]  # fmt: skip

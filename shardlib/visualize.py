@@ -1,0 +1,104 @@
+"""Draw where a tensor's blocks sit: text in a terminal, a picture in a file."""
+
+import itertools
+import math
+from typing import Any
+
+from torch import Tensor
+
+from shardlib.errors import Unsupported
+from shardlib.layouts import Layout, axis_sizes, coordinates
+from shardlib.tensor import ShardedTensor, layout_of
+
+__all__ = ["draw", "visualize"]
+
+
+def visualize(x: Tensor) -> str:
+    """A text picture of a vector or matrix: which ranks hold which block.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     print(sl.visualize(sl.shard(torch.zeros(4, 6), "x y")))
+    +--------+--------+
+    | 0      | 1      |
+    | x0 y0  | x0 y1  |
+    +--------+--------+
+    | 2      | 3      |
+    | x1 y0  | x1 y1  |
+    +--------+--------+
+    """
+    mesh = axis_sizes(x.mesh) if isinstance(x, ShardedTensor) else axis_sizes(x.device_mesh)  # type: ignore[attr-defined]
+    cells = _cells(layout_of(x), tuple(x.shape), mesh)
+    names = list(mesh)
+    rows = []
+    for line in cells:
+        texts = []
+        for ranks in line:
+            where = _common([_place(r, mesh) for r in ranks], names)
+            texts.append((",".join(map(str, ranks)), where))
+        rows.append(texts)
+    width = max(len(t) for row in rows for cell in row for t in cell) + 2
+    rule = "+" + "+".join("-" * (width + 1) for _ in rows[0]) + "+"
+    out = [rule]
+    for row in rows:
+        for k in range(2):
+            out.append("|" + "|".join(f" {cell[k]:<{width}}" for cell in row) + "|")
+        out.append(rule)
+    return "\n".join(out)
+
+
+def _place(rank: int, mesh: Any) -> dict[str, int]:
+    return coordinates(mesh)[rank]
+
+
+def _common(places: list[dict[str, int]], names: list[str]) -> str:
+    """``x0 y1``, leaving out axes along which the block is copied."""
+    same = [n for n in names if len({p[n] for p in places}) == 1]
+    return " ".join(f"{n}{places[0][n]}" for n in same)
+
+
+def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[int]]]:
+    """Rows and columns of blocks; each holds the ranks that own it."""
+    if len(shape) == 0:
+        return [[list(range(math.prod(mesh.values())))]]
+    if len(shape) > 2:
+        raise Unsupported(
+            f"a picture shows one or two dimensions, not {len(shape)}", op="visualize", fix="sl.visualize(x.flatten(0, -2))"
+        )
+    owners: dict[tuple[Any, ...], list[int]] = {}
+    for rank, c in enumerate(coordinates(mesh)):
+        key = tuple(tuple(i) for i in layout.indices(shape, mesh, c))
+        owners.setdefault(key, []).append(rank)
+    cuts = [sorted({k[d] for k in owners}) for d in range(len(shape))]
+    cuts = cuts if len(shape) == 2 else [[None], cuts[0]]
+    return [[owners[(r, c) if r is not None else (c,)] for c in cuts[1]] for r in cuts[0]]
+
+
+def draw(tensors: dict[str, Tensor], file: str) -> None:
+    """Write a picture of several matrices' blocks, coloured by rank.  Needs matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise Unsupported("pictures need matplotlib", op="draw", fix="pip install 'shardlib[bench]'") from None
+    figure, axes = plt.subplots(1, len(tensors), figsize=(3.4 * len(tensors), 3.6), squeeze=False)
+    for ax, (name, x) in zip(axes[0], tensors.items(), strict=True):
+        mesh = axis_sizes(x.mesh)  # type: ignore[attr-defined]
+        cells = _cells(layout_of(x), tuple(x.shape), mesh)
+        count = math.prod(mesh.values())
+        shown = [[min(ranks) for ranks in row] for row in cells]
+        ax.imshow(shown, cmap="Pastel1" if count <= 9 else "tab20", vmin=0, vmax=max(8, count - 1), aspect="auto")
+        for (i, row), j in itertools.product(enumerate(cells), range(len(cells[0]))):
+            ax.text(j, i, ",".join(map(str, row[j])), ha="center", va="center", fontsize=9)
+        for i in range(1, len(cells)):
+            ax.axhline(i - 0.5, color="white", lw=3)
+        for j in range(1, len(cells[0])):
+            ax.axvline(j - 0.5, color="white", lw=3)
+        ax.set_xticks([]), ax.set_yticks([])
+        ax.set_title(f"{name}\n{list(x.shape)}  {layout_of(x)}", fontsize=9)
+    figure.suptitle("ranks that hold each block", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
