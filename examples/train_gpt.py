@@ -38,7 +38,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--embed", type=int, default=128)
     p.add_argument("--heads", type=int, default=4)
     p.add_argument("--dropout", type=float, default=0.0)
-    p.add_argument("--lr", type=float, default=3e-3)
+    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--warmup", type=int, default=10)
     p.add_argument("--out", default="out")
     p.add_argument("--device", default=None)
     return p.parse_args(argv)
@@ -54,13 +55,20 @@ def model(args: argparse.Namespace) -> GPT:
     return GPT(c)
 
 
+def optimizer(args: argparse.Namespace) -> sl.Transform:
+    """AdamW with a linear warm-up, clipped: the same value for both runs."""
+    return sl.chain(
+        sl.clip_by_global_norm(1.0), sl.adamw(lambda step: args.lr * min(1.0, (step + 1) / args.warmup), b2=0.95)
+    )
+
+
 def train(args: argparse.Namespace) -> Report:
     """The sharded run, on every rank of the mesh in scope."""
     mesh = sl.current_mesh()
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = sl.recipes.batch_layout(rows="x")
     apply, params = sl.parallelize(model(args), sl.recipes.optimus2d(model(args)), inputs={"idx": rows, "targets": rows})
-    tx = sl.zero(sl.chain(sl.clip_by_global_norm(1.0), sl.adamw(args.lr)), axis="data")
+    tx = sl.zero(optimizer(args), axis="data")
     state = tx.init(params)
     step_fn = sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets=targets), pending="data")
     losses, kinds, total = [], {}, 0
@@ -119,7 +127,7 @@ def train_alone(args: argparse.Namespace) -> Report:
     """The same steps in one process: plain tensors, plain autograd."""
     m = model(args).to(args.device or "cpu")
     params = dict(m.named_parameters())
-    tx = sl.chain(sl.clip_by_global_norm(1.0), sl.adamw(args.lr))
+    tx = optimizer(args)
     state = tx.init(params)
     losses = []
     began = time.perf_counter()

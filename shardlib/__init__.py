@@ -21,6 +21,7 @@ from shardlib.collectives import (
     start,
     trace,
 )
+from shardlib.dtensor import dtensor_rules, from_dtensor, to_dtensor
 from shardlib.errors import ShardError
 from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import (
@@ -66,10 +67,10 @@ __all__ = [
     "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Match", "Mesh", "Partial",
     "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam", "adamw",
     "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
-    "clip_by_global_norm", "constrain", "current_mesh", "draw", "global_norm", "grad", "identity",
-    "implicit", "launch", "layout_of", "lion", "load", "make_mesh", "masked", "ops", "parallelize",
-    "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary",
-    "recipes", "record", "reshard", "rule", "save", "scale", "scale_by_schedule", "sgd", "shard",
-    "shard_map", "shift", "simulate", "start", "trace", "typeof", "unshard", "use_mesh", "value_and_grad",
-    "visualize", "why", "zero",
+    "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "from_dtensor",
+    "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion", "load", "make_mesh",
+    "masked", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
+    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "save", "scale",
+    "scale_by_schedule", "sgd", "shard", "shard_map", "shift", "simulate", "start", "to_dtensor", "trace",
+    "typeof", "unshard", "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

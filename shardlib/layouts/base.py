@@ -309,6 +309,8 @@ class Layout:
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
         """The layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
+        from shardlib._compat import is_strided
+
         names = tuple(axis_sizes(t.device_mesh))
         parts: list[list[str]] = [[] for _ in range(t.ndim)]
         partial = []
@@ -317,7 +319,7 @@ class Layout:
                 if getattr(p, "reduce_op", "sum") != "sum":
                     raise NotExpressible(f"a pending {p.reduce_op} has no layout here", op="from_dtensor", fix="t.full_tensor()")
                 partial.append(name)
-            elif type(p).__name__ == "_StridedShard" or (not p.is_replicate() and not p.is_shard()):
+            elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
                 raise NotExpressible(
                     f"placement {p} of axis {name!r} is strided", op="from_dtensor", fix="t.redistribute(placements=[Replicate()])"
                 )

@@ -1,0 +1,166 @@
+"""The border to torch's DTensor: conversion without a copy, its rules as the strict fallback,
+and our matmul rules on plain DTensors.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardlib._compat import dtensor_handlers, no_redistribution
+from shardlib.errors import NotExpressible, PlainTensor, ShardError, Unsupported
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import as_mesh
+from shardlib.ops.matmul import product_of
+from shardlib.placing import reshard
+from shardlib.tensor import FALLBACK, ShardedTensor, no_rule, typeof
+
+__all__ = ["dtensor_rules", "from_dtensor", "to_dtensor"]
+
+
+def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> DTensor:
+    """The same blocks as a DTensor; no copy, gradients flow.
+
+    ``normalize``  a layout that placements cannot say is first brought to one they can.
+    Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
+    """
+    if not isinstance(x, ShardedTensor):
+        raise PlainTensor("only sharded tensors become DTensors", op="to_dtensor", operands={"tensor": typeof(x)}, fix="sl.shard(x, '...')")
+    if x.mesh.kind != "dist":
+        raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
+    try:
+        placements = x.sharding.placements(x.mesh)
+    except NotExpressible:
+        if not normalize:
+            raise
+        x = reshard(x, _natural(x))
+        placements = x.sharding.placements(x.mesh)
+    stride = torch.empty(x.size_, device="meta").stride()
+    return DTensor.from_local(
+        x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride
+    )
+
+
+def _natural(x: ShardedTensor) -> Layout:
+    names = x.mesh.names
+    dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.sharding.resolve(len(x.size_)).dims]
+    return Layout(tuple(dims), x.sharding.partial)
+
+
+def from_dtensor(t: DTensor) -> ShardedTensor:
+    """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
+
+    Raises: NotExpressible for strided placements, UnevenSplit for uneven ones, MeshError for a
+    mesh without names.
+    """
+    if not isinstance(t, DTensor):
+        raise PlainTensor("not a DTensor", op="from_dtensor", operands={"tensor": typeof(t)}, fix="sl.shard(t, '...')")
+    layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
+    layout.check(tuple(t.shape), mesh, op="from_dtensor")
+    cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
+    return ShardedTensor(t.to_local(grad_placements=cotangent), layout, t.shape, mesh)
+
+
+# ---------------------------------------------------------------- DTensor's rules for our tensors
+
+
+def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation without a rule of ours runs DTensor's, if nothing has to move."""
+    found = [a for a in _flat((args, kwargs)) if isinstance(a, ShardedTensor)]
+    strict = no_redistribution()
+    if not found or strict is None or found[0].mesh.kind != "dist":
+        raise no_rule(func, args, kwargs)
+    try:
+        with strict:
+            out = func(*_swap(args), **_swap(kwargs))
+    except ShardError:
+        raise
+    except Exception as e:
+        raise no_rule(func, args, kwargs, f"and DTensor's own rule refused: {str(e).splitlines()[0]}") from e
+    return _back(out)
+
+
+def _flat(tree: Any) -> list[Any]:
+    if isinstance(tree, tuple | list):
+        return [x for item in tree for x in _flat(item)]
+    return [x for item in tree.values() for x in _flat(item)] if isinstance(tree, dict) else [tree]
+
+
+def _swap(tree: Any) -> Any:
+    if isinstance(tree, ShardedTensor):
+        return to_dtensor(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(_swap(v) for v in tree)
+    return {k: _swap(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _back(tree: Any) -> Any:
+    if isinstance(tree, DTensor):
+        return from_dtensor(tree)
+    return type(tree)([_back(v) for v in tree]) if type(tree) in (tuple, list) else tree
+
+
+FALLBACK.append(_fallback)
+
+
+# ---------------------------------------------------------------- our rules for DTensors
+
+
+class dtensor_rules:
+    """Within it, ``a @ b`` on plain DTensors runs shardlib's matmul rules where one fits.
+
+    Dispatch follows the operands' type below autograd, so backward products inside the block
+    reach the rules too; outside of it they run DTensor's own, with the same values.  The
+    table is process-wide: enter it on one thread.
+    """
+
+    def __enter__(self) -> None:
+        self.before = {op: dtensor_handlers().get(op) for op in _OPS}
+        dtensor_handlers().update(dict.fromkeys(_OPS, _handle))
+
+    def __exit__(self, *_: object) -> None:
+        for op, handler in self.before.items():
+            if handler is None:
+                dtensor_handlers().pop(op, None)
+            else:
+                dtensor_handlers()[op] = handler
+
+
+_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    *bias, a, b = args
+    with torch.no_grad():
+        out = _product(a, b) if not kwargs else None
+        if out is None:
+            return _default(op, args, kwargs)
+        return out if not bias else bias[0] + out
+
+
+def _product(a: Any, b: Any) -> DTensor | None:
+    """a @ b by our rules, or None where none fits."""
+    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
+        return None
+    try:
+        x, w = from_dtensor(a), from_dtensor(b)
+        if not x.sharding.axes and len(w.sharding.axes) == 2:  # a replicated cotangent: slice it, nothing moves
+            k, n = w.sharding.dims
+            x = reshard(x, Layout((n, k)))
+        elif not w.sharding.axes and len(x.sharding.axes) == 2:
+            m, k = x.sharding.dims
+            w = reshard(w, Layout((k, m)))
+        return to_dtensor(product_of(x, w))
+    except ShardError:
+        return None
+
+
+def _default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule: the handlers step aside for one call."""
+    handlers = dtensor_handlers()
+    held = {o: handlers.pop(o) for o in _OPS if o in handlers}
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers.update(held)
+

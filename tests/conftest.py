@@ -1,0 +1,26 @@
+"""Profiles, threads, and the pool of real processes that lives as long as the test run."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.workers import Pool
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "default", max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four gloo processes; ``pool.run(fn, *args, x=2, y=2)`` gives the results by rank."""
+    workers = Pool(4)
+    yield workers
+    workers.close()
