@@ -81,7 +81,7 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
         for d, w in enumerate(where):
             if not (isinstance(w, slice) and w.step == 1):
                 at = list(range(*w.indices(shape[d]))) if isinstance(w, slice) else w
-                block = block.index_select(d, torch.tensor(at))
+                block = block.index_select(d, torch.tensor(at, dtype=torch.int64))
         blocks.append(block.to(p.dtype).to(p.device))
     raw = torch.stack(blocks) if p.mesh.kind == "stacked" else blocks[0].contiguous()
     return ShardedTensor(raw.requires_grad_(p.requires_grad), p.sharding, p.size_, p.mesh)

@@ -97,7 +97,7 @@ def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
             x = x.narrow(d, index.start, index.stop - index.start)
         else:
             where = list(range(*index.indices(x.shape[d]))) if isinstance(index, slice) else index
-            x = x.index_select(d, torch.tensor(where, device=x.device))
+            x = x.index_select(d, torch.tensor(where, dtype=torch.int64, device=x.device))
     return torch.zeros_like(x) if first else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -121,7 +121,7 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
     if step.kind == "mask":
         keep = [1.0] + [0.0] * 4096
         return x * torch.as_tensor(pick(keep, axes)).to(x.dtype) if x.device.type != "meta" else x * 1
-    table = torch.tensor(step.table, device=x.device)
+    table = torch.tensor(step.table, dtype=torch.int64, device=x.device)
     if step.kind == "order_slice":
         return pslice(torch.index_select(x, d, table), axes, d)
     return torch.index_select(all_gather(x, axes, d), d, table)

@@ -433,7 +433,7 @@ def _split(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> tuple[Tensor, list[int
     order = [i for i in range(n) if i not in at] + at
     y = x.reshape(*mesh.sizes, *x.shape[1:]).permute(*order, *range(n, n + x.ndim - 1))
     p = math.prod(mesh.sizes[i] for i in at)
-    return y.reshape(-1, p, *x.shape[1:]), order
+    return y.reshape(mesh.size // p, p, *x.shape[1:]), order
 
 
 def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
@@ -462,7 +462,8 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
 
 def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
     y, order = _split(x, mesh, axes)
-    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (y.shape[1], -1) if y.shape[dim + 2] else (y.shape[1], 0))
+    p = y.shape[1]
+    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (p, y.shape[dim + 2] // p))
     return _merge(total.movedim(dim + 1, 1), mesh, order)
 
 

@@ -1,0 +1,237 @@
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.layouts import Dim, Layout, coordinates
+from tests.strategies import layouts, meshes, only, placed
+
+laws = settings(max_examples=200)
+
+
+def count(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> torch.Tensor:
+    owners = torch.zeros(shape, dtype=torch.int64)
+    for coord in coordinates(mesh):
+        index = layout.indices(shape, mesh, coord)
+        grid = torch.meshgrid(*[torch.tensor(list(i), dtype=torch.int64) for i in index], indexing="ij") if shape else ()
+        owners[tuple(grid)] += 1
+    return owners
+
+
+@laws
+@given(layouts())
+def test_parse_inverts_print(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@laws
+@given(layouts())
+def test_equal_layouts_hash_and_pickle_alike(layout: Layout) -> None:
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout and hash(again) == hash(layout) and str(again) == str(layout)
+
+
+@laws
+@given(placed())
+def test_shards_tile_the_tensor(case: Any) -> None:
+    """Each element is owned by exactly as many ranks as there are replicas."""
+    layout, shape, mesh = case
+    replicas = math.prod(n for axis, n in mesh.items() if axis not in layout.axes)
+    assert (count(layout, shape, mesh) == replicas).all()
+
+
+@laws
+@given(st.integers(1, 4), st.sampled_from(["a", "b"]), st.integers(1, 3), st.integers(1, 3))
+def test_skewed_shards_tile_the_matrix(q: int, skew: str, m: int, n: int) -> None:
+    layout, mesh = Layout.parse(f"x y skew {skew}"), {"x": q, "y": q}
+    assert (count(layout, (q * m, q * n), mesh) == 1).all()
+    for c in coordinates(mesh):
+        rows, cols = layout.slices((q * m, q * n), mesh, c)
+        k = (c["x"] + c["y"]) % q
+        assert (rows.start, cols.start) == ((c["x"] * m, k * n) if skew == "a" else (k * m, c["y"] * n))
+
+
+@laws
+@given(placed())
+def test_local_shape_is_the_shape_of_every_block(case: Any) -> None:
+    layout, shape, mesh = case
+    for coord in coordinates(mesh):
+        assert layout.local_shape(shape, mesh) == tuple(len(i) for i in layout.indices(shape, mesh, coord))
+
+
+@laws
+@given(layouts())
+def test_T_is_an_involution(layout: Layout) -> None:
+    assert layout.T.T == layout
+
+
+@laws
+@given(placed(), st.randoms())
+def test_transpose_commutes_with_shard(case: Any, random: Any) -> None:
+    layout, shape, mesh = case
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    perm = list(range(len(shape)))
+    random.shuffle(perm)
+    with sl.simulate(**mesh):
+        there = sl.shard(x, layout).permute(perm)
+        here = sl.shard(x.permute(perm), layout.transpose(*perm))
+    assert there.sharding == here.sharding
+    assert torch.equal(there.raw, here.raw)
+
+
+@laws
+@given(placed())
+def test_unshard_inverts_shard(case: Any) -> None:
+    layout, shape, mesh = case
+    x = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    with sl.simulate(**mesh):
+        assert torch.equal(sl.unshard(sl.shard(x, layout)), x)
+
+
+disjoint = st.tuples(*[layouts(3, special=False) for _ in range(3)]).map(
+    lambda ls: tuple(only(x, dict.fromkeys(a, 1)) for x, a in zip(ls, ("a", "b", "cd"), strict=True))
+)
+
+
+@laws
+@given(disjoint)
+def test_product_commutes_and_associates(three: tuple[Layout, Layout, Layout]) -> None:
+    a, b, c = three
+    assert a * b == b * a
+    assert (a * b) * c == a * (b * c)
+    assert a * sl.Replicated() == a
+
+
+@laws
+@given(disjoint)
+def test_refine_splits_further(three: tuple[Layout, Layout, Layout]) -> None:
+    a, b, c = three
+    assert a.refine(b) <= a
+    assert a.refine(b).refine(c) == a.refine(b.refine(c))
+    assert a.refine(sl.Replicated()) == a
+
+
+pairs = st.integers(0, 4).flatmap(lambda n: st.tuples(*[layouts(n) for _ in range(3)]))
+
+
+@laws
+@given(pairs)
+def test_and_is_a_meet(three: tuple[Layout, Layout, Layout]) -> None:
+    a, b, c = three
+    assert a & a == a
+    assert a & b == b & a
+    assert (a & b) & c == a & (b & c)
+    assert a <= a & b and b <= a & b
+    assert (a & b) & a == a & b
+    assert not (a <= c and b <= c) or (a & b) <= c
+
+
+@laws
+@given(pairs)
+def test_at_least_as_split_is_a_partial_order(three: tuple[Layout, Layout, Layout]) -> None:
+    a, b, c = three
+    assert a <= a
+    assert not (a <= b and b <= a) or a == b
+    assert not (a <= b and b <= c) or a <= c
+    assert a <= Layout(tuple(Dim() for _ in a.dims))
+
+
+@laws
+@given(placed(2, partial=False))
+def test_finer_blocks_lie_inside_coarser_ones(case: Any) -> None:
+    a, b, shape, mesh = case
+    for c in coordinates(mesh):
+        for mine, theirs in zip(a.indices(shape, mesh, c), (a & b).indices(shape, mesh, c), strict=True):
+            assert set(mine) <= set(theirs)
+
+
+@laws
+@given(placed(2, partial=False))
+def test_equivalent_means_the_same_elements(case: Any) -> None:
+    a, b, shape, mesh = case
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    with sl.simulate(**mesh):
+        same = torch.equal(sl.shard(x, a).raw, sl.shard(x, b).raw) if a.local_shape(shape, mesh) == b.local_shape(shape, mesh) else False
+    assert a.equivalent(b, shape, mesh) == same
+
+
+@laws
+@given(meshes(12), st.data())
+def test_matmul_layout_agrees_with_a_dense_oracle(mesh: dict[str, int], data: Any) -> None:
+    a = only(data.draw(layouts(2, special=False, partial=False)), mesh)
+    k = a.dims[1]
+    free = [x for x in mesh if x not in a.axes]
+    columns = Dim(tuple(data.draw(st.permutations(free))[: data.draw(st.integers(0, len(free)))]))
+    b = Layout((k, columns))
+    unit = math.prod(mesh.values())
+    torch.manual_seed(0)
+    x, w = torch.randn(unit, unit, dtype=torch.float64), torch.randn(unit, 2 * unit, dtype=torch.float64)
+    with sl.simulate(**mesh):
+        blocks = sl.shard(x, a).raw @ sl.shard(w, b).raw
+        out = sl.ShardedTensor(blocks, a @ b, torch.Size((unit, 2 * unit)), sl.current_mesh())
+        torch.testing.assert_close(sl.unshard(out), x @ w, rtol=1e-12, atol=1e-12)
+
+
+@laws
+@given(layouts(special=False), st.permutations("abcd"))
+def test_placements_round_trip(layout: Layout, names: Any) -> None:
+    mesh = dict.fromkeys(names, 1)
+    dims = tuple(Dim(tuple(sorted(d.axes, key=names.index))) for d in layout.dims)
+    natural = Layout(dims, layout.partial)
+
+    class Held:
+        device_mesh, ndim, placements = mesh, len(dims), natural.placements(mesh)
+
+    assert Layout.from_dtensor(Held) == natural
+
+
+def test_other_nestings_are_not_expressible() -> None:
+    for text in ("(y x)", "(3 x)", "zigzag(x)", "striped(x)"):
+        with pytest.raises(sl.ShardError, match="DTensor cannot say"):
+            Layout.parse(text).placements({"x": 2, "y": 2})
+
+
+def test_named_layouts_are_spellings() -> None:
+    assert str(sl.Layout2D("x", "y")) == "x ... y"
+    assert sl.Layout2D("x", "y").resolve(2) == Layout.parse("x y")
+    assert sl.Layout2p5D is sl.Layout25D
+    assert sl.Layout25D("x", "y", "d").act.resolve(3) == Layout.parse("(d x) . y")
+    cube = sl.Layout3D("x", "y", "z")
+    assert str(cube.out) == "(x z) ... y"
+    assert sl.Ring("s").layout.resolve(3) == Layout.parse(". s .")
+    assert sl.Partial("x").partial == ("x",)
+
+
+MISTAKES = [
+    ("sl.Layout.parse('x y x')", "AxisReused", "'x' is used twice"),
+    ("sl.Layout.parse('x + sum(x)')", "AxisReused", "sum"),
+    ("sl.Layout.parse('x + mean(y)')", "LayoutSyntax", "sum"),
+    ("sl.Layout.parse('spiral(x) .')", "LayoutSyntax", "unknown order"),
+    ("sl.Layout.parse('x .. y')", "LayoutSyntax", "no axis name"),
+    ("sl.Layout.parse('... x ...')", "LayoutSyntax", "once"),
+    ("sl.Layout.parse('x y').resolve(1)", "RankMismatch", "2 dimensions, the tensor 1"),
+    ("sl.Layout.parse('tpp .').check((4, 4), {'tp': 2})", "UnknownAxis", "did you mean 'tp'"),
+    ("sl.Layout.parse('x').check((5,), {'x': 2})", "UnevenSplit", "size 5 does not divide"),
+    ("sl.Layout.parse('x y skew a').check((6, 6), {'x': 2, 'y': 3})", "MeshError", "equal size"),
+    ("sl.Layout.parse('x y') @ sl.Layout.parse('x y')", "ImplicitCommunication", "contraction split y in a and x in b"),
+    ("sl.Layout.parse('x .') * sl.Layout.parse('. x')", "AxisReused", "both layouts"),
+    ("sl.Ring('s', schedule='zig')", "LayoutSyntax", "zigzag"),
+]
+
+
+@pytest.mark.parametrize(("code", "error", "says"), MISTAKES)
+def test_mistakes_name_the_culprit_and_the_fix_runs(code: str, error: str, says: str) -> None:
+    space: dict[str, Any] = {"sl": sl, "torch": torch, "x": torch.zeros(5)}
+    with pytest.raises(sl.ShardError) as caught:
+        eval(code, space)
+    assert type(caught.value).__name__ == error
+    assert says in str(caught.value)
+    assert "test_base" in str(caught.value) or "<string>" in str(caught.value) or caught.value.line
+    a = sl.Layout.parse("x y")
+    with sl.simulate(x=2, y=2):
+        eval(caught.value.fix, space | {"a": a})

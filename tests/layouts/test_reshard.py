@@ -1,0 +1,89 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.layouts import Layout
+from tests.strategies import placed
+
+laws = settings(max_examples=200)
+
+
+@laws
+@given(placed(2, most=12, most_elements=600))
+def test_reshard_equals_shard(case: Any) -> None:
+    """Every pair of layouts, blockwise, with exactly the planned bytes and messages."""
+    a, b, shape, mesh = case
+    x = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1
+    with sl.simulate(**mesh):
+        start, want = sl.shard(x, a), sl.shard(x, b)
+        with sl.trace() as t:
+            got = sl.reshard(start, b)
+        assert torch.equal(sl.unshard(got), x)
+        if not b.partial:
+            assert torch.equal(got.raw, want.raw)
+    plan = a >> b
+    assert t.bytes == plan.bytes(shape, mesh, 8)
+    assert t.messages == plan.messages(shape, mesh)
+
+
+@laws
+@given(placed(3, most=12, most_elements=600))
+def test_a_detour_never_costs_less(case: Any) -> None:
+    a, b, c, shape, mesh = case
+    direct = (a >> c).bytes(shape, mesh)
+    assert direct <= (a >> b).bytes(shape, mesh) + (b >> c).bytes(shape, mesh)
+
+
+@laws
+@given(placed())
+def test_staying_costs_nothing(case: Any) -> None:
+    layout, shape, mesh = case
+    assert (layout >> layout).steps(shape, mesh) == ()
+
+
+@laws
+@given(placed(2, most=12, most_elements=200, partial=False))
+def test_the_gradient_takes_the_way_back(case: Any) -> None:
+    a, b, shape, mesh = case
+    x = torch.randn(shape, dtype=torch.float64)
+    g = torch.randn(shape, dtype=torch.float64)
+    with sl.simulate(**mesh):
+        start = sl.shard(x.requires_grad_(), a)
+        out = sl.reshard(start, b)
+        out.backward(sl.shard(g, b))
+        assert start.grad is not None and start.grad.sharding == a
+        assert torch.equal(sl.unshard(start.grad), g)
+
+
+@given(st.integers(1, 4), st.sampled_from("ab"), st.booleans())
+def test_skew_is_a_permutation_of_blocks(q: int, skew: str, back: bool) -> None:
+    x = torch.arange(float(4 * q * q)).reshape(2 * q, 2 * q)
+    a, b = Layout.parse("x y"), Layout.parse(f"x y skew {skew}")
+    a, b = (b, a) if back else (a, b)
+    with sl.simulate(x=q, y=q), sl.trace() as t:
+        got = sl.reshard(sl.shard(x, a), b)
+        assert torch.equal(got.raw, sl.shard(x, b).raw)
+    assert t.bytes == (4 * 4 * (q - 1) / q if q > 1 else 0)
+
+
+def test_known_plans_are_the_cheap_ones() -> None:
+    mesh, shape = {"x": 2, "y": 2}, (8, 8)
+    for a, b, steps in [
+        ("x .", ". x", ["all_to_all(x, 0 -> 1)"]),
+        ("x y", "y x", ["ppermute(x y)"]),
+        (". .", "x y", ["slice(x, dim 0)", "slice(y, dim 1)"]),
+        ("x . + sum(y)", "x y", ["psum_scatter(y, dim 1)"]),
+        (". . + sum(y)", ". .", ["psum(y)"]),
+    ]:
+        plan = Layout.parse(a) >> Layout.parse(b)
+        assert sorted(map(str, plan.steps(shape, mesh))) == sorted(steps), (a, b)
+
+
+def test_a_plan_for_an_uneven_shape_is_refused() -> None:
+    with pytest.raises(sl.ShardError, match="size 7 does not divide"):
+        (Layout.parse(".") >> Layout.parse("x")).steps((7,), {"x": 2})

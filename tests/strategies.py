@@ -1,0 +1,81 @@
+"""Random meshes, layouts and shapes, shared by the law tests."""
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shardlib.layouts import Dim, Layout
+
+AXES = ("a", "b", "c", "d")
+
+
+@st.composite
+def meshes(draw: Any, most: int = 24) -> dict[str, int]:
+    """One to four axes, at most ``most`` ranks; sizes of one included."""
+    mesh: dict[str, int] = {}
+    for axis in AXES[: draw(st.integers(1, 4))]:
+        left = most // math.prod(mesh.values())
+        mesh[axis] = draw(st.integers(1, min(4, left)))
+    return mesh
+
+
+@st.composite
+def layouts(draw: Any, ndim: int | None = None, special: bool = True, partial: bool = True) -> Layout:
+    """A layout of ``ndim`` dimensions (0 to 5 if None) over the axes a, b, c, d."""
+    ndim = draw(st.integers(0, 5)) if ndim is None else ndim
+    axes = draw(st.permutations(AXES))[: draw(st.integers(0, 4))]
+    owners = [draw(st.integers(-1 if partial else 0, ndim - 1)) if ndim else -1 for _ in axes]
+    dims = []
+    for d in range(ndim):
+        parts: tuple[Any, ...] = tuple(a for a, o in zip(axes, owners, strict=True) if o == d)
+        order = "contiguous"
+        if parts and special:
+            kind = draw(st.sampled_from(["plain", "plain", "factor", "zigzag", "striped"]))
+            if kind == "factor":
+                at = draw(st.integers(0, len(parts) - 1))
+                parts = (*parts[:at], draw(st.integers(2, 3)), *parts[at:])
+            elif kind != "plain":
+                order = kind
+        dims.append(Dim(parts, order))
+    pending = tuple(a for a, o in zip(axes, owners, strict=True) if o == -1) if partial else ()
+    return Layout(tuple(dims), pending)
+
+
+def only(layout: Layout, mesh: dict[str, int]) -> Layout:
+    """The layout without the axes that a mesh lacks."""
+    dims = []
+    for d in layout.dims:
+        parts = tuple(p for p in d.parts if isinstance(p, int) or p in mesh)
+        while parts and isinstance(parts[-1], int):
+            parts = parts[:-1]
+        dims.append(Dim(parts, d.order if parts else "contiguous"))
+    return Layout(tuple(dims), tuple(a for a in layout.partial if a in mesh))
+
+
+@st.composite
+def shape_for(draw: Any, chosen: list[Layout], mesh: dict[str, int], zero: bool = True) -> tuple[int, ...]:
+    """A shape that every one of the layouts divides."""
+    shape = []
+    for d in range(len(chosen[0].dims)):
+        unit = 1
+        for layout in chosen:
+            dim = layout.dims[d]
+            ways = math.prod(p if isinstance(p, int) else mesh[p] for p in dim.parts)
+            unit = math.lcm(unit, ways * (2 if dim.order == "zigzag" else 1))
+        shape.append(unit * draw(st.integers(0 if zero and draw(st.integers(0, 9)) == 0 else 1, 2)))
+    return tuple(shape)
+
+
+@st.composite
+def placed(draw: Any, count: int = 1, most: int = 24, most_elements: int = 3000, **kwargs: Any) -> Any:
+    """(layouts..., shape, mesh): layouts of one rank and a shape all of them divide."""
+    mesh = draw(meshes(most))
+    ndim = draw(st.integers(0, 5))
+    chosen = [only(draw(layouts(ndim, **kwargs)), mesh) for _ in range(count)]
+    shape = draw(shape_for(chosen, mesh))
+    while math.prod(shape) > most_elements:
+        big = max(range(ndim), key=lambda d: shape[d])
+        chosen = [Layout((*c.dims[:big], Dim(), *c.dims[big + 1 :]), c.partial) for c in chosen]
+        shape = (*shape[:big], 1, *shape[big + 1 :])
+    return (*chosen, shape, mesh)
