@@ -37,6 +37,8 @@ def view_layout(
     Layout('d y')
     """
     layout = layout.resolve(len(shape))
+    if any(mesh[a] == 1 for a in layout.axes):
+        return _with_ones(layout, shape, new, mesh)
     if layout.skew:
         return "a skewed tensor has no other view"
     if 0 in shape:
@@ -86,6 +88,29 @@ def view_layout(
     if any(d.is_split for d in layout.dims[i:]) or any(a for a, _ in digits):
         return "a split dimension of size 1 would vanish"
     return Layout(dims=tuple(dims), partial=layout.partial)
+
+
+def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]) -> Layout | str:
+    """Axes of size one split nothing: they follow the dimension that starts where theirs did."""
+    bare = [Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh[p] > 1), d.order) for d in layout.dims]
+    bare = [d if d.axes else Dim() for d in bare]
+    out = view_layout(Layout(tuple(bare), layout.partial), shape, new, mesh)
+    if isinstance(out, str):
+        return out
+    starts = [math.prod(new[:j]) for j in range(len(new))]
+    dims = list(out.dims)
+    for i, d in enumerate(layout.dims):
+        start = math.prod(shape[:i])
+        before = sum(math.prod(shape[:k]) == start for k in range(i))
+        found = [j for j, s in enumerate(starts) if s == start]
+        if d == bare[i] or not found:
+            continue
+        j = found[min(before, len(found) - 1)]
+        if dims[j] == bare[i] and new[j] == shape[i]:
+            dims[j] = d
+        elif dims[j].order == "contiguous":
+            dims[j] = Dim((*dims[j].parts, *(a for a in d.axes if mesh[a] == 1)))
+    return Layout(tuple(dims), layout.partial)
 
 
 def _dim(digits: _Digits) -> Dim:

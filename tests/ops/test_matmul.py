@@ -39,7 +39,7 @@ def products(draw: Any) -> Any:
     return {"data": data, "x": row, "y": col}, rule, rows, k_token, w, (m * data, k, n), batch, form
 
 
-@settings(max_examples=600)
+@settings(max_examples=1000)
 @given(products(), st.integers(0, 2**31))
 @example(({"data": 2, "x": 2, "y": 3}, "summa", "x", "y", "x y", (12, 6, 6), 3, "nt"), 0)
 def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> None:
