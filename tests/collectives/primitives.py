@@ -1,0 +1,165 @@
+"""One list of primitives with their meaning written as a loop over ranks; every back end must agree."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.collectives import unwrap, wrap
+
+Blocks = list[Tensor]
+Reference = Callable[[Blocks, int], Blocks]  # blocks of one group -> results of that group
+
+
+def block(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What rank holds: [4, 6], different everywhere."""
+    return (torch.arange(24).reshape(4, 6) * 0.5 + rank * 100 + (rank % 3)).to(dtype)
+
+
+def groups(mesh: dict[str, int], axis: Any) -> list[list[int]]:
+    """Ranks that communicate together, each in the order of the flattened axis."""
+    axes = (axis,) if isinstance(axis, str) else axis
+    names, out = list(mesh), {}
+    for rank, c in enumerate(itertools.product(*(range(n) for n in mesh.values()))):
+        place = dict(zip(names, c, strict=True))
+        index = 0
+        for a in axes:
+            index = index * mesh[a] + place[a]
+        out.setdefault(tuple(v for n, v in place.items() if n not in axes), []).append((index, rank))
+    return [[r for _, r in sorted(g)] for g in out.values()]
+
+
+def total(blocks: Blocks) -> Tensor:
+    return torch.stack(blocks).sum(0)
+
+
+def permuted(pairs: list[tuple[int, int]]) -> Reference:
+    def f(blocks: Blocks, p: int) -> Blocks:
+        out = [torch.zeros_like(blocks[0]) for _ in blocks]
+        for s, d in pairs:
+            out[d] = blocks[s]
+        return out
+
+    return f
+
+
+def cycle(by: int) -> Reference:
+    return lambda b, p: [b[(i - by) % p] for i in range(p)]
+
+
+def cost(kind: str, n: int, p: int) -> tuple[float, int]:
+    return {
+        "gather": ((p - 1) * n, p - 1), "scatter": ((p - 1) * n / p, p - 1), "reduce": (2 * (p - 1) * n / p, 2 * (p - 1)),
+        "one": ((p - 1) * n / p, 1), "shift": (n, 1), "none": (0, 0),
+    }[kind]  # fmt: skip
+
+
+# name -> (call on the local block and axis, reference per group, cost kind)
+PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = {
+    "psum": (sl.psum, lambda b, p: [total(b)] * p, "reduce"),
+    "pmean": (sl.pmean, lambda b, p: [total(b) / p] * p, "reduce"),
+    "pmax": (sl.pmax, lambda b, p: [torch.stack(b).amax(0)] * p, "reduce"),
+    "all_gather 0": (lambda x, a: sl.all_gather(x, a, 0), lambda b, p: [torch.cat(b, 0)] * p, "gather"),
+    "all_gather 1": (lambda x, a: sl.all_gather(x, a, -1), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
+    "all_gather stack": (lambda x, a: sl.all_gather(x, a, 0, tiled=False), lambda b, p: [torch.stack(b)] * p, "gather"),
+    "psum_scatter 0": (lambda x, a: sl.psum_scatter(x, a, 0), lambda b, p: list(total(b).chunk(p, 0)), "scatter"),
+    "psum_scatter of a view": (
+        lambda x, a: sl.psum_scatter(x.mT, a, 1), lambda b, p: list(total(b).T.chunk(p, 1)), "scatter"
+    ),
+    "pslice": (lambda x, a: sl.pslice(x, a, 0), lambda b, p: [x.chunk(p, 0)[i] for i, x in enumerate(b)], "none"),
+    "shift +1": (lambda x, a: sl.shift(x, a), cycle(1), "shift"),
+    "shift -1": (lambda x, a: sl.shift(x, a, -1), cycle(-1), "shift"),
+    "shift of a view": (lambda x, a: sl.shift(x[:, 1:3], a), lambda b, p: cycle(1)([x[:, 1:3] for x in b], p), ""),
+    "ppermute identity": (
+        lambda x, a: sl.ppermute(x, a, [(i, i) for i in range(sl.axis_size(a))]), lambda b, p: b, "none"
+    ),
+    "ppermute partial": (lambda x, a: sl.ppermute(x, a, [(0, 1)]), permuted([(0, 1)]), ""),
+    "ppermute swap": (lambda x, a: sl.ppermute(x, a, [(1, 0), (0, 1)]), permuted([(1, 0), (0, 1)]), ""),
+    "all_to_all 0 1": (
+        lambda x, a: sl.all_to_all(x, a, 0, 1),
+        lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 1) for i in range(p)], "scatter",
+    ),
+    "all_to_all 0 0": (
+        lambda x, a: sl.all_to_all(x, a, 0, 0),
+        lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 0) for i in range(p)], "scatter",
+    ),
+    "pbroadcast 0": (lambda x, a: sl.pbroadcast(x, a, 0), lambda b, p: [b[0]] * p, "one"),
+    "pbroadcast 1": (lambda x, a: sl.pbroadcast(x, a, 1), lambda b, p: [b[1]] * p, "one"),
+    "pbroadcast of a view": (lambda x, a: sl.pbroadcast(x.mT, a, 1), lambda b, p: [b[1].T] * p, "one"),
+    "preduce 0": (
+        lambda x, a: sl.preduce(x, a, 0), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
+    ),
+    "preduce 1": (
+        lambda x, a: sl.preduce(x, a, 1),
+        lambda b, p: [total(b) if i == 1 else torch.zeros_like(b[0]) for i in range(p)], "one",
+    ),
+    "axis_index": (lambda x, a: x * 0 + sl.axis_index(a), lambda b, p: [x * 0 + i for i, x in enumerate(b)], "none"),
+    "pick": (lambda x, a: (x * sl.pick([3.0, 5.0, 7.0, 9.0], a)).to(x.dtype), lambda b, p: [x * (3 + 2 * i) for i, x in enumerate(b)], "none"),
+    "start pbroadcast": (lambda x, a: sl.start(sl.pbroadcast, x, a, 1).wait(), lambda b, p: [b[1]] * p, "one"),
+    "start shift": (lambda x, a: sl.start(sl.shift, x, a, -1).wait(), cycle(-1), "shift"),
+    "start all_gather": (lambda x, a: sl.start(sl.all_gather, x, a, 1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
+    "start psum_scatter": (lambda x, a: sl.start(sl.psum_scatter, x, a, 0).wait(), lambda b, p: list(total(b).chunk(p, 0)), "scatter"),
+    "start psum": (lambda x, a: sl.start(sl.psum, x, a).wait(), lambda b, p: [total(b)] * p, "reduce"),
+    "two in flight": (
+        lambda x, a: (lambda one, two: one.wait() + two.wait())(sl.start(sl.shift, x, a, 1), sl.start(sl.pbroadcast, x, a, 0)),
+        lambda b, p: [b[(i - 1) % p] + b[0] for i in range(p)], "",
+    ),
+    "psum of a scalar": (lambda x, a: sl.psum(x[0, 0], a), lambda b, p: [total(b)[0, 0]] * p, ""),
+    "psum of nothing": (lambda x, a: sl.psum(x[:0], a), lambda b, p: [b[0][:0]] * p, ""),
+}  # fmt: skip
+
+ADJOINTS = [n for n in PRIMITIVES if not n.startswith(("start", "two", "axis", "psum of nothing"))]
+
+
+def expected(name: str, mesh: dict[str, int], axis: Any, dtype: torch.dtype) -> Blocks:
+    """Results by rank."""
+    reference = PRIMITIVES[name][1]
+    out: dict[int, Tensor] = {}
+    for ranks in groups(mesh, axis):
+        results = reference([block(r, dtype) for r in ranks], len(ranks))
+        out.update(zip(ranks, results, strict=True))
+    return [out[r] for r in range(math.prod(mesh.values()))]
+
+
+def on_rank(name: str, axis: Any, dtype: torch.dtype) -> tuple[Tensor, Any, int]:
+    """Run one primitive where this process is one rank (or records)."""
+    mesh = sl.current_mesh()
+    rank = 0
+    for n, s in mesh.items():
+        rank = rank * s + (mesh.coord or dict.fromkeys(mesh, 0))[n]
+    x = block(rank, dtype).to(mesh.device)
+    with sl.trace() as t:
+        out = PRIMITIVES[name][0](x, axis)
+    return out.clone(), t.bytes, t.messages
+
+
+def all_on_rank(axes: list[Any]) -> dict[Any, tuple[Tensor, Any, int]]:
+    return {(n, a): on_rank(n, a, torch.float64) for a in axes for n in PRIMITIVES}
+
+
+def adjoint_gap(name: str, axis: Any) -> float:
+    """|<y, A x> - <A^T y, x>| over all real ranks, relative."""
+    mesh = sl.current_mesh()
+    rank = sum(mesh.coord[n] * math.prod(list(mesh.sizes)[i + 1 :]) for i, n in enumerate(mesh.names))
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    y = PRIMITIVES[name][0](x, axis)
+    g = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
+    y.backward(g)
+    sides = torch.stack([(y.detach() * g).sum(), (x.detach() * x.grad).sum()])
+    left, right = sl.psum(sides, tuple(mesh.names)).tolist()
+    return abs(left - right) / max(1.0, abs(left))
+
+
+def linear_adjoints(axes: list[Any]) -> dict[Any, float]:
+    return {(n, a): adjoint_gap(n, a) for a in axes for n in ADJOINTS if n != "pmax"}
+
+
+def stacked_input(mesh: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+    return wrap(torch.stack([block(r, dtype) for r in range(mesh.size)]), mesh)
+
+
+__all__ = ["ADJOINTS", "PRIMITIVES", "all_on_rank", "expected", "linear_adjoints", "stacked_input", "unwrap"]
