@@ -12,6 +12,7 @@ from shardlib.errors import NotExpressible, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import as_mesh
 from shardlib.ops.matmul import product_of
+from shardlib.ops.registry import algorithm
 from shardlib.placing import reshard
 from shardlib.tensor import FALLBACK, ShardedTensor, no_rule, typeof
 
@@ -150,6 +151,9 @@ def _product(a: Any, b: Any) -> DTensor | None:
         elif not w.sharding.axes and len(x.sharding.axes) == 2:
             m, k = x.sharding.dims
             w = reshard(w, Layout((k, m)))
+            if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:  # x is a transposed view
+                with algorithm(matmul="summa_w"):
+                    return to_dtensor(product_of(x, w))
         return to_dtensor(product_of(x, w))
     except ShardError:
         return None

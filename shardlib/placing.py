@@ -21,7 +21,7 @@ from shardlib.collectives import (
 from shardlib.errors import MeshError, PlainTensor, ShardError
 from shardlib.layouts import Layout, Step, coordinates
 from shardlib.mesh import Mesh, as_mesh, bind
-from shardlib.tensor import ShardedTensor, implements, settle, typeof
+from shardlib.tensor import PaddedTensor, ShardedTensor, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
@@ -32,11 +32,13 @@ def _layout(layout: Any) -> Layout:
     return layout if isinstance(layout, Layout) else layout.layout
 
 
-def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None) -> Any:
+def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad: bool = False) -> Any:
     """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
 
     ``layout``  a Layout, its text, or a pytree of them that matches x.
     ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
+    ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
+                ``unshard`` strips it; functions without a rule for that refuse.
     Only the local block is copied; the result is a leaf that requires grad if x does.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, NoMesh; x is left as it was.
 
@@ -55,18 +57,29 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None) -> A
         single = isinstance(layout, str | Layout) or hasattr(layout, "layout")
         layouts = [layout] * len(leaves) if single else tree.flatten_up_to(layout)
         return optree.tree_unflatten(
-            tree, [shard(leaf, lay, m, src=src) for leaf, lay in zip(leaves, layouts, strict=True)]
+            tree, [shard(leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
         )
     if isinstance(x, ShardedTensor):
         raise ShardError(
             "the tensor is sharded already", op="shard", operands={"tensor": typeof(x)}, mesh=m, fix=f"sl.reshard(x, {str(_layout(layout))!r})"
         )
     lay = _layout(layout).resolve(x.ndim)
-    lay.check(tuple(x.shape), m, op="shard")
+    size = _padded_size(lay, x, m) if pad else x.shape
+    lay.check(tuple(size), m, op="shard")
     if src is not None:
         x = _from_rank(x, m, src)
+    if size != x.shape:
+        widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
+        raw = _blocks(torch.nn.functional.pad(x.detach(), widths), lay, m)
+        return PaddedTensor(raw.requires_grad_(x.requires_grad), lay, size, m, x.shape)
     raw = _blocks(x.detach(), lay, m)
     return ShardedTensor(raw.requires_grad_(x.requires_grad), lay, x.shape, m)
+
+
+def _padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
+    """The smallest sizes that divide."""
+    local = layout.local_shape(tuple(x.shape), m, pad=True)
+    return torch.Size([n * m.axis_size(d.axes) for n, d in zip(local, layout.dims, strict=True)])
 
 
 def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
@@ -171,6 +184,9 @@ def reshard(x: Any, layout: Any) -> Any:
     target = _layout(layout).resolve(len(x.size_))
     if target == x.sharding:
         return x
+    if isinstance(x, PaddedTensor):
+        moved = reshard(x.inner, target)
+        return PaddedTensor(moved.raw, moved.sharding, x.size_, x.mesh, x.true)
     target.check(tuple(x.size_), x.mesh, op="reshard")
     if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
         x = settle(x)
@@ -208,6 +224,8 @@ def unshard(x: Any) -> Any:
         return optree.tree_map(unshard, x)
     if not isinstance(x, ShardedTensor):
         raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")
+    if isinstance(x, PaddedTensor):
+        return unshard(x.inner)[tuple(slice(n) for n in x.true)]
     whole = settle(reshard(x, "..."))
     if x.mesh.kind == "stacked":
         return _First.apply(whole.raw)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Stacked, psum, unwrap, wrap
-from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError
+from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 
@@ -28,6 +28,12 @@ Rule = Callable[..., Any]
 
 TABLE: dict[Any, Rule] = {}
 """torch function -> rule(func, args, kwargs).  Filled by ``implements`` in the files of ops/."""
+
+PADDED: dict[Any, Rule] = {}
+"""The same for padded tensors; filled by ops/padding.py."""
+
+_ANYWHERE: set[Any] = set()
+"""Functions whose rule in TABLE serves padded tensors too."""
 
 FALLBACK: list[Rule] = []
 """At most one rule for every other function; see dtensor.py."""
@@ -123,6 +129,47 @@ class ShardedTensor(torch.Tensor):
         return _unpickle, (*parts, self.raw.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
+class PaddedTensor(ShardedTensor):
+    """A tensor whose sizes do not divide: blocks are padded, and the true sizes are remembered.
+
+    ``shape`` is the true shape, ``size_`` the padded one.  What the padding holds is never
+    read: reductions and contractions mask it, ``unshard`` strips it (ops/padding.py).
+    """
+
+    true: torch.Size
+
+    @staticmethod
+    def __new__(cls: type, raw: Tensor, layout: Layout, size: torch.Size, mesh: Mesh, true: torch.Size) -> "PaddedTensor":
+        self = torch.Tensor._make_wrapper_subclass(cls, true, dtype=raw.dtype, device=raw.device)
+        self.raw, self.sharding, self.size_, self.mesh, self.deferred = raw, layout, size, mesh, _NONE
+        self.true = true
+        return self
+
+    @property
+    def inner(self) -> ShardedTensor:
+        """The padded blocks as an ordinary value."""
+        return ShardedTensor(self.raw, self.sharding, self.size_, self.mesh)
+
+    def like(self, raw: Tensor) -> "PaddedTensor":
+        return PaddedTensor(raw, self.sharding, self.size_, self.mesh, self.true)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = PADDED.get(func) or (TABLE[func] if func in _ANYWHERE else None)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
+        raise Unsupported(
+            f"{func.__name__} has no rule for padded blocks",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="sl.shard(sl.unshard(x), '...')",
+        )
+
+
 def _unpickle(
     raw: Tensor, layout: str, shape: tuple[int, ...], axes: dict[str, int], kind: str, grad: bool, param: bool
 ) -> ShardedTensor:
@@ -161,10 +208,12 @@ def typeof(x: Tensor) -> str:
     if not isinstance(x, ShardedTensor):
         return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
     dims = x.sharding.resolve(len(x.size_)).dims
-    body = ", ".join(f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.size_, dims, strict=True))
+    shape = x.true if isinstance(x, PaddedTensor) else x.size_
+    body = ", ".join(f"{n}@{d}" if d.is_split else str(n) for n, d in zip(shape, dims, strict=True))
     tail = f"{{sum:{' '.join(x.sharding.partial)}}}" if x.sharding.partial else ""
     skew = f"{{skew:{x.sharding.skew}}}" if x.sharding.skew else ""
-    return f"{_SHORT.get(x.dtype, str(x.dtype))}[{body}]{tail}{skew}"
+    padded = f"{{padded:{list(x.size_)}}}" if isinstance(x, PaddedTensor) else ""
+    return f"{_SHORT.get(x.raw.dtype, str(x.raw.dtype))}[{body}]{tail}{skew}{padded}"
 
 
 def layout_of(x: Tensor) -> Layout:
@@ -414,6 +463,8 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
     """A gradient block as a value: in ``x``'s layout, pending over the axes that ``x`` defers."""
+    if isinstance(x, PaddedTensor):
+        return x.like(raw_grad)
     layout = x.sharding
     if x.deferred:
         partial = " ".join(sorted(x.deferred))
@@ -536,3 +587,11 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
             fix="sl.unshard(x).item()" if x.size_.numel() == 1 else "sl.unshard(x).tolist()",
         )
     return func(x.raw[0] if x.mesh.kind == "stacked" else x.raw)
+
+
+_ANYWHERE.update(
+    f
+    for f, rule in TABLE.items()
+    if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _requires_grad, _grad, _set_grad, _del_grad,
+                _same_place, _data, _in_place, _item)
+)  # fmt: skip

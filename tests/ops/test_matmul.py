@@ -29,7 +29,8 @@ def products(draw: Any) -> Any:
     rule = draw(st.sampled_from(RULES))
     rows, k_token, w = draw(st.sampled_from(ONE_D if rule == "oned" else TWO_D))
     if rule in ("cannon", "summa_x", "summa_w", "summa_y"):
-        col = row = min(row, col) if rule != "summa_y" else row
+        if rule != "summa_w" or (rows, k_token) != ("y", "x"):
+            col = row = min(row, col) if rule != "summa_y" else row
     unit = row * col
     m, k, n = (unit * draw(st.integers(1, 2)) for _ in range(3))
     batch = draw(st.integers(1, 3)) if (rows, k_token) != ("y", "x") and draw(st.booleans()) else None

@@ -7,7 +7,8 @@ Read a product Y = X W by what splits its rows, its contraction and its columns:
     (..)    k              k              (..)         row-parallel: psum over k
     (.. r)  c              r              c            2D, Y-stationary as it lies (form AB)
     (.. r)  c              c              r            2D, X-stationary as it lies (form ABT)
-    c       r              r              c            2D, W-stationary as it lies (form ATB)
+    c       r              r              c            the same form; or, pinned by ``summa_w``, form
+                                                       ATB: W-stationary, Y's rows over r, columns over c
 
 Rows may be split over further axes, as a batch is over ``data``: W's gradient is then summed
 over them inside the rule.
@@ -125,8 +126,8 @@ _FORMS = {  # form -> the role each of A, B, C plays in Y = X W
 }
 
 
-def _form(case: MatmulCase) -> tuple[str, str, str] | str:
-    """(form, row, col) of a 2D case, or why it is none."""
+def _form(case: MatmulCase, w_stays: bool) -> tuple[str, str, str] | str:
+    """(form, row, col) of a 2D case, or why it is none.  ATB only where W is asked to stay."""
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     ends = (xk, wk, columns)
     if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):
@@ -138,17 +139,15 @@ def _form(case: MatmulCase) -> tuple[str, str, str] | str:
     if k1 != k2 and n == k1 and k2 in rows:
         return "ab", k2, k1
     if k1 == k2 and n != k1 and n in rows:
-        return "abt", n, k1
-    if k1 == k2 and n in rows and len(case.x_shape) == 2:
-        return "atb", k1, n
+        return ("atb", k1, n) if w_stays and case.x.dims[:-1] == (columns,) else ("abt", n, k1)
     if k1 != k2:
         return f"contraction split over {k1} in x and {k2} in w, which fits no form"
     return f"x's rows are not split over {n}"
 
 
-def _grid(case: MatmulCase) -> "_Grid2D | str":
+def _grid(case: MatmulCase, w_stays: bool = False) -> "_Grid2D | str":
     batch = _shared(case)
-    form = _form(case)
+    form = _form(case, w_stays)
     if isinstance(batch, str):
         return batch
     if isinstance(form, str):
@@ -222,7 +221,7 @@ def _stays(form: str, grid: Grid) -> str:
 
 
 def _summa(case: MatmulCase, role: str | None) -> Match | str:
-    g = _grid(case)
+    g = _grid(case, role == "w")
     if isinstance(g, str):
         return g
     if case.x.skew or case.w.skew:
