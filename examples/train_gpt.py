@@ -67,7 +67,9 @@ def train(args: argparse.Namespace) -> Report:
     mesh = sl.current_mesh()
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = sl.recipes.batch_layout(rows="x")
-    apply, params = sl.parallelize(model(args), sl.recipes.optimus2d(model(args)), inputs={"idx": rows, "targets": rows})
+    apply, params = sl.parallelize(
+        model(args), sl.recipes.optimus2d(model(args)), inputs={"idx": rows, "targets": rows}
+    )
     tx = sl.zero(optimizer(args), axis="data")
     state = tx.init(params)
     step_fn = sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets=targets), pending="data")
@@ -85,7 +87,11 @@ def train(args: argparse.Namespace) -> Report:
             kinds[kind] = kinds.get(kind, 0) + n
         if rank == 0:
             speed = (step + 1) * ids.numel() / (time.perf_counter() - began)
-            _bar(step + 1, args.steps, f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {float(total) / 2**20:.2f} MiB/step/rank")
+            _bar(
+                step + 1,
+                args.steps,
+                f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {float(total) / 2**20:.2f} MiB/step/rank",
+            )
     out = Path(args.out)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +170,8 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     weights = load_file(Path(args.out) / "gpt.safetensors")  # one process reads what eight wrote
     m.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     text = generate(m.eval(), b"The ", 200, args.ctx)
-    print(f"\nsample after {args.steps} steps, read back from {args.out}/gpt.safetensors:\n{text.decode(errors='replace')!r}")
+    print(f"\nsample after {args.steps} steps, read back from {args.out}/gpt.safetensors:")
+    print(repr(text.decode(errors="replace")))
     _plot(args, ours["losses"], alone["losses"])
     print(f"\nwrote {args.out}/loss.png, {args.out}/layouts.png, {args.out}/gpt.safetensors")
     return worst

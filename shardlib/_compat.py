@@ -32,7 +32,9 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if handlers is None:
         raise Unsupported(
-            "this torch has no handler table for DTensor", op="dtensor_rules", fix="sl.from_dtensor(a) @ sl.from_dtensor(b)"
+            "this torch has no handler table for DTensor",
+            op="dtensor_rules",
+            fix="sl.from_dtensor(a) @ sl.from_dtensor(b)",
         )
     return handlers
 

@@ -68,7 +68,10 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
     shape = tuple(source.get_shape())
     if shape != tuple(p.shape):
         raise RankMismatch(
-            f"{name!r} has shape {list(shape)} in the file", op="load", operands={"wanted": typeof(p)}, fix=f"like[{name!r}]"
+            f"{name!r} has shape {list(shape)} in the file",
+            op="load",
+            operands={"wanted": typeof(p)},
+            fix=f"like[{name!r}]",
         )
     if not isinstance(p, ShardedTensor):
         return source[...].to(p.dtype).to(p.device).requires_grad_(p.requires_grad)

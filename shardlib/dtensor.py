@@ -26,7 +26,12 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> DTensor:
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
     """
     if not isinstance(x, ShardedTensor):
-        raise PlainTensor("only sharded tensors become DTensors", op="to_dtensor", operands={"tensor": typeof(x)}, fix="sl.shard(x, '...')")
+        raise PlainTensor(
+            "only sharded tensors become DTensors",
+            op="to_dtensor",
+            operands={"tensor": typeof(x)},
+            fix="sl.shard(x, '...')",
+        )
     if x.mesh.kind != "dist":
         raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
     try:
@@ -37,9 +42,7 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> DTensor:
         x = reshard(x, _natural(x))
         placements = x.sharding.placements(x.mesh)
     stride = torch.empty(x.size_, device="meta").stride()
-    return DTensor.from_local(
-        x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride
-    )
+    return DTensor.from_local(x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride)
 
 
 def _natural(x: ShardedTensor) -> Layout:
@@ -167,4 +170,3 @@ def _default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     finally:
         handlers.update(held)
-

@@ -72,7 +72,9 @@ def _leaf(x: Tensor, axes: tuple[str, ...]) -> Tensor:
         )
     if not isinstance(x, ShardedTensor):
         return x.detach().requires_grad_()
-    apart = frozenset(x.mesh.axis_size(a) and a for a in axes if a not in x.sharding.axes)
+    for a in axes:
+        x.mesh.axis_size(a)  # raises where there is none
+    apart = frozenset(a for a in axes if a not in x.sharding.axes)
     return ShardedTensor(x.raw.detach().requires_grad_(), x.sharding, x.size_, x.mesh, apart)
 
 

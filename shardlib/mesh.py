@@ -131,9 +131,7 @@ class bind:
 def current_mesh() -> Mesh:
     """The mesh in scope.  Raises: NoMesh."""
     if _SCOPE.mesh is None:
-        raise NoMesh(
-            "no mesh is in scope", op="current_mesh", fix="with sl.use_mesh(sl.simulate(x=2, y=2)): ..."
-        )
+        raise NoMesh("no mesh is in scope", op="current_mesh", fix="with sl.use_mesh(sl.simulate(x=2, y=2)): ...")
     return _SCOPE.mesh
 
 
@@ -147,9 +145,7 @@ def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.make_mesh(x=2, y=2)"
-        )
+        raise MeshError(f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.make_mesh(x=2, y=2)")
     found = _VIEWS.get(mesh)
     if found is None:
         names = mesh.mesh_dim_names
@@ -233,7 +229,9 @@ def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     """
     free = [n for n, s in axes.items() if s == -1]
     if len(free) > 1:
-        raise MeshError(f"only one axis can be inferred, not {', '.join(free)}", op="make_mesh", fix="sl.make_mesh(x=-1, y=2)")
+        raise MeshError(
+            f"only one axis can be inferred, not {', '.join(free)}", op="make_mesh", fix="sl.make_mesh(x=-1, y=2)"
+        )
     _sizes("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
@@ -267,9 +265,7 @@ def _world(device: str) -> int:
     return dist.get_world_size()
 
 
-def launch(
-    fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int
-) -> list[Any]:
+def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int) -> list[Any]:
     """Run ``fn(*args)`` in local processes, one per rank of the mesh, each with the mesh in scope.
 
     Returns the results by rank.  The first error stops all and is raised here with its rank.
@@ -287,7 +283,9 @@ def launch(
             while not context.join(timeout=1.0):
                 left -= 1.0
                 if left <= 0:
-                    raise ShardError(f"no result after {timeout:.0f} s", op="launch", mesh=sizes, fix=f"timeout={2 * timeout:.0f}")
+                    raise ShardError(
+                        f"no result after {timeout:.0f} s", op="launch", mesh=sizes, fix=f"timeout={2 * timeout:.0f}"
+                    )
         except ShardError as e:
             error = e
         except Exception as e:

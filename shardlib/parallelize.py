@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -37,7 +36,12 @@ class Apply:
     """
 
     def __init__(
-        self, module: nn.Module, layouts: dict[str, Layout], tied: dict[str, str], inputs: Mapping[str, Layout], mesh: Mesh
+        self,
+        module: nn.Module,
+        layouts: dict[str, Layout],
+        tied: dict[str, str],
+        inputs: Mapping[str, Layout],
+        mesh: Mesh,
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
@@ -139,9 +143,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     return Layout.parse(" ".join(resolve(t) for t in tokens))
 
 
-def match_rules(
-    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None
-) -> dict[str, Layout]:
+def match_rules(named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None) -> dict[str, Layout]:
     """First match wins; every parameter and every rule must be used.
 
     Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
@@ -163,9 +165,9 @@ def match_rules(
         raise RuleLint(
             _lint(unmatched, unused, named, rules),
             op="parallelize",
-            fix="rules + [('*', '...')]" if not unused else "rules = [r for r in rules if r[0] not in ("
-            + "".join(f"{_pattern_text(p)}, " for p in unused)
-            + ")]",
+            fix="rules + [('*', '...')]"
+            if not unused
+            else "rules = [r for r in rules if r[0] not in (" + "".join(f"{_pattern_text(p)}, " for p in unused) + ")]",
         )
     return layouts
 
@@ -219,4 +221,3 @@ def parallelize(
     params = {n: shard(p.detach(), layouts[n], mesh).requires_grad_(p.requires_grad) for n, p in named.items()}
     placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, placed, mesh), params
-

@@ -55,13 +55,18 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
     if not isinstance(x, Tensor):
         leaves, tree = optree.tree_flatten(x)
         single = isinstance(layout, str | Layout) or hasattr(layout, "layout")
-        layouts = [layout] * len(leaves) if single else tree.flatten_up_to(layout)
+        given: Any = layout
+        layouts = [layout] * len(leaves) if single else tree.flatten_up_to(given)
         return optree.tree_unflatten(
             tree, [shard(leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
         )
     if isinstance(x, ShardedTensor):
         raise ShardError(
-            "the tensor is sharded already", op="shard", operands={"tensor": typeof(x)}, mesh=m, fix=f"sl.reshard(x, {str(_layout(layout))!r})"
+            "the tensor is sharded already",
+            op="shard",
+            operands={"tensor": typeof(x)},
+            mesh=m,
+            fix=f"sl.reshard(x, {str(_layout(layout))!r})",
         )
     lay = _layout(layout).resolve(x.ndim)
     size = _padded_size(lay, x, m) if pad else x.shape
@@ -180,7 +185,12 @@ def reshard(x: Any, layout: Any) -> Any:
     if not isinstance(x, Tensor):
         return optree.tree_map(lambda leaf: reshard(leaf, layout), x)
     if not isinstance(x, ShardedTensor):
-        raise PlainTensor("a plain tensor has no layout to leave", op="reshard", operands={"tensor": typeof(x)}, fix=f"sl.shard(x, {str(_layout(layout))!r})")
+        raise PlainTensor(
+            "a plain tensor has no layout to leave",
+            op="reshard",
+            operands={"tensor": typeof(x)},
+            fix=f"sl.shard(x, {str(_layout(layout))!r})",
+        )
     target = _layout(layout).resolve(len(x.size_))
     if target == x.sharding:
         return x

@@ -139,7 +139,9 @@ class PaddedTensor(ShardedTensor):
     true: torch.Size
 
     @staticmethod
-    def __new__(cls: type, raw: Tensor, layout: Layout, size: torch.Size, mesh: Mesh, true: torch.Size) -> "PaddedTensor":
+    def __new__(
+        cls: type, raw: Tensor, layout: Layout, size: torch.Size, mesh: Mesh, true: torch.Size
+    ) -> "PaddedTensor":
         self = torch.Tensor._make_wrapper_subclass(cls, true, dtype=raw.dtype, device=raw.device)
         self.raw, self.sharding, self.size_, self.mesh, self.deferred = raw, layout, size, mesh, _NONE
         self.true = true
@@ -443,9 +445,7 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0].raw.is_contiguous()
 
 
-@implements(
-    Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor.retains_grad.__get__
-)
+@implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor.retains_grad.__get__)
 def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].raw)
 
@@ -537,10 +537,7 @@ def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     raw_grads = torch.autograd.grad(
         [_raw(x) for x in outputs],
         [_raw(x) for x in inputs],
-        [
-            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
-            for x, c in zip(outputs, cotangents, strict=True)
-        ],
+        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(outputs, cotangents, strict=True)],
         *args[3:],
         **given,
     )
@@ -558,7 +555,14 @@ def _raw(x: Tensor) -> Tensor:
     return x.raw if isinstance(x, ShardedTensor) else x
 
 
-@implements(Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.contiguous, Tensor.alias if hasattr(Tensor, "alias") else torch.detach)
+@implements(
+    Tensor.detach,
+    torch.detach,
+    Tensor.clone,
+    torch.clone,
+    Tensor.contiguous,
+    Tensor.alias if hasattr(Tensor, "alias") else torch.detach,
+)
 def _same_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = args[0]
     return x.like(func(x.raw, *args[1:], **kwargs))

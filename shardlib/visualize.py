@@ -63,7 +63,9 @@ def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[
         return [[list(range(math.prod(mesh.values())))]]
     if len(shape) > 2:
         raise Unsupported(
-            f"a picture shows one or two dimensions, not {len(shape)}", op="visualize", fix="sl.visualize(x.flatten(0, -2))"
+            f"a picture shows one or two dimensions, not {len(shape)}",
+            op="visualize",
+            fix="sl.visualize(x.flatten(0, -2))",
         )
     owners: dict[tuple[Any, ...], list[int]] = {}
     for rank, c in enumerate(coordinates(mesh)):

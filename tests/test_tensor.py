@@ -18,7 +18,9 @@ LAYOUTS = ["x y", "y x", ". y", "x .", "(x y) .", ". .", "(2 x) y"]
 @pytest.fixture(params=LAYOUTS)
 def w(request: Any) -> Any:
     with sl.simulate(x=2, y=2):
-        yield sl.shard(torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), request.param)
+        yield sl.shard(
+            torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), request.param
+        )
 
 
 def test_shape_is_global_and_local_is_a_block(w: sl.ShardedTensor) -> None:
@@ -68,7 +70,9 @@ def test_functional_call_takes_it(w: sl.ShardedTensor) -> None:
         pytest.skip("x's rows and columns lie in 2D blocks, which fit these weights only")
     x = torch.randn(4, 8, dtype=torch.float64)
     with sl.algorithm(matmul="oned" if not w.sharding.axes else "summa"):
-        out = torch.func.functional_call(nn.Linear(8, 8, bias=False), {"weight": w}, sl.shard(x, "x y" if w.sharding.axes else ". ."))
+        out = torch.func.functional_call(
+            nn.Linear(8, 8, bias=False), {"weight": w}, sl.shard(x, "x y" if w.sharding.axes else ". .")
+        )
     assert torch.allclose(sl.unshard(out), x @ sl.unshard(w).T)
 
 
@@ -92,7 +96,10 @@ def test_checkpointed_dropout_and_matmul_recompute_the_same() -> None:
     with sl.simulate(x=2, y=2):
         for saved in (False, True):
             torch.manual_seed(3)
-            x, v = (sl.shard(torch.randn(8, 8, generator=torch.Generator().manual_seed(s)), "x y").requires_grad_() for s in (1, 2))
+            x, v = (
+                sl.shard(torch.randn(8, 8, generator=torch.Generator().manual_seed(s)), "x y").requires_grad_()
+                for s in (1, 2)
+            )
             (checkpoint(f, x, v, use_reentrant=False) if saved else f(x, v)).sum().backward()
             grads.append((x.grad.raw, v.grad.raw))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -152,9 +159,8 @@ def test_in_place_changes_the_block_and_keeps_the_layout() -> None:
 def test_torch_func_transforms_are_refused_aloud() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.ones(4), "x")
-        with pytest.raises(Exception, match="value_and_grad|ShardedTensor|wrapper|Unexpected") as caught:
+        with pytest.raises(sl.ShardError, match=r"torch\.func transforms"):
             torch.func.grad(lambda t: (t * t).sum())(a)
-        assert caught.value is not None
 
 
 def test_dtensor_round_trip_is_no_copy(pool: Any) -> None:
@@ -171,7 +177,9 @@ def _dtensor_round_trips() -> list[bool]:
         (sl.from_dtensor(d) * 2).sum().backward() if not a.sharding.partial else None
         out.append(a.sharding.partial != () or bool((sl.unshard(a.grad) == 2).all()))
     leaf = torch.distributed.tensor.distribute_tensor(
-        torch.ones(8, 8), sl.current_mesh().device_mesh, [torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)]
+        torch.ones(8, 8),
+        sl.current_mesh().device_mesh,
+        [torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)],
     ).requires_grad_()
     (sl.from_dtensor(leaf) * 3).sum().backward()
     out.append(leaf.grad.placements == leaf.placements and bool((leaf.grad.full_tensor() == 3).all()))

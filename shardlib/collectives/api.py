@@ -140,7 +140,7 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool) -> int:
             f"dimension {dim} of a block with {ndim} dimensions",
             op=op,
             operands={"block": list(x.shape)},
-            fix=f'sl.{op}(x, {axis!r}, dim=0)' if ndim else f"sl.{op}(x.unsqueeze(0), {axis!r})",
+            fix=f"sl.{op}(x, {axis!r}, dim=0)" if ndim else f"sl.{op}(x.unsqueeze(0), {axis!r})",
         )
     if splits:
         mesh = x.mesh if type(x) is Stacked else current_mesh()
@@ -336,9 +336,7 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any) -> Pendin
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ShardError(
-            "the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})"
-        )
+        raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
     mesh = current_mesh()
     if mesh.kind != "dist":
         out = f(x, axis, *args)

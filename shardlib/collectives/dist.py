@@ -49,6 +49,7 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
     pick = tuple(slice(None) if n in axes else mesh.coord[n] for n in mesh.names)
     kept = [i for i in range(len(mesh.names)) if i in at]  # dims left after picking, in mesh order
     ranks = tuple(grid[pick].permute(*[kept.index(i) for i in at]).reshape(-1).tolist())
+    handle: Any
     if len(axes) == 1:
         handle = mesh.device_mesh.get_group(axes[0])
     elif len(ranks) == dist.get_world_size():
@@ -247,4 +248,3 @@ def axis_index(mesh: Mesh, axes: tuple[str, ...]) -> int:
     for a in axes:
         index = index * mesh.axes[a] + mesh.coord[a]
     return index
-

@@ -100,7 +100,8 @@ def _mesh_of(tree: Any) -> Mesh:
 
 def _by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
     """Any function, once per rank."""
-    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    given: Any = (args, kwargs)
+    leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Stacked)]
     mesh = leaves[at[0]].mesh
 
@@ -373,7 +374,8 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _enter(
-    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout is_sparse is_quantized is_meta is_cuda is_cpu itemsize is_nested".split()),
+    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout is_sparse is_quantized".split()),
+    *(getattr(Tensor, n).__get__ for n in "is_meta is_cuda is_cpu itemsize is_nested".split()),
     *_functions("size dim numel nelement element_size __len__ is_floating_point is_complex is_signed __hash__", Tensor),
     *_functions("is_floating_point is_complex numel", torch),
 )(_plain)  # fmt: skip

@@ -108,7 +108,10 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
     free = [(r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)]
     if not free:
         return range(start, start + rest)
-    offsets = [sum(i * s for i, (_, s) in zip(digits, free, strict=True)) for digits in itertools.product(*(range(r) for r, _ in free))]
+    offsets = [
+        sum(i * s for i, (_, s) in zip(digits, free, strict=True))
+        for digits in itertools.product(*(range(r) for r, _ in free))
+    ]
     return [start + o + k for o in offsets for k in range(rest)]
 
 
@@ -208,7 +211,9 @@ class Layout:
         """Of the tensor permuted so that its dimension i is the old ``perm[i]``."""
         me = self.resolve(len(perm))
         if sorted(p % max(1, len(perm)) for p in perm) != list(range(len(perm))):
-            raise ShardError(f"{perm} is no permutation", op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}")
+            raise ShardError(
+                f"{perm} is no permutation", op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}"
+            )
         skew = me.skew
         if skew and [p % len(perm) for p in perm] != list(range(len(perm))):
             skew = _SKEW_T[skew]
@@ -290,7 +295,12 @@ class Layout:
 
         names = list(axis_sizes(mesh))
         if self.ellipsis is not None:
-            raise RankMismatch("placements need a definite rank", op="placements", operands={"layout": str(self)}, fix="layout.resolve(x.ndim).placements(mesh)")
+            raise RankMismatch(
+                "placements need a definite rank",
+                op="placements",
+                operands={"layout": str(self)},
+                fix="layout.resolve(x.ndim).placements(mesh)",
+            )
         for d in self.dims:
             natural = sorted(d.axes, key=names.index) if all(a in names for a in d.axes) else []
             if d.order != "contiguous" or list(d.parts) != natural:
@@ -302,7 +312,12 @@ class Layout:
                     fix="sl.to_dtensor(x, normalize=True)",
                 )
         if self.skew:
-            raise NotExpressible("DTensor cannot say a skew", op="to_dtensor", operands={"layout": str(self)}, fix="sl.to_dtensor(x, normalize=True)")
+            raise NotExpressible(
+                "DTensor cannot say a skew",
+                op="to_dtensor",
+                operands={"layout": str(self)},
+                fix="sl.to_dtensor(x, normalize=True)",
+            )
         where = {a: i for i, d in enumerate(self.dims) for a in d.axes}
         return tuple(Shard(where[n]) if n in where else Partial() if n in self.partial else Replicate() for n in names)
 
@@ -317,11 +332,15 @@ class Layout:
         for name, p in zip(names, t.placements, strict=True):
             if p.is_partial():
                 if getattr(p, "reduce_op", "sum") != "sum":
-                    raise NotExpressible(f"a pending {p.reduce_op} has no layout here", op="from_dtensor", fix="t.full_tensor()")
+                    raise NotExpressible(
+                        f"a pending {p.reduce_op} has no layout here", op="from_dtensor", fix="t.full_tensor()"
+                    )
                 partial.append(name)
             elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
                 raise NotExpressible(
-                    f"placement {p} of axis {name!r} is strided", op="from_dtensor", fix="t.redistribute(placements=[Replicate()])"
+                    f"placement {p} of axis {name!r} is strided",
+                    op="from_dtensor",
+                    fix="t.redistribute(placements=[Replicate()])",
                 )
             elif p.is_shard():
                 parts[p.dim % t.ndim].append(name)
@@ -413,7 +432,12 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
     at = layout.ellipsis or 0
     dims = (*layout.dims[:at], *[WHOLE] * (ndim - given), *layout.dims[at:])
     if layout.skew and ndim != 2:
-        raise RankMismatch("a skewed layout is of a matrix", op="layout", operands={"layout": str(layout)}, fix=f"sl.Layout.parse('x y skew {layout.skew}')")
+        raise RankMismatch(
+            "a skewed layout is of a matrix",
+            op="layout",
+            operands={"layout": str(layout)},
+            fix=f"sl.Layout.parse('x y skew {layout.skew}')",
+        )
     return Layout(dims, layout.partial, layout.skew)
 
 
@@ -439,7 +463,11 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
         else:
             ways = math.prod(sizes[a] for a in dim.axes) * (2 if dim.order == "zigzag" else 1)
         if n % ways:
-            over = f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}" if len(dim.parts) == 1 else f"{dim} ({ways} parts"
+            over = (
+                f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}"
+                if len(dim.parts) == 1
+                else f"{dim} ({ways} parts"
+            )
             raise UnevenSplit(
                 f"dimension {d} of size {n} does not divide over {over}, remainder {n % ways})",
                 op=op,
@@ -525,25 +553,34 @@ def _combined(a: Layout, b: Layout, join: Any, op: str) -> Layout:
     dims = []
     for p, q in zip(a.dims, b.dims, strict=True):
         if p.is_split and q.is_split:
-            if "contiguous" != p.order or "contiguous" != q.order or any(isinstance(x, int) for x in p.parts + q.parts):
+            if p.order != "contiguous" or q.order != "contiguous" or any(isinstance(x, int) for x in p.parts + q.parts):
                 raise ShardError(
-                    f"{p} and {q} on one dimension do not combine", op=op, operands={"a": str(a), "b": str(b)}, fix=f"sl.Layout.parse({str(a)!r})"
+                    f"{p} and {q} on one dimension do not combine",
+                    op=op,
+                    operands={"a": str(a), "b": str(b)},
+                    fix=f"sl.Layout.parse({str(a)!r})",
                 )
             dims.append(join(p, q))
         else:
             dims.append(p if p.is_split else q)
     if a.skew or b.skew:
-        raise ShardError("a skewed layout does not combine", op=op, operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')")
+        raise ShardError(
+            "a skewed layout does not combine", op=op, operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')"
+        )
     return Layout(tuple(dims), a.partial + b.partial, "", a.ellipsis)
 
 
 def _product_layout(a: Layout, b: Layout) -> Layout:
     if a.ellipsis is not None and a.ellipsis == len(a.dims):
-        a = Layout((*a.dims, *[WHOLE] * max(0, 2 - len(a.dims))), a.partial, a.skew, a.ellipsis if len(a.dims) >= 2 else None)
+        a = Layout(
+            (*a.dims, *[WHOLE] * max(0, 2 - len(a.dims))), a.partial, a.skew, a.ellipsis if len(a.dims) >= 2 else None
+        )
     a = a.resolve(max(2, len(a.dims))) if a.ellipsis is not None else a
     b = b.resolve(max(2, len(b.dims))) if b.ellipsis is not None else b
     if len(a.dims) < 2 or len(b.dims) < 2:
-        raise RankMismatch("a product takes matrices", op="@", operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')")
+        raise RankMismatch(
+            "a product takes matrices", op="@", operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')"
+        )
     ka, kb, columns = a.dims[-1], b.dims[-2], b.dims[-1]
     batch = b.dims[:-2]
     clash = set(columns.axes) & {x for d in a.dims[:-1] for x in d.axes}

@@ -161,7 +161,9 @@ def _moves(
         yield step, (at(d, inner), partial, skew)
         for to, other in enumerate(dims):
             if to != d and _plain(other) and ways(to) % p == 0:
-                step = Step("all_to_all", (axis,), d, to, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here)
+                step = Step(
+                    "all_to_all", (axis,), d, to, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here
+                )
                 moved = list(at(d, inner))
                 moved[to] = Dim((*other.parts, axis))
                 yield step, (tuple(moved), partial, skew)
@@ -179,7 +181,9 @@ def _moves(
         yield step, (dims, rest, skew)
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
-                step = Step("psum_scatter", (axis,), d, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here // p)
+                step = Step(
+                    "psum_scatter", (axis,), d, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here // p
+                )
                 yield step, (at(d, Dim((*dim.parts, axis))), rest, skew)
     yield from _special(state, last, shape, sizes, here, used)
 

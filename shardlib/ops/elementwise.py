@@ -146,7 +146,9 @@ def _plan(
         shape = _shape(tuple(s for _, s in key))
     except RuntimeError:
         raise ImplicitCommunication(
-            "shapes do not broadcast", op=op, operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)}
+            "shapes do not broadcast",
+            op=op,
+            operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)},
         ) from None
     ndim = len(shape)
     dims: list[Dim] = []
@@ -189,9 +191,7 @@ def _plan(
 def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
     """Of two splits of one dimension the larger operand's stays."""
     return max(
-        s.numel()
-        for lay, s in key
-        if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
+        s.numel() for lay, s in key if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
     )
 
 

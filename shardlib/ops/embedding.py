@@ -110,4 +110,3 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     else:
         raw = _Lookup.apply(raw_table, ids.raw, mesh, axis, rows, padding)
     return ShardedTensor(raw, out, torch.Size((*ids.size_, table.size_[1])), mesh, deferred)  # type: ignore[arg-type]
-

@@ -66,7 +66,7 @@ class _RowLoss(torch.autograd.Function):
 
 
 @implements(F.cross_entropy)
-def cross_entropy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
     """F.cross_entropy(logits [N, C], target [N]) with N, C or both split."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -121,5 +121,3 @@ def mse_loss(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     square = (x - y) * (x - y)
     reduction = kwargs.get("reduction", "mean")
     return square if reduction == "none" else square.sum() if reduction == "sum" else square.mean()
-
-

@@ -93,7 +93,7 @@ PADDED.update({f: _elementwise for f, rule in TABLE.items() if rule is elementwi
 PADDED.update(dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _sums))
 PADDED.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _product))
 PADDED.update(dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__, Tensor.t), _transposed))
-PADDED[F.linear] = lambda func, args, kwargs: _product(func, (args[0], args[1].mT), {}) + (
-    0 if len(args) < 3 or args[2] is None else args[2]
+PADDED[F.linear] = lambda func, args, kwargs: (
+    _product(func, (args[0], args[1].mT), {}) + (0 if len(args) < 3 or args[2] is None else args[2])
 )
 PADDED[Tensor.backward] = TABLE[Tensor.backward]

@@ -133,7 +133,7 @@ def along(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
-def softmax(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
     x, *rest = args
     dim = (rest[0] if rest else kwargs["dim"]) % len(x.size_)

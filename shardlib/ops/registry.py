@@ -28,9 +28,7 @@ class Cost:
     memory: Fraction | int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.bytes + other.bytes, self.messages + other.messages, max(self.memory, other.memory)
-        )
+        return Cost(self.bytes + other.bytes, self.messages + other.messages, max(self.memory, other.memory))
 
     def seconds(self, alpha: float = 2e-5, beta: float = 1e-9) -> float:
         """Alpha-beta time: ``alpha`` per message, ``beta`` per byte."""

@@ -26,9 +26,7 @@ def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
     return [*out, (None, rest)]
 
 
-def view_layout(
-    layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
-) -> Layout | str:
+def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]) -> Layout | str:
     """The layout of a tensor seen under a new shape, or why the blocks do not allow it.
 
     >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (8, 5, 4, 3), {"d": 2, "y": 2})
@@ -231,7 +229,11 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(Tensor.movedim, torch.movedim)
 def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = args[0]
-    order = tuple(torch.movedim(torch.empty([1] * len(x.size_)).as_strided([1] * len(x.size_), range(len(x.size_))), *args[1:]).stride())
+    order = tuple(
+        torch.movedim(
+            torch.empty([1] * len(x.size_)).as_strided([1] * len(x.size_), range(len(x.size_))), *args[1:]
+        ).stride()
+    )
     return _permuted(x, order)
 
 
@@ -373,9 +375,13 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             dims.append(token)
             sizes.append(len(range(*i.indices(size))))
         d += 1
-    local = tuple(slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i for k, i in enumerate(index))
+    local = tuple(
+        slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i for k, i in enumerate(index)
+    )
     raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, local), {})
-    return ShardedTensor(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred)
+    return ShardedTensor(
+        raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred
+    )
 
 
 def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:

@@ -109,7 +109,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
     {'w': tensor([0.5000, 0.5000])}
     """
-    new = each(lambda p, u: (p + u.to(p.dtype)), params, updates)
+    new = each(lambda p, u: p + u.to(p.dtype), params, updates)
     return optree.tree_map(lambda n, p: n.requires_grad_(p.requires_grad), new, params)
 
 
@@ -228,7 +228,7 @@ def masked(tx: Transform, mask: Any) -> Transform:
     """Apply ``tx`` where ``mask`` (a tree of bools, or a function of the tree) is true; pass the rest on."""
 
     def chosen(tree: Any) -> dict[int, Any]:
-        flags = optree.tree_leaves(mask(tree) if callable(mask) else mask)
+        flags: list[Any] = optree.tree_leaves(_tree(mask, tree))
         return {i: x for i, (x, on) in enumerate(zip(optree.tree_leaves(tree), flags, strict=True)) if on}
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -237,6 +237,10 @@ def masked(tx: Transform, mask: Any) -> Transform:
         return optree.tree_unflatten(tree, [new.get(i, g) for i, g in enumerate(leaves)]), state
 
     return Transform(lambda params: tx.init(chosen(params)), update, "tree")
+
+
+def _tree(mask: Any, tree: Any) -> Any:
+    return mask(tree) if callable(mask) else mask
 
 
 def global_norm(tree: Any) -> Tensor:

@@ -47,7 +47,9 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     ('f32[4@x, 6]', 'f32[24@(x data)]')
     """
     if stage != 1:
-        raise Unsupported(f"stage {stage} is not built; stage 1 is", op="zero", fix=f"sl.zero(tx, axis={axis!r}, stage=1)")
+        raise Unsupported(
+            f"stage {stage} is not built; stage 1 is", op="zero", fix=f"sl.zero(tx, axis={axis!r}, stage=1)"
+        )
     if tx.trait == "tree":
         raise Unsupported(
             "this transform looks at single parameters, and zero shows it flat buckets",

@@ -18,7 +18,9 @@ def count(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> torch
     owners = torch.zeros(shape, dtype=torch.int64)
     for coord in coordinates(mesh):
         index = layout.indices(shape, mesh, coord)
-        grid = torch.meshgrid(*[torch.tensor(list(i), dtype=torch.int64) for i in index], indexing="ij") if shape else ()
+        grid = (
+            torch.meshgrid(*[torch.tensor(list(i), dtype=torch.int64) for i in index], indexing="ij") if shape else ()
+        )
         owners[tuple(grid)] += 1
     return owners
 
@@ -67,7 +69,7 @@ def test_local_shape_is_the_shape_of_every_block(case: Any) -> None:
 @laws
 @given(layouts())
 def test_T_is_an_involution(layout: Layout) -> None:
-    assert layout.T.T == layout
+    assert layout == layout.T.T
 
 
 @laws
@@ -156,7 +158,11 @@ def test_equivalent_means_the_same_elements(case: Any) -> None:
     a, b, shape, mesh = case
     x = torch.arange(math.prod(shape)).reshape(shape)
     with sl.simulate(**mesh):
-        same = torch.equal(sl.shard(x, a).raw, sl.shard(x, b).raw) if a.local_shape(shape, mesh) == b.local_shape(shape, mesh) else False
+        same = (
+            torch.equal(sl.shard(x, a).raw, sl.shard(x, b).raw)
+            if a.local_shape(shape, mesh) == b.local_shape(shape, mesh)
+            else False
+        )
     assert a.equivalent(b, shape, mesh) == same
 
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
@@ -18,7 +16,11 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
 
 
 def compare(
-    f: Callable[..., Tensor], tensors: list[Tensor], layouts: list[str], tolerance: float = 1e-12, out: str | None = None
+    f: Callable[..., Tensor],
+    tensors: list[Tensor],
+    layouts: list[str],
+    tolerance: float = 1e-12,
+    out: str | None = None,
 ) -> None:
     """f of sharded operands equals f of dense ones, and so does every gradient, in its layout.
 
@@ -29,7 +31,9 @@ def compare(
     want = f(*dense)
     g = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(3))
     want.backward(g)
-    ours = [sl.shard(t.detach(), lay).requires_grad_(t.is_floating_point()) for t, lay in zip(tensors, layouts, strict=True)]
+    ours = [
+        sl.shard(t.detach(), lay).requires_grad_(t.is_floating_point()) for t, lay in zip(tensors, layouts, strict=True)
+    ]
     torch.manual_seed(7)
     got = f(*ours)
     assert isinstance(got, sl.ShardedTensor)
@@ -141,5 +145,3 @@ def run_all() -> list[str]:
         except Exception as e:
             failed.append(f"{name}: {type(e).__name__} {e}")
     return failed
-
-

@@ -11,7 +11,11 @@ from tests.ops.cases import close, r
 
 
 @settings(max_examples=200)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=2), st.sampled_from(["x y", "(x y) .", ". x", "zigzag(x) y", "(2 x) ."]), st.sampled_from([(2, 2), (2, 3), (4, 1)]))
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=2),
+    st.sampled_from(["x y", "(x y) .", ". x", "zigzag(x) y", "(2 x) ."]),
+    st.sampled_from([(2, 2), (2, 3), (4, 1)]),
+)
 def test_unshard_strips_what_shard_padded(shape: Any, layout: str, grid: Any) -> None:
     x = r(*shape)
     with sl.simulate(x=grid[0], y=grid[1]):
@@ -35,7 +39,11 @@ def test_padded_products_equal_dense(sizes: Any, grid: Any) -> None:
         # exp(0) = 1 in the padding: it must not leak into the contraction
         k_pad = (0, -k % lcm)
         a = sl.shard(F.pad(x.detach(), k_pad), "x y", pad=True) if k_pad[1] else sl.shard(x.detach(), "x y", pad=True)
-        b = sl.shard(F.pad(w.detach().T, k_pad).T, "x y", pad=True) if k_pad[1] else sl.shard(w.detach(), "x y", pad=True)
+        b = (
+            sl.shard(F.pad(w.detach().T, k_pad).T, "x y", pad=True)
+            if k_pad[1]
+            else sl.shard(w.detach(), "x y", pad=True)
+        )
         a.requires_grad_(), b.requires_grad_()
         c = a.exp() @ b
         close(sl.unshard(c)[:m, :n].detach(), (x.exp() @ w).detach())

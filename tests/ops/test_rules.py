@@ -18,24 +18,33 @@ def test_rules_equal_dense(name: str) -> None:
         run_case(name)
 
 
-def test_rules_equal_dense_on_real_processes(pool) -> None:  # noqa: ANN001
+def test_rules_equal_dense_on_real_processes(pool) -> None:
     assert pool.run(run_all, x=2, y=2) == [[]] * 4
 
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 3), (4, 4)])
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 3), (4, 4)]),
 )
 def test_a_transformer_layer_of_any_shape_equals_dense(b: int, s: int, h: int, grid: tuple[int, int]) -> None:
     row, col = grid
     unit = row * col
     width = unit * h * 2
 
-    def layer(x, g, w1, b1, w2):  # noqa: ANN001, ANN202
+    def layer(x, g, w1, b1, w2):
         y = F.layer_norm(x, (width,), g)
         return x + F.linear(F.gelu(F.linear(y, w1, b1)), w2)
 
-    tensors = [r(row * b, s, width), r(width, seed=1), r(2 * width, width, seed=2), r(2 * width, seed=3), r(width, 2 * width, seed=4)]
+    tensors = [
+        r(row * b, s, width),
+        r(width, seed=1),
+        r(2 * width, width, seed=2),
+        r(2 * width, seed=3),
+        r(width, 2 * width, seed=4),
+    ]
     with sl.simulate(x=row, y=col):
         compare(layer, tensors, ["x . y", "y", "y x", "y", "x y"], out="x . y")
         compare(layer, tensors, ["x . .", ".", "y .", "y", ". y"], out="x . .")
@@ -48,7 +57,7 @@ def test_embedding_then_loss_of_any_shape_equals_dense(b: int, s: int, grid: tup
     vocab, width = row * col * 2, row * col
     idx, target = ids(row * b, s, top=vocab), ids(row * b, s, top=vocab)
 
-    def model(w):  # noqa: ANN001, ANN202
+    def model(w):
         ours = isinstance(w, sl.ShardedTensor)
         i, t = (sl.shard(z, "x .") if ours else z for z in (idx, target))
         logits = F.linear(F.embedding(i, w), w)
@@ -68,7 +77,11 @@ def test_layer_norm_keeps_its_digits_at_a_large_mean() -> None:
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(["x . y", ". . .", "(x y) . .", ". y x", "x . (2 y)"]), st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 99))
+@given(
+    st.sampled_from(["x . y", ". . .", "(x y) . .", ". y x", "x . (2 y)"]),
+    st.sampled_from([0.1, 0.5, 0.9]),
+    st.integers(0, 99),
+)
 def test_dropout_draws_the_same_under_every_layout(layout: str, p: float, seed: int) -> None:
     x = torch.ones(4, 6, 16)
     with sl.simulate(x=1, y=1):

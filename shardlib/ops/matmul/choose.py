@@ -319,7 +319,9 @@ def case(x: ShardedTensor, w: ShardedTensor) -> MatmulCase:
         if value.sharding.partial:
             raise partial_escape("matmul", value)
     _checked(x.size_, w.size_, x.sharding, w.sharding)
-    return MatmulCase(x.sharding, w.sharding, tuple(x.size_), tuple(w.size_), tuple(x.mesh.axes.items()), x.raw.element_size())
+    return MatmulCase(
+        x.sharding, w.sharding, tuple(x.size_), tuple(w.size_), tuple(x.mesh.axes.items()), x.raw.element_size()
+    )
 
 
 def product_of(x: Any, w: Any) -> ShardedTensor:
