@@ -53,16 +53,17 @@ class Mesh(Mapping[str, int]):
             here = device_mesh.get_coordinate()
             if here is not None:
                 self.coord = dict(zip(self.names, here, strict=True))
+        self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
         self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:
         """Size of an axis, or the product of several.  Raises: UnknownAxis."""
-        if isinstance(axis, str):
-            found = self.axes.get(axis)
-            if found is None:
+        found = self._known.get(axis)
+        if found is None:
+            if isinstance(axis, str):
                 raise unknown_axis(axis, self.axes)
-            return found
-        return math.prod(self.axis_size(a) for a in axis)
+            found = self._known[tuple(axis)] = math.prod([self.axis_size(a) for a in axis])
+        return found
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]

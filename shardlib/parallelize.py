@@ -205,7 +205,7 @@ def parallelize(
     Tied parameters are one leaf under their first name.  The module is read, never changed.
     Raises: RuleLint, UnevenSplit, UnknownAxis.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2, y=2):
     ...     apply, params = sl.parallelize(nn.Linear(4, 6), [("weight", "y x"), ("bias", "y")])
     ...     out = apply(params, sl.shard(torch.ones(2, 4), "x y"))

@@ -506,7 +506,7 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = lift(gradient, x.mesh, "backward")
-        if gradient.sharding.resolve(len(x.size_)) != gradient_of(x, x.raw).sharding.resolve(len(x.size_)):
+        if gradient.sharding != (x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding):
             raise ShardError(
                 "the cotangent has another layout than the value",
                 op="backward",

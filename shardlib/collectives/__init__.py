@@ -12,6 +12,7 @@ from shardlib.collectives.api import (
     pmean,
     ppermute,
     preduce,
+    preduce_add,
     pslice,
     psum,
     psum_scatter,
@@ -26,6 +27,6 @@ from shardlib.collectives.stacked import Stacked
 
 __all__ = [
     "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick",
-    "pmax", "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "trace",
-    "unwrap", "wrap",
+    "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start",
+    "trace", "unwrap", "wrap",
 ]  # fmt: skip

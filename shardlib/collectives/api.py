@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import dist, record, stacked
-from shardlib.collectives.count import note
+from shardlib.collectives.count import OPEN, note
 from shardlib.collectives.stacked import Stacked
 from shardlib.errors import RankMismatch, ShardError, UnevenSplit
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick", "pmax", "pmean",
-    "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "unwrap", "wrap",
+    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -104,16 +104,26 @@ class _Max(torch.autograd.Function):
 
 def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Callable[[], Tensor]:
     """Count, post, and return how to get the result."""
+    if OPEN:
+        _note(op, raw, mesh, axes, params)
+    if mesh.kind == "dist":
+        return _DIST[op](raw, mesh, axes, *params)
+    module: ModuleType = stacked if mesh.kind == "stacked" else record
+    out = getattr(module, op)(raw, mesh, axes, *params)
+    return lambda: out
+
+
+_DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for n in _ADJOINT if n != "pvary"} | {
+    "pmax": dist.pmax
+}
+
+
+def _note(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
     if op in _COUNT:
         n, p = _bytes(raw), mesh.axis_size(axes)
         if mesh.kind == "stacked":
             n //= mesh.size
         note(op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
-    if mesh.kind == "dist":
-        return getattr(dist, op)(raw, mesh, axes, *params)
-    module: ModuleType = stacked if mesh.kind == "stacked" else record
-    out = getattr(module, op)(raw, mesh, axes, *params)
-    return lambda: out
 
 
 def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
@@ -125,12 +135,13 @@ def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: t
 
 
 def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
-    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh.axis_size(axes) == 1:
         return x
-    raw = stacked.of(x, mesh) if mesh.kind == "stacked" else x
-    return wrap(_raw_call(op, raw, mesh, axes, params), mesh)
+    if mesh.kind != "stacked":
+        return _raw_call(op, x, mesh, axes, params)
+    return Stacked(_raw_call(op, stacked.of(x, mesh), mesh, axes, params), mesh)
 
 
 def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool) -> int:
@@ -276,6 +287,21 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     return _call("preduce", x, axis, (_root(x, axis, root),))
 
 
+def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
+    """``target += preduce(x, axis, root)`` without the zeros: only the root's target changes.
+
+    In place and without a gradient, for rules.  Moves: what preduce moves.
+    """
+    mesh = _SCOPE.mesh or current_mesh()
+    if mesh.kind != "dist" or mesh.axis_size(axis) == 1:
+        target.add_(preduce(x, axis, root))
+        return
+    axes = (axis,)
+    if OPEN:
+        _note("preduce", x, mesh, axes, ())
+    dist.preduce_add(target, x, mesh, axes, root)
+
+
 def _root(x: Tensor, axis: Axis, root: int) -> int:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     p = mesh.axis_size(axis)
@@ -335,9 +361,11 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any) -> Pendin
 
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
+    mesh = _SCOPE.mesh or current_mesh()
+    if x.requires_grad and torch.is_grad_enabled():
         raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
-    mesh = current_mesh()
+    if f is pbroadcast and mesh.kind == "dist" and not OPEN and type(axis) is str and mesh.axis_size(axis) > 1:
+        return dist.pbroadcast(x, mesh, (axis,), *args)  # type: ignore[return-value]  # SUMMA's panels: the hot path
     if mesh.kind != "dist":
         out = f(x, axis, *args)
         return Pending(lambda: out)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-__all__ = ["Event", "Trace", "note", "trace"]
+__all__ = ["OPEN", "Event", "Trace", "note", "trace"]
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,23 @@ def _whole(x: Fraction) -> int | Fraction:
     return int(x) if x.denominator == 1 else x
 
 
-_OPEN: list[Trace] = []  # autograd may call backward on another thread, so traces are global
+OPEN: list[Trace] = []  # autograd may call backward on another thread, so traces are global
 
 
 @contextmanager
 def trace() -> Iterator[Trace]:
     """Record every collective while open, those of backward passes included."""
     t = Trace()
-    _OPEN.append(t)
+    OPEN.append(t)
     try:
         yield t
     finally:
-        _OPEN.remove(t)
+        OPEN.remove(t)
 
 
 def note(kind: str, axis: str | tuple[str, ...], numerator: int, denominator: int, messages: int) -> None:
-    """Count one collective; free when no trace is open."""
-    if _OPEN:
-        name = axis if isinstance(axis, str) else " ".join(axis)
-        event = Event(kind, name, Fraction(numerator, denominator), messages)
-        for t in _OPEN:
-            t.events.append(event)
+    """Count one collective in every open trace."""
+    name = axis if isinstance(axis, str) else " ".join(axis)
+    event = Event(kind, name, Fraction(numerator, denominator), messages)
+    for t in OPEN:
+        t.events.append(event)

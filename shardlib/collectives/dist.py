@@ -30,7 +30,8 @@ class _Group:
     size: int
     index: int
     ranks: tuple[int, ...]
-    order: tuple[int, ...] | None  # position of each flattened index in the group; None if the same
+    places: tuple[int, ...]  # rank within the process group of each flattened index
+    order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
     native: bool
 
 
@@ -59,7 +60,7 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = dist.get_backend(handle) == "nccl"
-    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, order, native)
+    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native)
 
 
 def _summed(blocks: Sequence[Tensor]) -> Tensor:
@@ -153,14 +154,14 @@ def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple
     out = torch.zeros_like(x) if source is None else torch.empty_like(x)
     posts = []
     if target is not None:
-        posts.append((dist.isend, x, g.ranks[target]))
+        posts.append((dist.isend, x, target))
     if source is not None:
-        posts.append((dist.irecv, out, g.ranks[source]))
+        posts.append((dist.irecv, out, source))
     if g.native:
-        ops = [dist.P2POp(f, t, peer) for f, t, peer in posts]
+        ops = [dist.P2POp(f, t, g.ranks[peer]) for f, t, peer in posts]
         works = dist.batch_isend_irecv(ops) if ops else []
     else:
-        works = [f(t, peer) for f, t, peer in posts]
+        works = [_SEND_OR_RECV[f](g.handle, [t], g.places[peer], 0) for f, t, peer in posts]
 
     def finish() -> Tensor:
         for work in works:
@@ -168,6 +169,9 @@ def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple
         return out
 
     return finish
+
+
+_SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGroup.recv}
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Finish:
@@ -185,16 +189,25 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: tuple[str, ...], split_dim: int, con
     return finish
 
 
-def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
-    g = group(mesh, axes)
+class _Posted:
+    """One transfer and where it lands; calling it waits."""
+
+    __slots__ = ("out", "work")
+
+    def __init__(self, work: Any, out: Tensor) -> None:
+        self.work, self.out = work, out
+
+    def __call__(self) -> Tensor:
+        self.work.wait()
+        return self.out
+
+    wait = __call__
+
+
+def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> _Posted:
+    g = mesh.groups.get(axes) or group(mesh, axes)
     out = x.contiguous() if g.index == root else x.new_empty(x.shape)
-    work = dist.broadcast(out, g.ranks[root], group=g.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return out
-
-    return finish
+    return _Posted(g.handle.broadcast(out, g.places[root]), out)
 
 
 def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
@@ -205,7 +218,7 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
         return lambda: out if g.index == root else _nothing(x)
     if g.index != root:
         sent = x.contiguous()
-        work = dist.isend(sent, g.ranks[root])
+        work = g.handle.send([sent], g.places[root], 0)
 
         def finish() -> Tensor:
             work.wait()  # type: ignore[union-attr]
@@ -213,28 +226,32 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
 
         return finish
 
-    def collect() -> Tensor:
-        """Add in rank order; at most two buffers, and the own part joins where its rank says."""
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        total: Tensor | None = None
-        mine = True  # own part not yet added
-        for i, rank in enumerate(g.ranks):
-            if i == root:
-                if total is not None:
-                    total, mine = total.add_(x), False
-                continue
-            buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            dist.recv(buffer, rank)
-            if total is None:
-                total = buffer.float() if half else buffer
-            else:
-                total.add_(buffer)
-            if i > root and mine:
-                total, mine = total.add_(x), False
-        assert total is not None, "a group of one never gets here"
-        return total.to(x.dtype)
+    return lambda: _collect(x.new_zeros(x.shape), x, g)
 
-    return collect
+
+def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> None:
+    """Add the sum of ``x`` to the root's ``target``; others only send."""
+    g = mesh.groups.get(axes) or group(mesh, axes)
+    if g.native:
+        target.add_(preduce(x, mesh, axes, root)())
+    elif g.index == root:
+        _collect(target, x, g)
+    else:
+        g.handle.send([x.contiguous()], g.places[root], 0).wait()
+
+
+def _collect(target: Tensor, x: Tensor, g: _Group) -> Tensor:
+    """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    total = target.float() if half else target
+    for i, place in enumerate(g.places):
+        if i == g.index:
+            total.add_(x)
+            continue
+        buffer = x.new_empty(x.shape)
+        g.handle.recv([buffer], place, 0).wait()
+        total.add_(buffer)
+    return target.copy_(total) if half else total
 
 
 def _nothing(x: Tensor) -> Tensor:

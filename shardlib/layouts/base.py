@@ -130,13 +130,15 @@ class Layout:
     partial: tuple[str, ...] = ()
     skew: str = ""
     ellipsis: int | None = None
+    axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)  # that split a dimension, in order
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "partial", tuple(sorted(self.partial)))
-        named = [(a, str(d)) for d in self.dims for a in d.axes] + [(a, f"sum({a})") for a in self.partial]
-        if len({a for a, _ in named}) < len(named):
-            raise _reused(self, named)
+        object.__setattr__(self, "axes", tuple(a for d in self.dims for a in d.axes))
+        every = self.axes + self.partial
+        if len(set(every)) < len(every):
+            raise _reused(self)
         object.__setattr__(self, "_hash", hash((self.dims, self.partial, self.skew, self.ellipsis)))
 
     def __hash__(self) -> int:
@@ -164,11 +166,6 @@ class Layout:
         return f"Layout({str(self)!r})"
 
     # ------------------------------------------------------------ shape and place
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that split a dimension, in order."""
-        return tuple(a for d in self.dims for a in d.axes)
 
     def resolve(self, ndim: int) -> "Layout":
         """The layout of a tensor with ``ndim`` dimensions: ``...`` written out.
@@ -267,6 +264,8 @@ class Layout:
         a, b = self.resolve(len(shape)), other.resolve(len(shape))
         if {p for p in a.partial if sizes[p] > 1} != {p for p in b.partial if sizes[p] > 1}:
             return False
+        if 0 in shape:
+            return a.local_shape(shape, sizes) == b.local_shape(shape, sizes)
         return all(
             [list(i) for i in a.indices(shape, sizes, c)] == [list(i) for i in b.indices(shape, sizes, c)]
             for c in coordinates(sizes)
@@ -350,8 +349,9 @@ class Layout:
 _SKEW_T = {"": "", "a": "b", "b": "a"}
 
 
-def _reused(layout: Layout, named: list[tuple[str, str]]) -> AxisReused:
+def _reused(layout: Layout) -> AxisReused:
     """The error for an axis in two places; the fix keeps the first."""
+    named = [(a, str(d)) for d in layout.dims for a in d.axes] + [(a, f"sum({a})") for a in layout.partial]
     axis = next(a for i, (a, _) in enumerate(named) if a in {b for b, _ in named[:i]})
     first, second = [where for a, where in named if a == axis][:2]
     tokens, seen = [], set()

@@ -152,7 +152,7 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(torch.logsumexp, Tensor.logsumexp)
-def logsumexp(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """log(sum(exp(x))) with the maximum taken out first."""
     x, dim, keepdim, _ = _arguments(args, kwargs)
     top = x.detach().amax(dim, keepdim=True)
@@ -161,7 +161,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std)
-def variance(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Around the global mean, in two passes."""
     x, dim, keepdim, more = _arguments(args, kwargs)
     unbiased = more.get("correction", more.get("unbiased", True))

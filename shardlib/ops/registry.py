@@ -44,6 +44,7 @@ class Match:
     forward: Cost = Cost()
     backward: Cost = Cost()
     note: str = ""
+    over: tuple[tuple[str, ...], ...] = ()  # per operand: the axes along which it meets data that it does not vary with
 
     @property
     def cost(self) -> Cost:
@@ -74,7 +75,7 @@ def rule(op: str, name: str) -> Callable[[Callable[[Any], Match | str]], Callabl
 
     A rule defined later under the same name replaces the earlier one.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl
     >>> @sl.rule("matmul", name="never")
     ... def never(case):
     ...     return "it is only an example"
@@ -136,15 +137,15 @@ def implicit_budget() -> float | None:
     return _AMBIENT.budget
 
 
-def choose(op: str, case: Any) -> Match:
-    """The cheapest match, or the pinned one.  Remembered per case.
+def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
+    """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
 
     Raises: NoRule listing every candidate and why it does not fit.
     """
-    key = (op, case, _AMBIENT.pins)
+    key = (op, key, _AMBIENT.pins)
     found = _CHOSEN.get(key)
     if found is None:
-        found = _CHOSEN[key] = _decide(op, case)
+        found = _CHOSEN[key] = _decide(op, case())
     return found
 
 
@@ -228,7 +229,7 @@ def case_of(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def why(op: str, *operands: Any) -> Why:
     """List every algorithm for an operation on these operands, with its price.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
     ...     a = sl.shard(torch.ones(8, 8), "x y")
     ...     sl.why("matmul", a, a).chosen

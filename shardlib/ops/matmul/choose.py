@@ -75,6 +75,12 @@ def _out(case: MatmulCase, columns: Dim) -> Layout:
     return Layout(dims=(*case.x.dims[:-1], columns))
 
 
+def _over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split the result and not x, or not w: where gradients must be summed."""
+    moving = [a for a, n in case.mesh if n > 1 and a in out.axes]
+    return tuple(a for a in moving if a not in case.x.axes), tuple(a for a in moving if a not in case.w.axes)
+
+
 def _shared(case: MatmulCase) -> int | str:
     """Batch dimensions both operands have, or why they cannot be multiplied in place."""
     batch = len(case.w_shape) - 2
@@ -111,7 +117,7 @@ def oned(case: MatmulCase) -> Match | str:
     def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
         return total(local_call(torch.matmul, x.mesh, (x_raw, w_raw), {}), x.mesh, xk.axes)
 
-    return Match(out, run, forward, backward, kind)
+    return Match(out, run, forward, backward, kind, _over(case, out))
 
 
 def _all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
@@ -213,7 +219,8 @@ class _Grid2D:
             q = w_raw.mT if form == "abt" else w_raw
             return Product.apply(form, grid, x.mesh, p, q)  # type: ignore[return-value]
 
-        return Match(self.out(), run, costs[0], backward, f"form {form.upper()}, {_stays(form, grid)}")
+        out, note = self.out(), f"form {form.upper()}, {_stays(form, grid)}"
+        return Match(out, run, costs[0], backward, note, _over(self.case, out))
 
 
 def _stays(form: str, grid: Grid) -> str:
@@ -326,8 +333,10 @@ def case(x: ShardedTensor, w: ShardedTensor) -> MatmulCase:
 
 def product_of(x: Any, w: Any) -> ShardedTensor:
     """x @ w by the cheapest or the pinned rule."""
-    mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
-    x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+    if not (type(x) is type(w) is ShardedTensor and x.mesh is w.mesh):
+        mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
+        x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+    mesh = x.mesh
     if x.raw.dtype != w.raw.dtype:
         raise ShardError(
             "operands have different dtypes",
@@ -336,13 +345,17 @@ def product_of(x: Any, w: Any) -> ShardedTensor:
             mesh=mesh,
             fix="x @ w.to(x.dtype)",
         )
-    match = choose("matmul", case(x, w))
-    out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, frozenset()
+    match = choose("matmul", (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype), lambda: case(x, w))
+    out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, x.deferred
+    over_x, over_w = match.over
     if x.deferred or w.deferred:
         deferred = (x.deferred | w.deferred) - set(out.axes)
-    if x_raw.requires_grad or w_raw.requires_grad:
         meets = {*out.axes, *deferred}
-        x_raw = vary(x_raw, mesh, meets.difference(x.sharding.axes, x.deferred))
-        w_raw = vary(w_raw, mesh, meets.difference(w.sharding.axes, w.deferred))
+        over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
+        over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
+    if over_x:
+        x_raw = vary(x_raw, mesh, over_x)
+    if over_w:
+        w_raw = vary(w_raw, mesh, over_w)
     raw = match.run(x, w, x_raw, w_raw)
     return ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)

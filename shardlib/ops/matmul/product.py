@@ -43,16 +43,17 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor) -> Tensor:
         ctx.form, ctx.grid, ctx.mesh = form, grid, mesh
         ctx.save_for_backward(p, q)
-        with bind(mesh):
-            return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh)))
+        return _run(form, grid, mesh, p, q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (p, q), g, form = ctx.saved_tensors, grads[0], ctx.form
         need_p, need_q = ctx.needs_input_grad[3:]
 
+        again = torch.is_grad_enabled()  # a gradient of the gradient will be asked for
+
         def product(form: str, p: Tensor, q: Tensor) -> Any:
-            return Product.apply(form, ctx.grid, ctx.mesh, p, q)
+            return (Product.apply if again else _run)(form, ctx.grid, ctx.mesh, p, q)
 
         dp = dq = None
         if form == "ab":  # C = A B
@@ -67,8 +68,17 @@ class Product(torch.autograd.Function):
         return None, None, None, dp, dq
 
 
+def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor) -> Tensor:
+    with bind(mesh):
+        if mesh.kind != "stacked":
+            return _local(form, grid, p, q)
+        return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh)))
+
+
 def _local(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
     """Fold leading dimensions that are only rows, multiply, unfold."""
+    if p.ndim == q.ndim == 2:
+        return _multiply(form, grid, p, q)
     lead = p.shape[:-1]
     if p.ndim > 2 + grid.batch:
         p = p.reshape(*lead[: grid.batch], -1, p.shape[-1])
@@ -81,14 +91,15 @@ def _local(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
 def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
     row, col = grid.row, grid.col
     if grid.schedule == "cannon":
-        step = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}[form]
-        return step(p, q, row, col, grid.skewed)
-    if grid.stay == "C":
-        return {"ab": summa_ab, "abt": summa_abt, "atb": summa_atb}[form](p, q, row, col)
-    return _STAY[form, grid.stay](p, q, row, col)
+        return _CANNON[form](p, q, row, col, grid.skewed)
+    return _SUMMA[form, grid.stay](p, q, row, col)
 
 
-_STAY = {
+_CANNON = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}
+_SUMMA = {
+    ("ab", "C"): summa_ab,
+    ("abt", "C"): summa_abt,
+    ("atb", "C"): summa_atb,
     ("ab", "A"): lambda a, b, row, col: summa_abt(a, swap(b, row, col), row, col),
     ("ab", "B"): lambda a, b, row, col: summa_atb(swap(a, row, col), b, row, col),
     ("abt", "A"): lambda c, b, row, col: summa_ab(c, swap(b, row, col), row, col),

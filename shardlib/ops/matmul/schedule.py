@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,14 +39,25 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
         c.add_(a @ b)
 
 
-def panels(row: str, col: str) -> list[tuple[int, int, int, int]]:
-    """Per K panel: A's owner along ``col`` and slot there, B's owner along ``row`` and slot."""
-    r, c = axis_size(row), axis_size(col)
+class Panels(NamedTuple):
+    """``steps``: per K panel A's owner along ``col`` and slot there, B's owner along ``row`` and slot."""
+
+    steps: list[tuple[int, int, int, int]]
+    of_a: int  # panels that a rank owns of A, and of B
+    of_b: int
+
+
+def panels(row: str, col: str) -> Panels:
+    """K is cut into lcm(row, col) panels, so that each has one owner in both operands."""
+    return _panels(axis_size(row), axis_size(col))
+
+
+@lru_cache(maxsize=256)
+def _panels(r: int, c: int) -> Panels:
     n = math.lcm(r, c)
-    return [(*divmod(k, n // c), *divmod(k, n // r)) for k in range(n)]
+    return Panels([(*divmod(k, n // c), *divmod(k, n // r)) for k in range(n)], n // c, n // r)
 
 
-def cut(x: Tensor, dim: int, axis: str, row: str, col: str) -> tuple[Tensor, ...]:
-    """The K panels of ``x`` that this rank owns; views."""
-    parts = math.lcm(axis_size(row), axis_size(col)) // axis_size(axis)
+def cut(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:
+    """The panels that this rank owns of ``x``; views."""
     return x.chunk(parts, dim) if parts > 1 else (x,)

@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce, start
+from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce_add, start
 from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels
 
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_words", "swap"]
@@ -28,7 +28,8 @@ __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_words"
 
 def summa_ab(a: Tensor, b: Tensor, row: str, col: str) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
-    a_cut, b_cut, steps = cut(a, -1, col, row, col), cut(b, -2, row, row, col), panels(row, col)
+    steps, of_a, of_b = panels(row, col)
+    a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     c = accumulator(a, *a.shape[:-1], b.shape[-1])
 
     def post(k: int) -> tuple:
@@ -42,29 +43,33 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str) -> Tensor:
 
 def summa_abt(c: Tensor, b: Tensor, row: str, col: str) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
-    b_cut, steps = cut(b, -2, row, row, col), panels(row, col)
-    a = c.new_zeros(*c.shape[:-1], b.shape[-2] * axis_size(row) // axis_size(col))
-    a_cut = cut(a, -1, col, row, col)  # views into a
+    steps, of_a, of_b = panels(row, col)
+    a = c.new_zeros(*c.shape[:-1], b.shape[-2] // of_b * of_a)
+    a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
 
     def post(k: int) -> tuple:
         return (start(pbroadcast, b_cut[steps[k][3]], row, steps[k][2]),)
 
-    for (b_k,), (owner, i, *_) in zip(ahead(post, len(steps)), steps, strict=True):  # [K/n, N/col]
-        a_cut[i].add_(preduce(c @ b_k.mT, col, owner))  # zero but at the owner
+    arriving = ahead(post, len(steps))
+    for owner, i, *_ in steps:
+        part = c @ next(arriving)[0].mT  # [M/row, N/col] [K/n, N/col]^T
+        preduce_add(a_cut[i], part, col, owner)
     return a
 
 
 def summa_atb(a: Tensor, c: Tensor, row: str, col: str) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
-    a_cut, steps = cut(a, -1, col, row, col), panels(row, col)
-    b = c.new_zeros(*a.shape[:-2], a.shape[-1] * axis_size(col) // axis_size(row), c.shape[-1])
-    b_cut = cut(b, -2, row, row, col)  # views into b
+    steps, of_a, of_b = panels(row, col)
+    b = c.new_zeros(*a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
+    a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
 
     def post(k: int) -> tuple:
         return (start(pbroadcast, a_cut[steps[k][1]], col, steps[k][0]),)
 
-    for (a_k,), (*_, owner, j) in zip(ahead(post, len(steps)), steps, strict=True):  # [M/row, K/n]
-        b_cut[j].add_(preduce(a_k.mT @ c, row, owner))  # zero but at the owner
+    arriving = ahead(post, len(steps))
+    for *_, owner, j in steps:
+        part = next(arriving)[0].mT @ c  # [M/row, K/n]^T [M/row, N/col]
+        preduce_add(b_cut[j], part, row, owner)
     return b
 
 

@@ -1,0 +1,146 @@
+"""DTensor's own product of two 2D-blocked matrices against ours, on 4 gloo processes.
+
+Same placements in and out, forward and backward, gradients brought to the operands' placements.
+Repetitions are interleaved in one run; ratios are medians of per-repetition ratios.  Bytes are
+what a rank receives if every collective is optimal: for ours by ``sl.trace``, for DTensor by
+counting the sizes of the collectives it calls (gloo's reduce-scatter moves twice what is
+counted here).
+
+    python -m benchmarks.matmul [--sizes 1024 2048] [--repetitions 9]
+"""
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardlib as sl
+
+WHERE = [Shard(0), Shard(1)]
+
+
+class Counter(TorchDispatchMode):
+    """Bytes received by this rank in DTensor's collectives, if each moves only what it must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # let it become collectives on blocks first
+        name = str(func)
+        if "c10d" in name and isinstance(args[0], Tensor):
+            n, p = args[0].numel() * args[0].element_size(), 2  # every axis of the 2 x 2 mesh
+            share = {"all_gather": p - 1, "reduce_scatter": (p - 1) / p, "all_to_all": (p - 1) / p}
+            share["all_reduce"] = 2 * (p - 1) / p
+            self.bytes += sum(n * s for kind, s in share.items() if kind in name)
+        return func(*args, **(kwargs or {}))
+
+
+def contestants(m: int, *widths: int) -> dict[str, Callable[[], Any]]:
+    """x [m, widths[0]] times a chain of weights, forward and backward, on DTensors and on ours."""
+    mesh: Any = sl.current_mesh().device_mesh
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(m, widths[0]), *zip(widths, widths[1:], strict=False)]
+    dense = [torch.randn(s, generator=draw) / s[0] ** 0.5 for s in shapes]
+    g = torch.randn(m, widths[-1], generator=draw)
+    theirs, dg = [distribute_tensor(t, mesh, WHERE) for t in dense], distribute_tensor(g, mesh, WHERE)
+    ours_, sg = [sl.shard(t, sl.Layout2D("x", "y")) for t in dense], sl.shard(g, sl.Layout2D("x", "y"))
+    leaves = [t.clone().requires_grad_() for t in dense]
+    torch.linalg.multi_dot(leaves).backward(g)
+
+    def dtensor() -> list[Tensor]:
+        x, *weights = leaves = [t.detach().requires_grad_() for t in theirs]
+        for w in weights:
+            x = (x @ w).redistribute(placements=WHERE)
+        x.backward(dg)
+        return [t.grad.redistribute(placements=WHERE).to_local() for t in leaves]  # type: ignore[union-attr]
+
+    def shardlib() -> list[Tensor]:
+        x, *weights = leaves = [t.detach().requires_grad_() for t in ours_]
+        for w in weights:
+            x = x @ w
+        x.backward(sg)
+        return [t.grad.local for t in leaves]  # type: ignore[union-attr]
+
+    for f in (dtensor, shardlib):
+        for got, want in zip(f(), leaves, strict=True):
+            assert want.grad is not None
+            assert (got - sl.shard(want.grad, "x y").local).abs().max() < 1e-2, f.__name__
+    return {"DTensor": dtensor, "shardlib": shardlib}
+
+
+def wire() -> int:
+    """Bytes that all processes of this machine have received on the loopback device."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[1])
+    return 0
+
+
+def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, Any]]:
+    rows = []
+    for case in cases:
+        runs = contestants(*case)
+        with Counter() as theirs:
+            runs["DTensor"]()
+        with sl.trace() as ours:
+            runs["shardlib"]()
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        wires: dict[str, list[int]] = {name: [] for name in runs}
+        for _ in range(repetitions):
+            for name, f in runs.items():
+                dist.barrier()
+                before, start = wire(), time.perf_counter()
+                f()
+                dist.barrier()
+                times[name].append(time.perf_counter() - start)
+                wires[name].append((wire() - before) // dist.get_world_size())
+        both = {name: statistics.median(w) for name, w in wires.items()}
+        rows.append(
+            {
+                "shapes": " ".join(map(str, case)),
+                "DTensor MiB": theirs.bytes / 2**20,
+                "shardlib MiB": float(ours.bytes) / 2**20,
+                "ratio": float(ours.bytes) / theirs.bytes,
+                "wire ratio": both["shardlib"] / max(1, both["DTensor"]),
+                "DTensor s": statistics.median(times["DTensor"]),
+                "shardlib s": statistics.median(times["shardlib"]),
+                "time ratio": statistics.median(s / d for s, d in zip(times["shardlib"], times["DTensor"], strict=True)),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--repetitions", type=int, default=9)
+    args = parser.parse_args()
+    cases = [*((n, n, n) for n in args.sizes), (2048, 256, 1024, 256)]
+    rows = sl.launch(measure, cases, args.repetitions, x=2, y=2)[0]
+    print("\nproducts in 2D blocks on 2x2, forward and backward, per rank; shapes: rows, then widths")
+    print("ratio: bytes an optimal network would move; wire: bytes the loopback device counted  (bars: 0.5, time 1.0)")
+    print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>12}" for k in rows[0]))
+    for row in rows:
+        print("  ".join(f"{v:>18}" if isinstance(v, str) else f"{v:12.3f}" for v in row.values()))
+    out = Path("out")
+    out.mkdir(exist_ok=True)
+    with open(out / "matmul.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
