@@ -16,7 +16,7 @@ import optree
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardlib.errors import RuleLint, UnknownParameter
+from shardlib.errors import RuleLint, UnknownParameter, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.placing import shard
@@ -214,6 +214,13 @@ def parallelize(
     """
     mesh = as_mesh(mesh)
     named = dict(module.named_parameters())
+    if mesh.kind != "record" and any(p.is_meta for p in named.values()):
+        raise Unsupported(
+            "the module is on the meta device and its values are nowhere; give it some first",
+            op="parallelize",
+            mesh=mesh,
+            fix="module.to_empty(device='cpu')",
+        )
     layouts = match_rules(named, rules, axes)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)

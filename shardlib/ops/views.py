@@ -60,7 +60,11 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
             whole = layout.dims[i]
             if whole.order != "contiguous":
                 return f"dimension {i} is ordered {whole}, which only a view that keeps it allows"
-            digits += _digits(whole, shape[i], mesh)
+            for axis, radix in _digits(whole, shape[i], mesh):
+                if axis is None and digits and digits[-1][0] is None:
+                    digits[-1] = (None, digits[-1][1] * radix)  # unsplit digits are one
+                else:
+                    digits.append((axis, radix))
             have *= shape[i]
             i += 1
         taken, need = [], n

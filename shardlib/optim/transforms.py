@@ -263,7 +263,7 @@ def global_norm(tree: Any) -> Tensor:
         copies = x.mesh.size
         for axis in x.sharding.axes:
             copies //= x.mesh.axes[axis]
-        flat = x.raw.detach().flatten(1) if x.mesh.kind == "stacked" else x.raw.detach().reshape(1, -1)
+        flat = x.raw.detach().reshape(x.mesh.size if x.mesh.kind == "stacked" else 1, -1)
         squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square() / copies
         per_mesh[x.mesh] = per_mesh[x.mesh] + squares if x.mesh in per_mesh else squares
     for mesh, squares in per_mesh.items():

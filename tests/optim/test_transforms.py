@@ -1,0 +1,101 @@
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from tests.ops.cases import close, r
+
+PARAMS = {"w": r(8, 12), "b": r(8, seed=1), "s": r(seed=2)}
+LAYOUTS = [{"w": "x y", "b": "x", "s": ""}, {"w": "y x", "b": ".", "s": ""}, {"w": "(x y) .", "b": "y", "s": ""}]
+
+
+def steps(tx: sl.Transform, params: Any, count: int = 10) -> Any:
+    """Deterministic gradients: a function of parameter and step."""
+    state = tx.init(params)
+    for i in range(count):
+        grads = {k: (p * 0.3 + (i % 3 - 1)) * (1 + i) for k, p in params.items()}
+        updates, state = tx.update(grads, state, params)
+        params = sl.apply_updates(params, updates)
+    return params
+
+
+TORCH = {
+    "sgd": (sl.sgd(0.05), lambda p: torch.optim.SGD(p, 0.05)),
+    "momentum": (sl.sgd(0.05, 0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9)),
+    "nesterov": (sl.sgd(0.05, 0.9, True), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True)),
+    "adam": (sl.adam(0.05), lambda p: torch.optim.Adam(p, 0.05)),
+    "adamw": (sl.adamw(0.05, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_transforms_follow_torch_optim(name: str) -> None:
+    tx, make = TORCH[name]
+    theirs = {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
+    optimizer = make(list(theirs.values()))
+    for i in range(10):
+        for p in theirs.values():
+            p.grad = ((p * 0.3 + (i % 3 - 1)) * (1 + i)).detach()
+        optimizer.step()
+    for k, p in steps(tx, PARAMS).items():
+        close(p, theirs[k].detach(), 1e-12)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("tx", [sl.adamw(0.05), sl.lion(0.05, weight_decay=0.1), sl.sgd(0.05, 0.9)])
+def test_sharded_updates_are_the_dense_ones_bit_for_bit(tx: sl.Transform, layouts: dict[str, str]) -> None:
+    want = steps(tx, PARAMS)
+    with sl.simulate(x=2, y=2):
+        got = steps(tx, {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()})
+        for k in want:
+            assert torch.equal(sl.unshard(got[k]), want[k])
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_the_global_norm_counts_each_element_once_in_one_collective(layouts: dict[str, str]) -> None:
+    want = torch.cat([p.reshape(-1) for p in PARAMS.values()]).norm()
+    for axes in ({"x": 2, "y": 2}, {"data": 3, "x": 1, "y": 2}, {"x": 4, "y": 2}):
+        with sl.simulate(**axes), sl.trace() as t:
+            got = sl.global_norm({k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()})
+        assert abs(float(got - want)) < 1e-12 * float(want) and len(t.events) == 1
+
+
+def test_the_global_norm_of_many_fp32_elements_keeps_its_digits() -> None:
+    x = torch.full((2_000_000,), 0.1)
+    assert abs(float(sl.global_norm(x)) / float(x.double().norm()) - 1) < 1e-12
+
+
+def test_clipping_scales_to_the_bound_and_no_further() -> None:
+    tx = sl.clip_by_global_norm(1.0)
+    big, _ = tx.update({"w": torch.full((4,), 3.0)}, tx.init(None))
+    small, _ = tx.update({"w": torch.full((4,), 0.1)}, tx.init(None))
+    assert abs(float(sl.global_norm(big)) - 1) < 1e-5 and torch.equal(small["w"], torch.full((4,), 0.1))
+
+
+def test_schedules_and_masks() -> None:
+    tx = sl.chain(sl.masked(sl.scale(2.0), {"a": True, "b": False}), sl.scale_by_schedule(lambda i: float(i)))
+    state = tx.init({"a": torch.ones(1), "b": torch.ones(1)})
+    for i in range(3):
+        updates, state = tx.update({"a": torch.ones(1), "b": torch.ones(1)}, state)
+        assert (updates["a"].item(), updates["b"].item()) == (2.0 * i, 1.0 * i)
+
+
+def test_nothing_given_is_changed() -> None:
+    tx = sl.adamw(0.1)
+    p, g = {"w": torch.ones(3)}, {"w": torch.ones(3)}
+    state = tx.init(p)
+    tx.update(g, state, p)
+    assert state.count == 0 and state.mu["w"].sum() == 0 and g["w"].sum() == 3 and p["w"].sum() == 3
+
+
+def test_mistakes_are_named() -> None:
+    tx = sl.adamw(0.1)
+    p = {"w": torch.ones(3)}
+    state = tx.init(p)
+    with pytest.raises(sl.ShardError, match="adamw needs the parameters"):
+        tx.update(p, state)
+    with pytest.raises(sl.ShardError, match="the trees differ at v, w"):
+        tx.update({"v": torch.ones(3)}, state, p)
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="still pending"):
+        sl.global_norm(sl.shard(torch.ones(2), ". + sum(x)"))

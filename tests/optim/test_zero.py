@@ -1,0 +1,142 @@
+"""ZeRO-1: the unsharded optimizer's updates, with state and wire bytes as the formulas say."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from tests.ops.cases import close, r
+
+PARAMS = {"a": r(8, 12, dtype=torch.float32), "b": r(8, seed=1, dtype=torch.float32), "c": r(6, 4, seed=2, dtype=torch.float32), "s": r(seed=3, dtype=torch.float32)}
+LAYOUTS = [
+    {"a": "x y", "b": "y", "c": "x .", "s": ""},
+    {"a": "y x", "b": ".", "c": ". y", "s": ""},
+    {"a": ". .", "b": "x", "c": ". .", "s": ""},
+]
+MESHES = [{"data": 2, "x": 2, "y": 2}, {"data": 3, "x": 1, "y": 2}, {"data": 1, "x": 2, "y": 1}]
+TX = {
+    "sgd": sl.sgd(0.05, 0.9),
+    "adamw": sl.adamw(0.05),
+    "lion": sl.lion(0.05, weight_decay=0.1),
+}
+
+
+def gradients(params: dict[str, Any], i: int) -> dict[str, Any]:
+    return {k: (p * 0.3 + (i % 3 - 1)) * (1 + i) for k, p in params.items()}
+
+
+def pending(g: sl.ShardedTensor, pieces: int) -> sl.ShardedTensor:
+    """The same gradient as a sum over data that is still to be done: exact halves (or one part)."""
+    raw = g.raw if pieces == 1 else g.raw * torch.tensor(1 / pieces)
+    return sl.ShardedTensor(raw, sl.Layout(g.sharding.dims, ("data",)), g.size_, g.mesh)
+
+
+def run(name: str, layouts: dict[str, str], how: str, count: int = 10) -> Any:
+    mesh = sl.current_mesh()
+    tx = TX[name]
+    tx = sl.zero(tx, "data") if how != "plain" else tx
+    params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()}
+    state = tx.init(params)
+    for i in range(count):
+        g = gradients(params, i)
+        g = {k: pending(v, mesh["data"]) for k, v in g.items()} if how == "pending" else g
+        with sl.trace() as t:
+            updates, state = tx.update(g, state, params)
+        assert all(u.sharding == params[k].sharding for k, u in updates.items())
+        params = sl.apply_updates(params, updates)
+    return {k: sl.unshard(p) for k, p in params.items()}, t, state, params
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("name", TX)
+def test_zero_equals_the_unsharded_optimizer_bit_for_bit(name: str, layouts: dict[str, str], mesh: dict[str, int]) -> None:
+    with sl.simulate(**mesh):
+        want = run(name, layouts, "plain")[0]
+        ways = ["reduced", "pending"] if mesh["data"] < 3 else ["reduced"]  # thirds are not exact
+        for how in ways:
+            got = run(name, layouts, how)[0]
+            assert all(torch.equal(got[k], want[k]) for k in want), how
+
+
+def on_ranks(layouts: dict[str, str]) -> dict[str, bool]:
+    out = {}
+    for name in TX:
+        want, _, _, _ = run(name, layouts, "plain")
+        for how in ("reduced", "pending"):
+            got, _, _, _ = run(name, layouts, how)
+            out[f"{name} {how}"] = all(torch.equal(got[k], want[k]) for k in want)
+    return out
+
+
+def test_zero_equals_the_unsharded_optimizer_on_real_processes(pool: Any) -> None:
+    layouts = {"a": ". y", "b": ".", "c": ". y", "s": ""}
+    for answers in pool.run(on_ranks, layouts, data=2, y=2):
+        assert all(answers.values()), answers
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_wire_and_state_bytes_are_the_papers(mesh: dict[str, int]) -> None:
+    """Per rank: 2 (N-1)/N of the parameters on the wire, 8/N bytes of state per fp32 parameter."""
+    n = mesh["data"]
+    with sl.simulate(**mesh):
+        for how, passes in (("pending", 2), ("reduced", 1)):
+            _, t, state, params = run("adamw", LAYOUTS[0], how, 2)
+            held = sum(p.local.numel() for p in params.values())
+            padded = sum(m.local.numel() for m in state.mu.values()) * n
+            pads = len(state.mu) * (n - 1)
+            assert held <= padded <= held + pads
+            assert t.bytes == Fraction(passes * (n - 1), n) * padded * 4
+            kept = sum(x.local.numel() * 4 for tree in (state.mu, state.nu) for x in tree.values())
+            assert kept * n == 8 * padded
+
+
+def test_clipping_inside_zero_sees_the_same_norm() -> None:
+    inner = sl.chain(sl.clip_by_global_norm(0.5), sl.adamw(0.05))
+    with sl.simulate(data=2, x=2, y=2):
+        params = {k: sl.shard(p.double(), LAYOUTS[0][k]) for k, p in PARAMS.items()}
+        g = gradients(params, 1)
+        want, _ = inner.update(g, inner.init(params), params)
+        tx = sl.zero(inner, "data")
+        for grads in (g, {k: pending(v, 2) for k, v in g.items()}):
+            with sl.trace() as t:
+                got, _ = tx.update(grads, tx.init(params), params)
+            for k in want:
+                close(sl.unshard(got[k]), sl.unshard(want[k]), 1e-12)
+            assert sum(e.kind == "psum" for e in t.events) == 1
+
+
+def test_state_is_a_tree_of_sharded_vectors() -> None:
+    with sl.simulate(data=2, x=2):
+        tx = sl.zero(sl.adamw(0.1), "data", bucket_mb=1e-4)
+        state = tx.init({k: sl.shard(p, "x ." if p.ndim == 2 else "...") for k, p in PARAMS.items()})
+        assert {str(m.sharding) for m in state.mu.values()} == {"(x data)", "data"}
+        assert len(state.mu) > 2  # small buckets: at most 104 bytes or one leaf each
+
+
+MISTAKES = [
+    (lambda p: sl.zero(sl.adamw(0.1), "data", stage=2), "stage 2 is not built"),
+    (lambda p: sl.zero(sl.masked(sl.adamw(0.1), {}), "data"), "single parameters"),
+    (lambda p: sl.zero(sl.adamw(0.1), "dat").init(p), "did you mean 'data'"),
+    (lambda p: sl.zero(sl.adamw(0.1), "x").init(p), "split over 'x' already"),
+    (lambda p: sl.zero(sl.adamw(0.1), "data").init({"w": torch.ones(2)}), "this one is plain"),
+    (lambda p: sl.zero(sl.adamw(0.1), "data").update(p, None), "needs the parameters"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES)
+def test_mistakes_are_named(call: Any, says: str) -> None:
+    with sl.simulate(data=2, x=2), pytest.raises(sl.ShardError, match=says) as caught:
+        call({"w": sl.shard(torch.ones(4, 4), "x .")})
+    assert caught.value.fix
+
+
+def test_half_pending_gradients_are_refused() -> None:
+    with sl.simulate(data=2, x=2):
+        p = {k: sl.shard(torch.ones(4), "x") for k in "ab"}
+        g = {"a": p["a"], "b": pending(p["b"], 2)}
+        tx = sl.zero(sl.sgd(0.1), "data")
+        with pytest.raises(sl.ShardError, match="every gradient must be pending"):
+            tx.update(g, tx.init(p), p)

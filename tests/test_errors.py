@@ -1,0 +1,131 @@
+"""Bad input gets an error that names the culprit and a fix that runs, and changes nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardlib as sl
+
+
+def s(layout: str, *shape: int) -> sl.ShardedTensor:
+    return sl.shard(torch.arange(float(torch.Size(shape).numel())).reshape(shape), layout)
+
+
+# (what is wrong, the call, the error's class, what it says, names for the fix)
+MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], Any]]]] = [
+    ("axis not in the mesh", lambda: s("row .", 4, 4), "UnknownAxis", "unknown axis 'row'; this mesh has rows, y", {}),
+    ("axis used twice", lambda: s("y y", 4, 4), "AxisReused", "axis 'y' is used twice", {}),
+    ("rank mismatch", lambda: s("rows y", 4), "RankMismatch", "2 dimensions, the tensor 1", {}),
+    ("uneven split", lambda: s("rows y", 4, 5), "UnevenSplit", "dimension 1 of size 5 does not divide over mesh axis 'y' (size 2, remainder 1)", {"x": lambda: torch.ones(4, 5)}),
+    ("sharded twice", lambda: sl.shard(s("rows .", 4, 4), ". y"), "ShardError", "sharded already", {"x": lambda: s("rows .", 4, 4)}),
+    ("plain in reshard", lambda: sl.reshard(torch.ones(4, 4), "rows ."), "PlainTensor", "no layout to leave", {"x": lambda: torch.ones(4, 4)}),
+    ("plain mixed in", lambda: s("rows .", 4, 4) * torch.ones(4), "PlainTensor", "a plain tensor met a sharded one", {"t": lambda: torch.ones(4)}),
+    ("plain in a product", lambda: s("rows .", 4, 4) @ torch.ones(4, 4), "PlainTensor", "a plain tensor met a sharded one", {"t": lambda: torch.ones(4, 4)}),
+    ("plain has no layout", lambda: sl.layout_of(torch.ones(4)), "PlainTensor", "no layout", {"x": lambda: torch.ones(4)}),
+    ("contraction split on one side", lambda: s(". y", 4, 4) @ s(". .", 4, 4), "ImplicitCommunication", "contraction split y in x and . in w", {"x": lambda: s(". y", 4, 4), "w": lambda: s(". .", 4, 4)}),
+    ("columns split over x's rows", lambda: s("rows .", 4, 4) @ s(". rows", 4, 4), "ImplicitCommunication", "rows splits w's columns and x", {"x": lambda: s("rows .", 4, 4), "w": lambda: s(". rows", 4, 4)}),
+    ("elementwise of other splits", lambda: s("rows .", 4, 4) + s("y .", 4, 4), "ImplicitCommunication", "bytes per rank would move unasked", {"x": lambda: s("rows .", 4, 4), "y": lambda: s("y .", 4, 4)}),
+    ("pending sum in gelu", lambda: F.gelu(s(". . + sum(y)", 4, 4)), "PartialEscape", "the sum over y is still pending", {"x": lambda: s(". . + sum(y)", 4, 4)}),
+    ("view through blocks", lambda: s(". y", 3, 4).view(2, 6), "ImplicitCommunication", "cuts through the blocks", {"x": lambda: s(". y", 3, 4)}),
+    ("view of another size", lambda: s(". y", 3, 4).view(5, 2), "ShardError", "10 elements, the tensor 12", {"x": lambda: s(". y", 3, 4)}),
+    ("index into a split dimension", lambda: s("rows .", 4, 4)[1], "ImplicitCommunication", "cuts through dimension 0", {"x": lambda: s("rows .", 4, 4)}),
+    ("split through blocks", lambda: s(". y", 4, 12).split(4, 1), "ImplicitCommunication", "pieces of [4, 4, 4]", {"x": lambda: s(". y", 4, 12)}),
+    ("topk along a split dimension", lambda: s(". y", 4, 4).topk(2), "ImplicitCommunication", "needs it whole", {"x": lambda: s(". y", 4, 4)}),
+    ("cat along a split dimension", lambda: torch.cat([s("rows .", 4, 4)] * 2), "ImplicitCommunication", "would move blocks", {"x": lambda: s("rows .", 4, 4)}),
+    ("attention with heads apart", lambda: F.scaled_dot_product_attention(s(". y . .", 2, 2, 4, 4), s(". . . .", 2, 2, 4, 4), s(". . . .", 2, 2, 4, 4)), "ImplicitCommunication", "batch and heads are split alike", {n: (lambda: s(". y . .", 2, 2, 4, 4)) for n in "qkv"} | {"F": lambda: F}),
+    ("loss with targets elsewhere", lambda: F.cross_entropy(s("rows y", 4, 4), sl.shard(torch.zeros(4, dtype=torch.int64), ".")), "ImplicitCommunication", "not split the same way", {"logits": lambda: s("rows y", 4, 4), "target": lambda: sl.shard(torch.zeros(4, dtype=torch.int64), "."), "F": lambda: F}),
+    ("a function without a rule", lambda: torch.linalg.svdvals(s(". .", 4, 4)), "NoRule", "no rule for linalg_svdvals", {"x": lambda: s(". .", 4, 4), "linalg_svdvals": lambda: lambda t: t * 1}),
+    ("indexing by a tensor", lambda: s(". .", 4, 4)[torch.tensor([1])], "NoRule", "indexing by a tensor", {"x": lambda: s(". .", 4, 4), "__getitem__": lambda: lambda t: t * 1}),
+    ("a Python value of a split tensor", lambda: s("rows", 4).tolist(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
+    ("numpy of a sharded tensor", lambda: s("rows", 4).numpy(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
+    ("backward of a matrix", lambda: s("rows .", 4, 4).requires_grad_().backward(), "ShardError", "no scalar", {"x": lambda: s("rows .", 4, 4).requires_grad_()}),
+    ("a loss that is no scalar", lambda: sl.value_and_grad(lambda p: p * 2)(s("rows", 4)), "ShardError", "not a scalar", {"f": lambda: lambda p: p * 2, "params": lambda: s("rows", 4)}),
+    ("an integer parameter", lambda: sl.value_and_grad(lambda p: p.sum())(sl.shard(torch.arange(4), "rows")), "ShardError", "only floating point", {"x": lambda: torch.arange(4)}),
+    ("dtypes that differ", lambda: s("rows .", 4, 4) @ s(". .", 4, 4).double(), "ShardError", "different dtypes", {"x": lambda: s("rows .", 4, 4), "w": lambda: s(". .", 4, 4).double()}),
+    ("contraction sizes that differ", lambda: s("rows .", 4, 4) @ s(". .", 6, 4), "ShardError", "contraction sizes differ: 4 and 6", {"x": lambda: s("rows .", 4, 4), "w": lambda: s(". .", 6, 4)}),
+    ("a vector in a product", lambda: s("rows .", 4, 4) @ s(".", 4), "RankMismatch", "takes matrices", {"x": lambda: s("rows .", 4, 4), "v": lambda: s(".", 4)}),
+    ("an unknown algorithm", lambda: sl.algorithm(matmul="canon").__enter__(), "ShardError", "unknown algorithm 'canon'", {}),
+    ("an unknown operation", lambda: sl.why("matmull", 1, 2), "ShardError", "unknown operation 'matmull'", {"a": lambda: s("rows .", 4, 4), "b": lambda: s(". .", 4, 4)}),
+    ("shard_map of another layout", lambda: sl.shard_map(lambda v: v, in_layouts="rows", out_layouts="rows")(s(".", 4)), "ShardError", "laid out ., not rows", {"x": lambda: s(".", 4)}),
+    ("a simulated DTensor", lambda: sl.to_dtensor(s("rows", 4)), "Unsupported", "simulated ranks have no DTensor", {"x": lambda: s("rows", 4)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "says", "names"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_errors_name_the_culprit_and_their_fix_runs(call: Any, error: str, says: str, names: dict[str, Any]) -> None:
+    with sl.simulate(rows=2, y=2):
+        with pytest.raises(sl.ShardError) as caught:
+            call()
+        e = caught.value
+        assert type(e).__name__ == error, e
+        assert says in str(e).splitlines()[0] or says in str(e), e
+        assert e.fix and e.op and e.line.startswith("test_errors.py"), e
+        eval(e.fix, {"sl": sl, "torch": torch} | {n: make() for n, make in names.items()})
+
+
+def test_bad_input_changes_nothing() -> None:
+    with sl.simulate(x=2, y=3):
+        a, b = s("x y", 6, 6), s("x y", 6, 6)
+        before = a.raw.clone(), b.raw.clone()
+        for call in (
+            lambda: sl.reshard(a, "y z"),
+            lambda: a.add_(torch.ones(6, 6)),
+            lambda: a.add_(s("y x", 6, 6)),
+        ):
+            with pytest.raises(sl.ShardError):
+                call()
+        assert torch.equal(a.raw, before[0]) and torch.equal(b.raw, before[1])
+        assert sl.why("matmul", a, b).chosen == "summa"
+
+
+def test_cannon_on_a_grid_that_is_not_square_names_the_fix() -> None:
+    with sl.simulate(x=2, y=3):
+        a = s("x y", 6, 6)
+        with pytest.raises(sl.ShardError, match="cannon needs a square grid; x=2, y=3") as caught, sl.algorithm(matmul="cannon"):
+            a @ a
+        with eval(caught.value.fix, {"sl": sl}):
+            assert (a @ a).shape == (6, 6)
+
+
+def test_meshes_that_do_not_fit_the_world_are_refused_both_ways(pool: Any) -> None:
+    for larger, smaller in pool.run(_wrong_worlds, x=4):
+        assert "needs 8 ranks, 4 processes are running" in larger and "torchrun --nproc-per-node 8" in larger
+        assert "needs 2 ranks, 4 processes are running" in smaller
+
+
+def _wrong_worlds() -> list[str]:
+    out = []
+    for axes in ({"x": 2, "y": 4}, {"x": 2}):
+        try:
+            sl.make_mesh(**axes)
+        except sl.ShardError as e:
+            out.append(str(e))
+    return out
+
+
+def test_implicit_allows_and_counts_what_is_otherwise_refused() -> None:
+    with sl.simulate(x=2):
+        a, b = s("x .", 4, 4), s(". x", 4, 4)
+        with sl.implicit(), sl.trace() as t:
+            c = a + b
+        assert t.bytes > 0 and torch.equal(sl.unshard(c), 2 * sl.unshard(a))
+        with sl.implicit(max_bytes=1), pytest.raises(sl.ShardError, match="would move unasked"):
+            a + b
+
+
+def test_operands_of_two_meshes_are_refused() -> None:
+    with sl.simulate(x=2):
+        a = s("x", 4)
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="different meshes"):
+        a + s("x", 4)
+
+
+def test_every_field_is_on_the_error() -> None:
+    with sl.simulate(x=2), pytest.raises(sl.ShardError) as caught:
+        s("x", 5)
+    e = caught.value
+    assert e.op == "shard" and e.operands["layout"] == "x" and dict(e.mesh) == {"x": 2} and "pad=True" in e.fix
+    assert str(e).splitlines()[0].startswith("shard: dimension 0 of size 5")

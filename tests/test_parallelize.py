@@ -1,0 +1,216 @@
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardlib as sl
+from examples.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab=32, ctx=8, layers=2, heads=4, embed=16)
+IDS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+
+
+def dense() -> tuple[GPT, torch.Tensor, dict[str, torch.Tensor]]:
+    m = GPT(CONFIG).double()
+    loss = m(IDS, IDS.roll(-1, 1))
+    loss.backward()
+    return m, loss.detach(), {n: p.grad for n, p in m.named_parameters()}
+
+
+def gap(recipe: str, rows: str | None, pending: str | tuple = (), **change: Any) -> float:
+    """Largest relative difference of loss and gradients, on the mesh in scope."""
+    m, loss, grads = dense()
+    before = {n: p.detach().clone() for n, p in m.named_parameters()}
+    where = sl.recipes.batch_layout(rows=rows)
+    apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"idx": where, "targets": where})
+    got, found = sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS.roll(-1, 1)), pending=pending)(params)
+    errors = [abs(float(got.item() - loss.item()))]
+    for n, g in grads.items():
+        assert found[n].sharding.dims == params[n].sharding.dims
+        errors.append(float((sl.unshard(found[n]) - g).abs().max() / g.abs().max()))
+    assert all(torch.equal(before[n], p.detach()) for n, p in m.named_parameters()), "the module changed"
+    return max(errors)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"data": 2, "x": 2, "y": 2}, {"data": 2, "x": 1, "y": 4}, {"x": 4, "y": 1}, {"x": 1, "y": 1}])
+def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("optimus2d", "x") < 1e-12
+        if "data" in axes:
+            assert gap("optimus2d", "x", pending="data") < 1e-12
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}, {"data": 4, "x": 1}])
+def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("megatron1d", None) < 1e-12
+
+
+def test_a_gpt_equals_dense_on_real_processes(pool: Any) -> None:
+    assert max(pool.run(gap, "optimus2d", "x", x=2, y=2)) < 1e-12
+    assert max(pool.run(gap, "optimus2d", "x", "data", data=2, x=1, y=2)) < 1e-12
+    assert max(pool.run(gap, "megatron1d", None, data=2, x=2)) < 1e-12
+
+
+def test_simulated_and_real_ranks_count_the_same(pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        assert {traffic()} == set(pool.run(traffic, x=2, y=2))
+    with sl.record(x=2, y=2):
+        assert traffic() == pool.run(traffic, x=2, y=2)[0]
+
+
+def traffic() -> tuple[Any, ...]:
+    m, where = GPT(CONFIG), "x ."
+    with sl.trace() as t:
+        apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": where, "targets": where})
+        sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS))(params)
+    return t.bytes, t.messages, tuple(sorted(t.by_kind().items()))
+
+
+def test_dropout_gives_the_same_loss_under_every_layout() -> None:
+    m = GPT(GPTConfig(vocab=32, ctx=8, layers=1, heads=4, embed=16, dropout=0.3)).double()
+    losses = []
+    for recipe, rows, axes in [("optimus2d", "x", {"x": 2, "y": 2}), ("megatron1d", None, {"x": 2}), ("optimus2d", "x", {"x": 1, "y": 1})]:
+        with sl.simulate(**axes):
+            where = sl.recipes.batch_layout(rows=rows)
+            apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"idx": where, "targets": where})
+            torch.manual_seed(5)
+            losses.append(apply(params, IDS, IDS).item())
+    assert max(losses) - min(losses) < 1e-12
+
+
+def test_tied_parameters_are_one_leaf() -> None:
+    m = GPT(CONFIG)
+    with sl.simulate(x=2, y=2):
+        apply, params = sl.parallelize(m, sl.recipes.optimus2d(m))
+    assert "lm_head.weight" not in params and apply.tied == {"lm_head.weight": "wte.weight"}
+
+
+MLP = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+GOOD = [("*.weight", "..."), ("*.bias", ".")]
+
+
+def test_rules_match_by_glob_regex_and_function_in_order() -> None:
+    with sl.simulate(x=2):
+        _, p = sl.parallelize(
+            MLP, [("0.weight", "x ."), (re.compile(r"^2\.w"), ". x"), (lambda n, t: t.ndim == 1, ".")]
+        )
+    assert [str(v.sharding) for v in p.values()] == ["x .", ".", ". x", "."]
+
+
+def test_logical_names_resolve_by_axes() -> None:
+    with sl.simulate(x=2):
+        _, p = sl.parallelize(
+            nn.Linear(4, 12), [("weight", "(3 heads hd) embed"), ("bias", "(3 heads hd)")], axes={"heads": "x", "embed": ".", "hd": "."}
+        )
+    assert str(p["weight"].sharding) == "(3 x) ." and str(p["bias"].sharding) == "(3 x)"
+
+
+LINT = [
+    ([("0.*", "...")], "no rule matches parameter '2.weight'"),
+    ([*GOOD, ("3.wieght", ".")], "rule '3.wieght' matches no parameter"),
+    ([("*", "..."), ("0.weight", "x .")], "rule '0.weight' is never reached: an earlier rule takes 0.weight"),
+]
+
+
+@pytest.mark.parametrize(("rules", "says"), LINT)
+def test_rules_are_linted_both_ways_and_the_fix_runs(rules: Any, says: str) -> None:
+    with sl.simulate(x=2):
+        with pytest.raises(sl.ShardError, match=re.escape(says)) as caught:
+            sl.parallelize(MLP, rules)
+        space = {"rules": rules, "re": re}
+        if caught.value.fix.startswith("rules ="):
+            exec(caught.value.fix, space)
+            mended = space["rules"]
+        else:
+            mended = eval(caught.value.fix, space)
+        sl.parallelize(MLP, mended)
+
+
+def test_misspelt_and_missing_parameters_are_named() -> None:
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(MLP, GOOD)
+        x = torch.ones(2, 4)
+        wrong = {("0.wieght" if n == "0.weight" else n): p for n, p in params.items()}
+        with pytest.raises(sl.ShardError, match="no parameter '0.wieght'; did you mean '0.weight'") as caught:
+            apply(wrong, x)
+        exec(caught.value.fix, {"params": wrong})
+        assert apply(wrong, x).shape == (2, 4)
+        with pytest.raises(sl.ShardError, match="parameters are missing: 2.bias"):
+            apply({n: p for n, p in params.items() if n != "2.bias"}, x)
+
+
+def test_buffers_are_cloned_and_returned_by_mutable() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            return x * self.w
+
+    m = Counter()
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(m, [("w", "x")])
+        out, new = apply.mutable(params, apply.buffers, sl.shard(torch.ones(4), "x"))
+        assert new["seen"].item() == 1 and apply.buffers["seen"].item() == 0 and m.seen.item() == 0
+        assert sl.unshard(out).sum() == 4
+
+
+def test_tensors_made_inside_forward_count_as_replicated_and_only_there() -> None:
+    with sl.simulate(x=2):
+        w = sl.shard(torch.ones(4), "x")
+        with pytest.raises(sl.ShardError, match="a plain tensor met a sharded one"):
+            w + torch.arange(4.0)
+
+        class Shift(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(4))
+
+            def forward(self) -> torch.Tensor:
+                return self.w + torch.arange(4.0)
+
+        apply, params = sl.parallelize(Shift(), [("w", "x")])
+        assert sl.unshard(apply(params)).tolist() == [1, 2, 3, 4]
+
+
+def test_meta_modules_are_refused_with_the_way_out() -> None:
+    with torch.device("meta"):
+        m = nn.Linear(4, 4)
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="meta device"):
+        sl.parallelize(m, [("*", "...")])
+    with sl.record(x=2):
+        _, p = sl.parallelize(m, [("*", "...")])
+        assert p["weight"].shape == (4, 4)
+
+
+def test_checkpoints_load_under_another_layout_and_in_one_process(tmp_path: Any) -> None:
+    m = GPT(CONFIG)
+    with sl.simulate(x=2, y=2):
+        _, params = sl.parallelize(m, sl.recipes.optimus2d(m))
+        sl.save(tmp_path / "a.safetensors", params)
+    with sl.simulate(x=4):
+        _, other = sl.parallelize(m, sl.recipes.megatron1d(m))
+        blank = {n: p.detach() * 0 for n, p in other.items()}
+        got = sl.load(tmp_path / "a.safetensors", like=blank)
+        assert all(torch.equal(got[n].raw, other[n].raw) for n in other)
+        with pytest.raises(sl.ShardError, match="missing"):
+            sl.load(tmp_path / "a.safetensors", like={"w": blank["wte.weight"]})
+    plain = sl.load(tmp_path / "a.safetensors", like=dict(m.named_parameters()))
+    assert all(torch.equal(plain[n], p) for n, p in m.named_parameters())
+
+
+def test_the_loss_is_the_modules_own() -> None:
+    m, loss, _ = dense()
+    with sl.simulate(x=2, y=2):
+        apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": "x ."})
+        logits = apply(params, IDS)
+        assert logits.shape == (8, 8, 32)
+        whole = sl.unshard(logits)
+    assert abs(F.cross_entropy(whole.view(-1, 32), IDS.roll(-1, 1).view(-1)) - loss) < 1e-12
