@@ -19,7 +19,7 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml
 demo: $(VENV)/bench.stamp
 	$(PY) -m examples.train_gpt $(ARGS)
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp $(VENV)/bench.stamp
 	$(PY) -m pytest $(ARGS)
 
 lint: $(VENV)/dev.stamp

@@ -116,7 +116,9 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                 "wire ratio": both["shardlib"] / max(1, both["DTensor"]),
                 "DTensor s": statistics.median(times["DTensor"]),
                 "shardlib s": statistics.median(times["shardlib"]),
-                "time ratio": statistics.median(s / d for s, d in zip(times["shardlib"], times["DTensor"], strict=True)),
+                "time ratio": statistics.median(
+                    s / d for s, d in zip(times["shardlib"], times["DTensor"], strict=True)
+                ),
             }
         )
     return rows

@@ -84,7 +84,10 @@ def test_bad_input_changes_nothing() -> None:
 def test_cannon_on_a_grid_that_is_not_square_names_the_fix() -> None:
     with sl.simulate(x=2, y=3):
         a = s("x y", 6, 6)
-        with pytest.raises(sl.ShardError, match="cannon needs a square grid; x=2, y=3") as caught, sl.algorithm(matmul="cannon"):
+        with (
+            pytest.raises(sl.ShardError, match="cannon needs a square grid; x=2, y=3") as caught,
+            sl.algorithm(matmul="cannon"),
+        ):
             a @ a
         with eval(caught.value.fix, {"sl": sl}):
             assert (a @ a).shape == (6, 6)

@@ -67,7 +67,9 @@ def test_no_import_goes_up() -> None:
 
 
 def test_private_torch_is_in_one_file() -> None:
-    private = re.compile(r"(import|from)\s+torch[\w.]*\._|torch\.(distributed|utils|testing)\.[\w.]*\._[a-z]|\._local_tensor\b|\._spec\b")
+    private = re.compile(
+        r"(import|from)\s+torch[\w.]*\._|torch\.(distributed|utils|testing)\.[\w.]*\._[a-z]|\._local_tensor\b|\._spec\b"
+    )
     for path in FILES:
         if path.name != "_compat.py":
             hits = [line for line in path.read_text().splitlines() if private.search(line)]
@@ -77,7 +79,13 @@ def test_private_torch_is_in_one_file() -> None:
 def test_optional_packages_are_imported_in_functions_only() -> None:
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             assert not any(n.split(".")[0] in ("matplotlib", "numpy", "transformers") for n in names), path
 
 

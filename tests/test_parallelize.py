@@ -35,7 +35,10 @@ def gap(recipe: str, rows: str | None, pending: str | tuple = (), **change: Any)
     return max(errors)
 
 
-@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"data": 2, "x": 2, "y": 2}, {"data": 2, "x": 1, "y": 4}, {"x": 4, "y": 1}, {"x": 1, "y": 1}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"x": 2, "y": 2}, {"data": 2, "x": 2, "y": 2}, {"data": 2, "x": 1, "y": 4}, {"x": 4, "y": 1}, {"x": 1, "y": 1}],
+)
 def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
         assert gap("optimus2d", "x") < 1e-12
@@ -73,7 +76,11 @@ def traffic() -> tuple[Any, ...]:
 def test_dropout_gives_the_same_loss_under_every_layout() -> None:
     m = GPT(GPTConfig(vocab=32, ctx=8, layers=1, heads=4, embed=16, dropout=0.3)).double()
     losses = []
-    for recipe, rows, axes in [("optimus2d", "x", {"x": 2, "y": 2}), ("megatron1d", None, {"x": 2}), ("optimus2d", "x", {"x": 1, "y": 1})]:
+    for recipe, rows, axes in [
+        ("optimus2d", "x", {"x": 2, "y": 2}),
+        ("megatron1d", None, {"x": 2}),
+        ("optimus2d", "x", {"x": 1, "y": 1}),
+    ]:
         with sl.simulate(**axes):
             where = sl.recipes.batch_layout(rows=rows)
             apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"idx": where, "targets": where})
@@ -104,7 +111,9 @@ def test_rules_match_by_glob_regex_and_function_in_order() -> None:
 def test_logical_names_resolve_by_axes() -> None:
     with sl.simulate(x=2):
         _, p = sl.parallelize(
-            nn.Linear(4, 12), [("weight", "(3 heads hd) embed"), ("bias", "(3 heads hd)")], axes={"heads": "x", "embed": ".", "hd": "."}
+            nn.Linear(4, 12),
+            [("weight", "(3 heads hd) embed"), ("bias", "(3 heads hd)")],
+            axes={"heads": "x", "embed": ".", "hd": "."},
         )
     assert str(p["weight"].sharding) == "(3 x) ." and str(p["bias"].sharding) == "(3 x)"
 

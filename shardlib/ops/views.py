@@ -45,7 +45,6 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
     i = 0
     digits: _Digits = []
     have = 1
-    whole: Dim | None = None
     for n in new:
         if n != 1 and not digits:  # at a border that both shapes share: keep the dimension as it is
             while i < len(shape) and shape[i] == 1:
@@ -56,18 +55,18 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
                 dims.append(layout.dims[i])
                 i += 1
                 continue
-        while have < n and i < len(shape):
-            whole = layout.dims[i]
-            if whole.order != "contiguous":
-                return f"dimension {i} is ordered {whole}, which only a view that keeps it allows"
-            for axis, radix in _digits(whole, shape[i], mesh):
+        taken: _Digits = []
+        need = n
+        while i < len(shape) and (have < n or (len(digits) == 1 and digits[0][0] is None and have % n)):
+            if layout.dims[i].order != "contiguous":
+                return f"dimension {i} is ordered {layout.dims[i]}, which only a view that keeps it allows"
+            for axis, radix in _digits(layout.dims[i], shape[i], mesh):
                 if axis is None and digits and digits[-1][0] is None:
                     digits[-1] = (None, digits[-1][1] * radix)  # unsplit digits are one
                 else:
                     digits.append((axis, radix))
             have *= shape[i]
             i += 1
-        taken, need = [], n
         while need > 1:
             axis, radix = digits.pop(0)
             g = math.gcd(radix, need)

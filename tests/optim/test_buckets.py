@@ -11,13 +11,18 @@ shapes = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).
 
 @settings(max_examples=200)
 @given(shapes, st.integers(1, 7), st.integers(1, 400), st.randoms())
-def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: int, random) -> None:  # noqa: ANN001
+def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: int, random) -> None:
     values = [random.randrange(i + 1) if random.random() < 0.2 else i for i in range(len(sizes))]
     values = [v if values[v] == v else v for v in values]
     sizes = [sizes[v] for v in values]  # tied leaves have one shape
     dtypes = [torch.float32 if v % 3 else torch.float64 for v in values]
-    items = tuple(Item(str(i), s, d, ("x",) * (v % 2), v) for i, (s, d, v) in enumerate(zip(sizes, dtypes, values, strict=True)))
-    blocks = [torch.full(s, float(v), dtype=d) + torch.arange(math.prod(s), dtype=d).reshape(s) for s, v, d in zip(sizes, values, dtypes, strict=True)]
+    items = tuple(
+        Item(str(i), s, d, ("x",) * (v % 2), v) for i, (s, d, v) in enumerate(zip(sizes, dtypes, values, strict=True))
+    )
+    blocks = [
+        torch.full(s, float(v), dtype=d) + torch.arange(math.prod(s), dtype=d).reshape(s)
+        for s, v, d in zip(sizes, values, dtypes, strict=True)
+    ]
     seen: dict[int, torch.Tensor] = {}
     for bucket in index(items, ways, most):
         assert bucket.length % ways == 0

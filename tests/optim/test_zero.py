@@ -9,7 +9,12 @@ import torch
 import shardlib as sl
 from tests.ops.cases import close, r
 
-PARAMS = {"a": r(8, 12, dtype=torch.float32), "b": r(8, seed=1, dtype=torch.float32), "c": r(6, 4, seed=2, dtype=torch.float32), "s": r(seed=3, dtype=torch.float32)}
+PARAMS = {
+    "a": r(8, 12, dtype=torch.float32),
+    "b": r(8, seed=1, dtype=torch.float32),
+    "c": r(6, 4, seed=2, dtype=torch.float32),
+    "s": r(seed=3, dtype=torch.float32),
+}
 LAYOUTS = [
     {"a": "x y", "b": "y", "c": "x .", "s": ""},
     {"a": "y x", "b": ".", "c": ". y", "s": ""},
@@ -52,7 +57,9 @@ def run(name: str, layouts: dict[str, str], how: str, count: int = 10) -> Any:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("name", TX)
-def test_zero_equals_the_unsharded_optimizer_bit_for_bit(name: str, layouts: dict[str, str], mesh: dict[str, int]) -> None:
+def test_zero_equals_the_unsharded_optimizer_bit_for_bit(
+    name: str, layouts: dict[str, str], mesh: dict[str, int]
+) -> None:
     with sl.simulate(**mesh):
         want = run(name, layouts, "plain")[0]
         ways = ["reduced", "pending"] if mesh["data"] < 3 else ["reduced"]  # thirds are not exact

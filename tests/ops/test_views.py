@@ -1,0 +1,58 @@
+import math
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.ops.views import view_layout
+from tests.strategies import placed
+
+
+def factorings(n: int) -> Any:
+    """Random shapes with n elements."""
+
+    @st.composite
+    def draw_shape(draw: Any) -> tuple[int, ...]:
+        left, out = n, []
+        while left > 1 and len(out) < 5:
+            divisors = [d for d in range(1, left + 1) if left % d == 0]
+            out.append(draw(st.sampled_from(divisors)))
+            left //= out[-1]
+        return (*out, left) if left > 1 or not out else tuple(out)
+
+    return draw_shape()
+
+
+@settings(max_examples=400)
+@given(placed(partial=False, most=12, most_elements=500), st.data())
+def test_a_view_is_right_or_refused(case: Any, data: Any) -> None:
+    layout, shape, mesh = case
+    if 0 in shape:
+        return
+    new = data.draw(factorings(math.prod(shape)))
+    out = view_layout(layout, shape, new, mesh)
+    if isinstance(out, str):
+        return
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    with sl.simulate(**mesh):
+        got = sl.shard(x, layout).reshape(new)
+        assert got.sharding == out and got.shape == new
+        assert torch.equal(got.raw, sl.shard(x.reshape(new), out).raw)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+def test_a_whole_tensor_takes_every_view(shape: list[int], data: Any) -> None:
+    new = data.draw(factorings(math.prod(shape)))
+    whole = sl.Layout.parse("...").resolve(len(shape))
+    assert view_layout(whole, tuple(shape), new, {"x": 2}) == sl.Layout.parse("...").resolve(len(new))
+
+
+@settings(max_examples=200)
+@given(placed(partial=False, most=12, most_elements=500))
+def test_a_view_of_the_same_shape_keeps_the_layout(case: Any) -> None:
+    layout, shape, mesh = case
+    if 0 not in shape:
+        assert view_layout(layout, shape, shape, mesh) == layout

@@ -1,0 +1,75 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from examples.corpus import batches, load
+from examples.gpt import GPT, GPTConfig, generate
+
+
+def test_the_corpus_is_real_text_and_batches_are_the_same_everywhere() -> None:
+    text = load()
+    assert len(text) > 400_000 and b"statement" in bytes(text.tolist())
+    a, b = (next(batches(text, 4, 16, seed=3)) for _ in range(2))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[0][:, 1:], a[1][:, :-1])
+
+
+def test_the_model_has_about_a_million_parameters_and_a_tied_head() -> None:
+    m = GPT(GPTConfig())
+    assert 0.8e6 < sum(p.numel() for p in m.parameters()) < 1.3e6
+    assert m.lm_head.weight is m.wte.weight
+    assert len(generate(lambda i: m(i), b"ab", 3, 8)) == 5
+
+
+def test_the_demo_trains_to_the_single_process_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole demo, small, on 4 launched processes: sharded, alone, compared, saved, drawn."""
+    train_gpt: Any = pytest.importorskip("examples.train_gpt", reason="the demo draws with matplotlib")
+    pytest.importorskip("matplotlib", reason="the demo draws with matplotlib, which the test extra leaves out")
+    small = [
+        "--mesh",
+        "data=1,x=2,y=2",
+        "--steps",
+        "6",
+        "--batch",
+        "4",
+        "--ctx",
+        "16",
+        "--layers",
+        "1",
+        "--embed",
+        "16",
+    ]
+    assert train_gpt.main([*small, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "largest difference over 6 steps" in said and "memory per rank" in said and "pbroadcast" in said
+    assert {p.name for p in tmp_path.iterdir()} == {"loss.png", "layouts.png", "gpt.safetensors"}
+
+
+def test_the_demo_with_dropout_is_one_curve_for_every_mesh() -> None:
+    import examples.train_gpt as demo
+
+    args = demo.parse(
+        ["--steps", "4", "--batch", "4", "--ctx", "16", "--layers", "1", "--embed", "16", "--dropout", "0.2"]
+    )
+    curves = []
+    for axes in ({"data": 1, "x": 1, "y": 1}, {"data": 2, "x": 2, "y": 2}):
+        with sl.simulate(**axes):
+            curves.append(_losses(demo, args))
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-4
+
+
+def _losses(demo: Any, args: Any) -> list[float]:
+    rows = sl.recipes.batch_layout(rows="x")
+    m = demo.model(args)
+    apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": rows, "targets": rows})
+    tx = sl.zero(demo.optimizer(args), axis="data")
+    state, out = tx.init(params), []
+    torch.manual_seed(0)
+    for _, (ids, targets) in zip(range(args.steps), batches(load(), args.batch, args.ctx), strict=False):
+        loss, grads = sl.value_and_grad(lambda p, i=ids, t=targets: apply(p, i, t), pending="data")(params)
+        updates, state = tx.update(grads, state, params)
+        params = sl.apply_updates(params, updates)
+        out.append(loss.item())
+    return out
