@@ -11,6 +11,7 @@ counted here).
 
 import argparse
 import csv
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def contestants(m: int, *widths: int) -> dict[str, Callable[[], Any]]:
     """x [m, widths[0]] times a chain of weights, forward and backward, on DTensors and on ours."""
     mesh: Any = sl.current_mesh().device_mesh
     draw = torch.Generator().manual_seed(0)
-    shapes = [(m, widths[0]), *zip(widths, widths[1:], strict=False)]
+    shapes = [(m, widths[0]), *itertools.pairwise(widths)]
     dense = [torch.randn(s, generator=draw) / s[0] ** 0.5 for s in shapes]
     g = torch.randn(m, widths[-1], generator=draw)
     theirs, dg = [distribute_tensor(t, mesh, WHERE) for t in dense], distribute_tensor(g, mesh, WHERE)

@@ -144,11 +144,11 @@ def test_misspelt_and_missing_parameters_are_named() -> None:
         apply, params = sl.parallelize(MLP, GOOD)
         x = torch.ones(2, 4)
         wrong = {("0.wieght" if n == "0.weight" else n): p for n, p in params.items()}
-        with pytest.raises(sl.ShardError, match="no parameter '0.wieght'; did you mean '0.weight'") as caught:
+        with pytest.raises(sl.ShardError, match=r"no parameter '0.wieght'; did you mean '0.weight'") as caught:
             apply(wrong, x)
         exec(caught.value.fix, {"params": wrong})
         assert apply(wrong, x).shape == (2, 4)
-        with pytest.raises(sl.ShardError, match="parameters are missing: 2.bias"):
+        with pytest.raises(sl.ShardError, match=r"parameters are missing: 2\.bias"):
             apply({n: p for n, p in params.items() if n != "2.bias"}, x)
 
 

@@ -13,7 +13,8 @@ shapes = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).
 @given(shapes, st.integers(1, 7), st.integers(1, 400), st.randoms())
 def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: int, random) -> None:
     values = [random.randrange(i + 1) if random.random() < 0.2 else i for i in range(len(sizes))]
-    values = [v if values[v] == v else v for v in values]
+    values = [values[v] for v in values]
+    values = [values[v] for v in values]  # a tie leads to the first of its kind
     sizes = [sizes[v] for v in values]  # tied leaves have one shape
     dtypes = [torch.float32 if v % 3 else torch.float64 for v in values]
     items = tuple(
