@@ -22,10 +22,10 @@ demo: $(VENV)/bench.stamp
 test: $(VENV)/test.stamp $(VENV)/bench.stamp
 	$(PY) -m pytest $(ARGS)
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp $(VENV)/bench.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.overhead
