@@ -1,10 +1,11 @@
 """Where data sits: pure values and their algebra."""
 
-from shardlib.layouts.base import Dim, Layout, axis_sizes, coordinates, positions
+from shardlib.layouts.base import Layout
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col
 from shardlib.layouts.cube3d import Layout3D
 from shardlib.layouts.depth25d import Layout2p5D, Layout25D
+from shardlib.layouts.dims import Dim, axis_sizes, coordinates, positions
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.reshard import ReshardPlan, Step
 from shardlib.layouts.ring import Ring

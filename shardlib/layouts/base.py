@@ -6,113 +6,34 @@ and within that over x (major first), ``(3 y)`` three groups each split over y (
 dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b`` for Cannon's
 pre-skewed operands.
 
-A dimension of size n is read as digits: its parts in order (an axis counts the axis size, an
-integer itself), then an unsplit rest.  A rank holds the positions whose axis digits are its
-coordinates, in increasing order.
+dims.py says which positions a rank holds under each token.
 """
 
 import difflib
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlib.errors import (
     AxisReused,
     ImplicitCommunication,
     LayoutSyntax,
-    MeshError,
     NotExpressible,
     RankMismatch,
     ShardError,
     UnevenSplit,
     UnknownAxis,
 )
+from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, skewed
+from shardlib.layouts.reshard import ReshardPlan
 
-if TYPE_CHECKING:
-    from shardlib.layouts.reshard import ReshardPlan
-
-__all__ = ["Dim", "Layout", "axis_sizes", "positions"]
-
-Sizes = Mapping[str, int]
+__all__ = ["Layout"]
 
 _ORDERS = ("contiguous", "zigzag", "striped")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """How one dimension is split: ``parts`` major first, axes (str) and unsplit factors (int)."""
-
-    parts: tuple[str | int, ...] = ()
-    order: str = "contiguous"
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(p for p in self.parts if isinstance(p, str))
-
-    @property
-    def is_split(self) -> bool:
-        return bool(self.parts)
-
-    def __str__(self) -> str:
-        body = " ".join(map(str, self.parts))
-        if self.order != "contiguous":
-            return f"{self.order}({body})"
-        if not self.parts:
-            return "."
-        return body if len(self.parts) == 1 and isinstance(self.parts[0], str) else f"({body})"
-
-
-WHOLE = Dim()
-
-
-def axis_sizes(mesh: Any) -> Sizes:
-    """Axis name -> size of a mapping, a Mesh or a DeviceMesh."""
-    if isinstance(mesh, Mapping):
-        return mesh
-    names = getattr(mesh, "mesh_dim_names", None)
-    if not names:
-        raise MeshError(
-            "this mesh has no axis names",
-            op="layout",
-            fix="init_device_mesh(device, shape, mesh_dim_names=('x', 'y'))",
-        )
-    return dict(zip(names, mesh.shape, strict=True))
-
-
-def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
-    """The positions of a dimension of size n that a rank holds, in the order it holds them.
-
-    Contiguous dimensions must divide; zigzag and striped ones may have any length: they are
-    then split as evenly as whole positions allow.
-    """
-    if not dim.parts:
-        return range(n)
-    if dim.order != "contiguous":
-        p = math.prod(sizes[a] for a in dim.axes)
-        r = 0
-        for a in dim.axes:
-            r = r * sizes[a] + coord[a]
-        if dim.order == "striped":
-            return range(r, n, p)
-        cuts = [n * i // (2 * p) for i in range(2 * p + 1)]
-        return [*range(cuts[r], cuts[r + 1]), *range(cuts[2 * p - 1 - r], cuts[2 * p - r])]
-    radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
-    rest = n // math.prod(radices)
-    strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]
-    start = sum(coord[p] * s for p, s in zip(dim.parts, strides, strict=True) if isinstance(p, str))
-    free = [(r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)]
-    if not free:
-        return range(start, start + rest)
-    offsets = [
-        sum(i * s for i, (_, s) in zip(digits, free, strict=True))
-        for digits in itertools.product(*(range(r) for r, _ in free))
-    ]
-    return [start + o + k for o in offsets for k in range(rest)]
 
 
 @dataclass(frozen=True)
@@ -187,9 +108,7 @@ class Layout:
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
         me.check(shape, sizes)
-        if me.skew:
-            coord = _skewed(me, sizes, coord)
-        return tuple(positions(d, n, sizes, coord) for d, n in zip(me.dims, shape, strict=True))
+        return indices(me.dims, me.skew, shape, sizes, coord)
 
     def slices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Any, ...]:
         """``indices`` as slices where they are contiguous or strided, else as lists."""
@@ -280,10 +199,8 @@ class Layout:
         """
         return _product_layout(self, other)
 
-    def __rshift__(self, other: "Layout") -> "ReshardPlan":
+    def __rshift__(self, other: "Layout") -> ReshardPlan:
         """How to get from this layout to ``other``: steps, bytes, peak."""
-        from shardlib.layouts.reshard import ReshardPlan
-
         return ReshardPlan(self, other)
 
     # ------------------------------------------------------------ DTensor
@@ -476,7 +393,7 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
                 fix=f"sl.shard(x, {str(layout)!r}, pad=True)",
             )
     if me.skew:
-        _skewed(me, sizes, dict.fromkeys(sizes, 0))
+        skewed(me.dims, me.skew, sizes, dict.fromkeys(sizes, 0))
 
 
 @lru_cache(maxsize=16384)
@@ -496,31 +413,10 @@ def _local_shape(
     return tuple(out)
 
 
-def _skewed(layout: Layout, sizes: Sizes, coord: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b."""
-    ok = len(layout.dims) == 2 and all(len(d.parts) == 1 and d.axes and d.order == "contiguous" for d in layout.dims)
-    if not ok or sizes[layout.axes[0]] != sizes[layout.axes[1]]:
-        raise MeshError(
-            "a skew needs a matrix split over two axes of equal size",
-            op="layout",
-            operands={"layout": str(layout)},
-            mesh=dict(sizes),
-            fix=f"sl.Layout.parse({str(Layout(layout.dims))!r})",
-        )
-    row, col = layout.axes
-    moved = (coord[row] + coord[col]) % sizes[row]
-    return {**coord, (col if layout.skew == "a" else row): moved}
-
-
 def _slice(index: Sequence[int]) -> Any:
     if isinstance(index, range):
         return slice(index.start, max(index.start, index.stop), index.step)
     return list(index)
-
-
-def coordinates(sizes: Sizes) -> list[dict[str, int]]:
-    """Every coordinate of a mesh, in rank order."""
-    return [dict(zip(sizes, c, strict=True)) for c in itertools.product(*(range(n) for n in sizes.values()))]
 
 
 def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:

@@ -1,6 +1,7 @@
 """Column layout: the last dimension split over one axis (or several, major first)."""
 
-from shardlib.layouts.base import Dim, Layout
+from shardlib.layouts.base import Layout
+from shardlib.layouts.dims import Dim
 
 __all__ = ["Col"]
 

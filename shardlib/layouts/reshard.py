@@ -25,7 +25,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from shardlib.layouts.base import WHOLE, Dim, Layout, axis_sizes, coordinates, positions
+from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, positions
 
 __all__ = ["ReshardPlan", "Step"]
 
@@ -58,13 +58,14 @@ class Step:
 class ReshardPlan:
     """``source >> target``; shapes and mesh make it concrete.
 
+    >>> from shardlib import Layout
     >>> plan = Layout.parse("x .") >> Layout.parse(". x")
     >>> [str(s) for s in plan.steps((8, 8), {"x": 2})], plan.bytes((8, 8), {"x": 2}, 4)
     (['all_to_all(x, 0 -> 1)'], 64)
     """
 
-    source: Layout
-    target: Layout
+    source: Any  # Layouts; base.py stands above this file and makes these plans
+    target: Any
 
     def steps(self, shape: Sequence[int], mesh: Any) -> tuple[Step, ...]:
         """The moves in order.  Raises what ``Layout.check`` raises."""
@@ -93,9 +94,7 @@ _State = tuple[tuple[Dim, ...], tuple[str, ...], str]
 
 
 @lru_cache(maxsize=4096)
-def _search(
-    source: Layout, target: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
+def _search(source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
     sizes = dict(mesh)
     a, b = (layout.resolve(len(shape)) for layout in (source, target))
     a.check(shape, sizes, op="reshard")
@@ -118,7 +117,7 @@ def _search(
     raise AssertionError(f"no path from {source} to {target}: every layout reaches the replicated one")
 
 
-def _state(layout: Layout) -> _State:
+def _state(layout: Any) -> _State:
     return layout.dims, layout.partial, layout.skew
 
 
@@ -130,7 +129,7 @@ def _moves(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Step, _State]]:
     dims, partial, skew = state
-    goal = {*partial_axes(last), *last[1]}
+    goal = {*_axes(last), *last[1]}
     here = math.prod(n // math.prod(sizes[a] for a in d.axes) for d, n in zip(dims, shape, strict=True))
     used = {a for d in dims for a in d.axes} | set(partial)
 
@@ -188,7 +187,7 @@ def _moves(
     yield from _special(state, last, shape, sizes, here, used)
 
 
-def partial_axes(state: _State) -> set[str]:
+def _axes(state: _State) -> set[str]:
     """The axes that split a dimension of a state."""
     return {a for d in state[0] for a in d.axes}
 
@@ -220,32 +219,34 @@ def _permutations(
 ) -> Iterator[tuple[Step, _State]]:
     """Whole blocks to the ranks that want them: any layouts with equal blocks in other places."""
     dims, partial, skew = state
-    a = Layout(dims, partial, skew)
-    if skew and not (last[2] and set(a.axes) == partial_axes(last)):
-        yield from _permute_to(a, Layout(dims, partial), shape, sizes, here)  # first undo the skew
-    elif partial == last[1] and set(a.axes) == partial_axes(last):
-        yield from _permute_to(a, Layout(last[0], partial, last[2]), shape, sizes, here)
+    axes = _axes(state)
+    if skew and not (last[2] and axes == _axes(last)):
+        yield from _permute_to(state, (dims, partial, ""), shape, sizes, here)  # first undo the skew
+    elif partial == last[1] and axes == _axes(last):
+        yield from _permute_to(state, (last[0], partial, last[2]), shape, sizes, here)
     elif last[2] and dims == last[0]:
-        yield from _permute_to(a, Layout(dims, partial, last[2]), shape, sizes, here)
+        yield from _permute_to(state, (dims, partial, last[2]), shape, sizes, here)
 
 
 def _permute_to(
-    a: Layout, b: Layout, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
+    a: _State, b: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
 ) -> Iterator[tuple[Step, _State]]:
-    axes = tuple(n for n in sizes if n in {*a.axes, *b.axes})
-    part = {n: sizes[n] for n in axes}
+    axes = tuple(n for n in sizes if n in _axes(a) | _axes(b))
     full = dict.fromkeys(sizes, 0)
-    coords = coordinates(part)
-    key = lambda layout, c: tuple(tuple(i) for i in layout.indices(shape, sizes, full | c))  # noqa: E731
-    holders = {key(a, c): i for i, c in enumerate(coords)}
+    coords = coordinates({n: sizes[n] for n in axes})
+
+    def held(state: _State, coord: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(i) for i in indices(state[0], state[2], shape, sizes, full | coord))
+
+    holders = {held(a, c): i for i, c in enumerate(coords)}
+    if len(holders) < len(coords):
+        return
     pairs = []
     for target, c in enumerate(coords):
-        source = holders.get(key(b, c))
+        source = holders.get(held(b, c))
         if source is None:
             return
         pairs.append((source, target))
-    if len(holders) < len(coords):
-        return
     moving = Fraction(sum(s != t for s, t in pairs), len(pairs))
     step = Step("ppermute", axes, table=tuple(pairs), words=moving * here, messages=int(moving > 0), elements=here)
-    yield step, _state(b)
+    yield step, b

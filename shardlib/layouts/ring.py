@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import LayoutSyntax
-from shardlib.layouts.base import Dim, Layout, positions
+from shardlib.layouts.base import Layout
+from shardlib.layouts.dims import Dim, positions
 
 __all__ = ["Ring"]
 

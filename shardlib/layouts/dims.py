@@ -1,0 +1,125 @@
+"""How one dimension is split: a token, and which positions each rank holds under it.
+
+A dimension of size n is read as digits: its parts in order (an axis counts the axis size, an
+integer itself), then an unsplit rest.  A rank holds the positions whose axis digits are its
+coordinates, in increasing order; zigzag and striped are other orders.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.errors import MeshError
+
+__all__ = ["WHOLE", "Dim", "Sizes", "axis_sizes", "coordinates", "indices", "positions", "skewed"]
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """How one dimension is split: ``parts`` major first, axes (str) and unsplit factors (int)."""
+
+    parts: tuple[str | int, ...] = ()
+    order: str = "contiguous"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(p for p in self.parts if isinstance(p, str))
+
+    @property
+    def is_split(self) -> bool:
+        return bool(self.parts)
+
+    def __str__(self) -> str:
+        body = " ".join(map(str, self.parts))
+        if self.order != "contiguous":
+            return f"{self.order}({body})"
+        if not self.parts:
+            return "."
+        return body if len(self.parts) == 1 and isinstance(self.parts[0], str) else f"({body})"
+
+
+WHOLE = Dim()
+
+
+def axis_sizes(mesh: Any) -> Sizes:
+    """Axis name -> size of a mapping, a Mesh or a DeviceMesh."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise MeshError(
+            "this mesh has no axis names",
+            op="layout",
+            fix="init_device_mesh(device, shape, mesh_dim_names=('x', 'y'))",
+        )
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
+    """The positions of a dimension of size n that a rank holds, in the order it holds them.
+
+    Contiguous dimensions must divide; zigzag and striped ones may have any length: they are
+    then split as evenly as whole positions allow.
+    """
+    if not dim.parts:
+        return range(n)
+    if dim.order != "contiguous":
+        p = math.prod(sizes[a] for a in dim.axes)
+        r = 0
+        for a in dim.axes:
+            r = r * sizes[a] + coord[a]
+        if dim.order == "striped":
+            return range(r, n, p)
+        cuts = [n * i // (2 * p) for i in range(2 * p + 1)]
+        return [*range(cuts[r], cuts[r + 1]), *range(cuts[2 * p - 1 - r], cuts[2 * p - r])]
+    radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
+    rest = n // math.prod(radices)
+    strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]
+    start = sum(coord[p] * s for p, s in zip(dim.parts, strides, strict=True) if isinstance(p, str))
+    free = [(r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)]
+    if not free:
+        return range(start, start + rest)
+    offsets = [
+        sum(i * s for i, (_, s) in zip(digits, free, strict=True))
+        for digits in itertools.product(*(range(r) for r, _ in free))
+    ]
+    return [start + o + k for o in offsets for k in range(rest)]
+
+
+def skewed(dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b.
+
+    Raises: MeshError unless a matrix is split over two axes of equal size.
+    """
+    ok = len(dims) == 2 and all(len(d.parts) == 1 and d.axes and d.order == "contiguous" for d in dims)
+    axes = [a for d in dims for a in d.axes]
+    if not ok or sizes[axes[0]] != sizes[axes[1]]:
+        text = " ".join(map(str, dims))
+        raise MeshError(
+            "a skew needs a matrix split over two axes of equal size",
+            op="layout",
+            operands={"layout": f"{text} skew {skew}"},
+            mesh=dict(sizes),
+            fix=f"sl.Layout.parse({text!r})",
+        )
+    row, col = axes
+    moved = (coord[row] + coord[col]) % sizes[row]
+    return {**coord, (col if skew == "a" else row): moved}
+
+
+def indices(
+    dims: Sequence[Dim], skew: str, shape: Sequence[int], sizes: Sizes, coord: Mapping[str, int]
+) -> tuple[Sequence[int], ...]:
+    """Per dimension the global positions that the rank at ``coord`` holds."""
+    if skew:
+        coord = skewed(dims, skew, sizes, coord)
+    return tuple(positions(d, n, sizes, coord) for d, n in zip(dims, shape, strict=True))
+
+
+def coordinates(sizes: Sizes) -> list[dict[str, int]]:
+    """Every coordinate of a mesh, in rank order."""
+    return [dict(zip(sizes, c, strict=True)) for c in itertools.product(*(range(n) for n in sizes.values()))]
