@@ -65,15 +65,17 @@ def test_repr_names_type_and_mesh(w: sl.ShardedTensor) -> None:
     assert sl.typeof(w) in repr(w) and "x=2 y=2" in repr(w)
 
 
-def test_functional_call_takes_it(w: sl.ShardedTensor) -> None:
-    if w.sharding not in [sl.Layout.parse(t) for t in ("x y", "y x", ". .")]:
-        pytest.skip("x's rows and columns lie in 2D blocks, which fit these weights only")
-    x = torch.randn(4, 8, dtype=torch.float64)
-    with sl.algorithm(matmul="oned" if not w.sharding.axes else "summa"):
+@pytest.mark.parametrize(
+    ("weight", "rows"), [("x y", "x y"), ("y x", "x y"), (". .", ". ."), ("y .", "x ."), (". y", "x y")]
+)
+def test_functional_call_takes_it(weight: str, rows: str) -> None:
+    """An nn.Linear runs with a sharded weight in place of its own."""
+    x, w = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    with sl.simulate(x=2, y=2):
         out = torch.func.functional_call(
-            nn.Linear(8, 8, bias=False), {"weight": w}, sl.shard(x, "x y" if w.sharding.axes else ". .")
+            nn.Linear(8, 8, bias=False), {"weight": sl.shard(w, weight)}, sl.shard(x, rows)
         )
-    assert torch.allclose(sl.unshard(out), x @ sl.unshard(w).T)
+        assert torch.allclose(sl.unshard(out), x @ w.T)
 
 
 def _block(w: torch.Tensor) -> torch.Tensor:
