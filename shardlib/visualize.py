@@ -58,7 +58,7 @@ def _common(places: list[dict[str, int]], names: list[str]) -> str:
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[int]]]:
-    """Rows and columns of blocks; each holds the ranks that own it."""
+    """Rows and columns of contiguous pieces; each holds the ranks that own it."""
     if len(shape) == 0:
         return [[list(range(math.prod(mesh.values())))]]
     if len(shape) > 2:
@@ -67,13 +67,19 @@ def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[
             op="visualize",
             fix="sl.visualize(x.flatten(0, -2))",
         )
-    owners: dict[tuple[Any, ...], list[int]] = {}
-    for rank, c in enumerate(coordinates(mesh)):
-        key = tuple(tuple(i) for i in layout.indices(shape, mesh, c))
-        owners.setdefault(key, []).append(rank)
-    cuts = [sorted({k[d] for k in owners}) for d in range(len(shape))]
-    cuts = cuts if len(shape) == 2 else [[None], cuts[0]]
-    return [[owners[(r, c) if r is not None else (c,)] for c in cuts[1]] for r in cuts[0]]
+    held = [[set(i) for i in layout.indices(shape, mesh, c)] for c in coordinates(mesh)]
+    starts = [[p for p in range(n) if p == 0 or _border(p, [h[d] for h in held])] for d, n in enumerate(shape)]
+    rows, cols = starts if len(shape) == 2 else ([None], starts[0])
+
+    def owners(r: int | None, c: int) -> list[int]:
+        return [k for k, h in enumerate(held) if c in h[-1] and (r is None or r in h[0])]
+
+    return [[owners(r, c) for c in cols] for r in rows]
+
+
+def _border(p: int, held: list[set[int]]) -> bool:
+    """Whether positions p-1 and p lie apart for some rank."""
+    return any((p in h) != (p - 1 in h) for h in held)
 
 
 def draw(tensors: dict[str, Tensor], file: str) -> None:
