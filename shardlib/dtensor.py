@@ -5,16 +5,16 @@ and our matmul rules on plain DTensors.
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardlib._compat import dtensor_handlers, no_redistribution
-from shardlib.errors import NotExpressible, PlainTensor, ShardError, Unsupported
+from shardlib.border import as_dtensor, from_dtensor
+from shardlib.errors import NotExpressible, ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import as_mesh
 from shardlib.ops.matmul import product_of
 from shardlib.ops.registry import algorithm
 from shardlib.placing import reshard
-from shardlib.tensor import FALLBACK, ShardedTensor, no_rule, typeof
+from shardlib.tensor import FALLBACK, ShardedTensor, no_rule
 
 __all__ = ["dtensor_rules", "from_dtensor", "to_dtensor"]
 
@@ -25,44 +25,18 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> DTensor:
     ``normalize``  a layout that placements cannot say is first brought to one they can.
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
     """
-    if not isinstance(x, ShardedTensor):
-        raise PlainTensor(
-            "only sharded tensors become DTensors",
-            op="to_dtensor",
-            operands={"tensor": typeof(x)},
-            fix="sl.shard(x, '...')",
-        )
-    if x.mesh.kind != "dist":
-        raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
     try:
-        placements = x.sharding.placements(x.mesh)
+        return as_dtensor(x)
     except NotExpressible:
         if not normalize:
             raise
-        x = reshard(x, _natural(x))
-        placements = x.sharding.placements(x.mesh)
-    stride = torch.empty(x.size_, device="meta").stride()
-    return DTensor.from_local(x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride)
+        return as_dtensor(reshard(x, _natural(x)))
 
 
 def _natural(x: ShardedTensor) -> Layout:
     names = x.mesh.names
     dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.sharding.resolve(len(x.size_)).dims]
     return Layout(tuple(dims), x.sharding.partial)
-
-
-def from_dtensor(t: DTensor) -> ShardedTensor:
-    """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
-
-    Raises: NotExpressible for strided placements, UnevenSplit for uneven ones, MeshError for a
-    mesh without names.
-    """
-    if not isinstance(t, DTensor):
-        raise PlainTensor("not a DTensor", op="from_dtensor", operands={"tensor": typeof(t)}, fix="sl.shard(t, '...')")
-    layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
-    layout.check(tuple(t.shape), mesh, op="from_dtensor")
-    cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
-    return ShardedTensor(t.to_local(grad_placements=cotangent), layout, t.shape, mesh)
 
 
 # ---------------------------------------------------------------- DTensor's rules for our tensors

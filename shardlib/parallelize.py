@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardlib.errors import RuleLint, UnknownParameter, Unsupported
+from shardlib.errors import RuleLint, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.placing import shard
@@ -188,6 +189,15 @@ def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tenso
     return "\n    ".join(lines)
 
 
+def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
+    if p.is_meta and mesh.kind != "record":
+        layout.check(tuple(p.shape), mesh, op="parallelize")
+        block = torch.full(layout.local_shape(tuple(p.shape), mesh), float("nan"), dtype=p.dtype, device=mesh.device)
+        raw = block.expand(mesh.size, *block.shape).clone() if mesh.kind == "stacked" else block
+        return ShardedTensor(raw.requires_grad_(p.requires_grad), layout, p.shape, mesh)
+    return shard(p.detach(), layout, mesh).requires_grad_(p.requires_grad)
+
+
 def parallelize(
     module: nn.Module,
     rules: Rules,
@@ -203,6 +213,7 @@ def parallelize(
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed.
+    Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill.
     Raises: RuleLint, UnevenSplit, UnknownAxis.
 
     >>> import torch, shardlib as sl; from torch import nn
@@ -214,17 +225,10 @@ def parallelize(
     """
     mesh = as_mesh(mesh)
     named = dict(module.named_parameters())
-    if mesh.kind != "record" and any(p.is_meta for p in named.values()):
-        raise Unsupported(
-            "the module is on the meta device and its values are nowhere; give it some first",
-            op="parallelize",
-            mesh=mesh,
-            fix="module.to_empty(device='cpu')",
-        )
     layouts = match_rules(named, rules, axes)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
-    params = {n: shard(p.detach(), layouts[n], mesh).requires_grad_(p.requires_grad) for n, p in named.items()}
+    params = {n: _place_parameter(p, layouts[n], mesh) for n, p in named.items()}
     placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, placed, mesh), params

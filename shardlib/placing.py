@@ -5,7 +5,9 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import (
     all_gather,
     all_to_all,
@@ -173,6 +175,8 @@ def _bare(layout: Layout) -> Layout:
 def reshard(x: Any, layout: Any) -> Any:
     """Move a sharded tensor (or each of a pytree) to another layout, by the cheapest plan.
 
+    A DTensor comes back as a DTensor.
+
     Differentiable; ``layout_of(x) >> layout`` shows the steps and bytes.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, PlainTensor.
 
@@ -184,6 +188,8 @@ def reshard(x: Any, layout: Any) -> Any:
     """
     if not isinstance(x, Tensor):
         return optree.tree_map(lambda leaf: reshard(leaf, layout), x)
+    if isinstance(x, DTensor):
+        return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor):
         raise PlainTensor(
             "a plain tensor has no layout to leave",
@@ -232,6 +238,8 @@ def unshard(x: Any) -> Any:
     """
     if not isinstance(x, Tensor):
         return optree.tree_map(unshard, x)
+    if isinstance(x, DTensor):
+        return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
         raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")
     if isinstance(x, PaddedTensor):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardlib.collectives import Stacked, psum, unwrap, wrap
 from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError, Unsupported
@@ -207,6 +208,8 @@ def typeof(x: Tensor) -> str:
     >>> sl.typeof(torch.zeros(3))
     'f32[3]'
     """
+    if isinstance(x, DTensor):
+        x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), Layout.from_dtensor(x), x.shape, None)  # type: ignore[arg-type]
     if not isinstance(x, ShardedTensor):
         return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
     dims = x.sharding.resolve(len(x.size_)).dims
@@ -228,7 +231,7 @@ def layout_of(x: Tensor) -> Layout:
     """
     if isinstance(x, ShardedTensor):
         return x.sharding
-    if isinstance(x, torch.distributed.tensor.DTensor):
+    if isinstance(x, DTensor):
         return Layout.from_dtensor(x)
     raise PlainTensor(
         "a plain tensor has no layout", op="layout_of", operands={"tensor": typeof(x)}, fix='sl.shard(x, "...")'

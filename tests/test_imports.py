@@ -13,6 +13,7 @@ ORDER = [  # each may import from those before it
     "layouts",
     "collectives",
     "tensor",
+    "border",
     "placing",
     "shard_map",
     "ops.registry",

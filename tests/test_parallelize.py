@@ -189,13 +189,20 @@ def test_tensors_made_inside_forward_count_as_replicated_and_only_there() -> Non
         assert sl.unshard(apply(params)).tolist() == [1, 2, 3, 4]
 
 
-def test_meta_modules_are_refused_with_the_way_out() -> None:
+def test_meta_modules_materialise_shard_by_shard(tmp_path: Any) -> None:
+    """Blocks are NaN until a checkpoint fills them: using them early cannot go unseen."""
+    real = GPT(CONFIG)
     with torch.device("meta"):
-        m = nn.Linear(4, 4)
-    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="meta device"):
-        sl.parallelize(m, [("*", "...")])
+        m = GPT(CONFIG)
+    with sl.simulate(x=2, y=2):
+        _, values = sl.parallelize(real, sl.recipes.optimus2d(real))
+        sl.save(tmp_path / "a.safetensors", values)
+        apply, blank = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": "x ."})
+        assert blank["wte.weight"].local.shape == (16, 8) and sl.unshard(blank["wte.weight"]).isnan().all()
+        params = sl.load(tmp_path / "a.safetensors", like=blank)
+        assert torch.equal(sl.unshard(apply(params, IDS)), sl.unshard(apply(values, IDS)))
     with sl.record(x=2):
-        _, p = sl.parallelize(m, [("*", "...")])
+        _, p = sl.parallelize(nn.Linear(4, 4, device="meta"), [("*", "...")])
         assert p["weight"].shape == (4, 4)
 
 

@@ -185,6 +185,8 @@ def _dtensor_round_trips() -> list[bool]:
     ).requires_grad_()
     (sl.from_dtensor(leaf) * 3).sum().backward()
     out.append(leaf.grad.placements == leaf.placements and bool((leaf.grad.full_tensor() == 3).all()))
+    moved = sl.reshard(leaf, ". x")
+    out += [type(moved) is type(leaf), sl.typeof(moved) == "f32[8, 8@x]", bool((sl.unshard(moved) == 1).all())]
     return out
 
 
