@@ -4,25 +4,31 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint bench clean
+.NOTPARALLEL: # one pip at a time
 
+# torch first and alone: the second install then finds it there and brings no other build.
+ifneq ($(TORCH),$(shell cat $(VENV)/torch.stamp 2>/dev/null))
+.PHONY: $(VENV)/torch.stamp
+endif
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	touch $@
+	$(PIP) "$(TORCH)"
+	echo "$(TORCH)" > $@
 
 $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	$(PIP) -e ".[$*]"
 	touch $@
 
 demo: $(VENV)/bench.stamp
 	$(PY) -m examples.train_gpt $(ARGS)
 
-test: $(VENV)/test.stamp $(VENV)/bench.stamp
+test: $(VENV)/test.stamp
 	$(PY) -m pytest $(ARGS)
 
-lint: $(VENV)/dev.stamp $(VENV)/bench.stamp
+lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
