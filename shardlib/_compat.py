@@ -7,18 +7,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardlib.errors import Unsupported
 
-__all__ = ["all_gather_single", "dtensor_handlers", "is_strided", "no_redistribution", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "dtensor_handlers",
+    "is_strided",
+    "no_redistribution",
+    "no_torch_function",
+    "reduce_scatter_single",
+]
 
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
 # reduce_scatter_single (same arguments) and warns on the old names; 2.11 has the old ones only.
 # When 2.13 is the oldest supported version: call dist's new names directly.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+# The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 and 2.13;
+# torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
+no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardlib._compat import no_torch_function
 from shardlib.collectives import Stacked, psum, unwrap, wrap
 from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
@@ -381,7 +382,7 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
 def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     if name == "__get__" or name == "__set__":  # a property that no rule changes
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return func(*args, **kwargs)
     if FALLBACK:
         return FALLBACK[0](func, args, kwargs)
@@ -429,7 +430,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answered by the wrapper itself, whose shape is the global one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return func(*args, **kwargs)
 
 

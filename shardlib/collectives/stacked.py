@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import no_torch_function
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 
@@ -369,7 +370,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return func(*args, **kwargs)
 
 
