@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["batches", "load"]
+__all__ = ["batches", "load", "split"]
 
 
 def load(name: str = "topics", most: int = 4_000_000) -> Tensor:
@@ -24,8 +24,16 @@ def load(name: str = "topics", most: int = 4_000_000) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def split(data: Tensor, held_out: float = 0.1) -> tuple[Tensor, Tensor]:
+    """(train, valid): the last part of the text is held out."""
+    cut = len(data) - int(len(data) * held_out)
+    return data[:cut], data[cut:]
+
+
 def batches(data: Tensor, batch: int, ctx: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids, targets) [batch, ctx] int64 forever; the same whatever the number of processes."""
+    if len(data) < ctx + 2:
+        raise ValueError(f"a corpus of {len(data)} bytes has no window of {ctx} and its next byte; take a smaller ctx")
     draw = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(len(data) - ctx - 1, (batch,), generator=draw)

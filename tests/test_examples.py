@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from examples.corpus import batches, load
+from examples.corpus import batches, load, split
 from examples.gpt import GPT, GPTConfig, generate
 
 
@@ -14,6 +15,33 @@ def test_the_corpus_is_real_text_and_batches_are_the_same_everywhere() -> None:
     assert len(text) > 400_000 and b"statement" in bytes(text.tolist())
     a, b = (next(batches(text, 4, 16, seed=3)) for _ in range(2))
     assert torch.equal(a[0], b[0]) and torch.equal(a[0][:, 1:], a[1][:, :-1])
+
+
+def test_the_corpus_splits_without_overlap_and_a_short_one_says_so() -> None:
+    text = load("stdlib", most=100_000)
+    train, valid = split(text, 0.25)
+    assert (len(train), len(valid)) == (75_000, 25_000) and torch.equal(torch.cat([train, valid]), text)
+    with pytest.raises(ValueError, match="10 bytes has no window of 16"):
+        next(batches(text[:10], 1, 16))
+
+
+def test_the_loss_falls_in_one_process() -> None:
+    """From guessing any byte to knowing which bytes English has, and the same on every run."""
+
+    def losses() -> list[float]:
+        m = GPT(GPTConfig(ctx=32, layers=1, embed=32))
+        opt = torch.optim.AdamW(m.parameters(), lr=3e-3)
+        out = []
+        for _, (ids, targets) in zip(range(20), batches(load(), 8, 32), strict=False):
+            loss = m(ids, targets)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            out.append(loss.item())
+        return out
+
+    curve = losses()
+    assert abs(curve[0] - math.log(256)) < 0.1 and curve[-1] < 4.0 and curve == losses()
 
 
 def test_the_model_has_about_a_million_parameters_and_a_tied_head() -> None:
