@@ -1,10 +1,10 @@
 """DTensor's own product of two 2D-blocked matrices against ours, on 4 gloo processes.
 
 Same placements in and out, forward and backward, gradients brought to the operands' placements.
-Repetitions are interleaved in one run; ratios are medians of per-repetition ratios.  Bytes are
+Repetitions are interleaved in one run; time ratios are medians of per-repetition ratios.  Bytes are
 what a rank receives if every collective is optimal: for ours by ``sl.trace``, for DTensor by
-counting the sizes of the collectives it calls (gloo's reduce-scatter moves twice what is
-counted here).
+counting the sizes of the collectives it calls (gloo's reduce-scatter moves twice what is counted
+here).  The wire is what the loopback device carried, for a machine that does nothing else.
 
     python -m benchmarks.matmul [--sizes 1024 2048] [--repetitions 9]
 """
@@ -21,12 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 
 WHERE = [Shard(0), Shard(1)]
+
+
+# Bytes received per byte of input, in a group of p.
+RECEIVED: dict[str, Callable[[int], float]] = {
+    "all_gather_into_tensor": lambda p: p - 1,
+    "reduce_scatter_tensor": lambda p: (p - 1) / p,
+    "all_to_all_single": lambda p: (p - 1) / p,
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+}
+STILL = {"wait_tensor", "_wrap_tensor_autograd"}  # move nothing
 
 
 class Counter(TorchDispatchMode):
@@ -39,12 +50,10 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # let it become collectives on blocks first
-        name = str(func)
-        if "c10d" in name and isinstance(args[0], Tensor):
-            n, p = args[0].numel() * args[0].element_size(), 2  # every axis of the 2 x 2 mesh
-            share = {"all_gather": p - 1, "reduce_scatter": (p - 1) / p, "all_to_all": (p - 1) / p}
-            share["all_reduce"] = 2 * (p - 1) / p
-            self.bytes += sum(n * s for kind, s in share.items() if kind in name)
+        name = func._opname
+        if "c10d" in func.namespace and name not in STILL:
+            n, p = args[0].numel() * args[0].element_size(), _resolve_process_group(args[-1]).size()
+            self.bytes += n * RECEIVED[name](p)  # a collective it does not know: KeyError
         return func(*args, **(kwargs or {}))
 
 
@@ -98,7 +107,7 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
         with sl.trace() as ours:
             runs["shardlib"]()
         times: dict[str, list[float]] = {name: [] for name in runs}
-        wires: dict[str, list[int]] = {name: [] for name in runs}
+        wires: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(repetitions):
             for name, f in runs.items():
                 dist.barrier()
@@ -106,7 +115,8 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                 f()
                 dist.barrier()
                 times[name].append(time.perf_counter() - start)
-                wires[name].append((wire() - before) // dist.get_world_size())
+                time.sleep(0.02)  # a sender may return before its last bytes have left
+                wires[name].append((wire() - before) / dist.get_world_size())
         both = {name: statistics.median(w) for name, w in wires.items()}
         rows.append(
             {
@@ -114,6 +124,8 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                 "DTensor MiB": theirs.bytes / 2**20,
                 "shardlib MiB": float(ours.bytes) / 2**20,
                 "ratio": float(ours.bytes) / theirs.bytes,
+                "DTensor wire": both["DTensor"] / 2**20,
+                "shardlib wire": both["shardlib"] / 2**20,
                 "wire ratio": both["shardlib"] / max(1, both["DTensor"]),
                 "DTensor s": statistics.median(times["DTensor"]),
                 "shardlib s": statistics.median(times["shardlib"]),
@@ -134,9 +146,9 @@ def main() -> None:
     rows = sl.launch(measure, cases, args.repetitions, x=2, y=2)[0]
     print("\nproducts in 2D blocks on 2x2, forward and backward, per rank; shapes: rows, then widths")
     print("ratio: bytes an optimal network would move; wire: bytes the loopback device counted  (bars: 0.5, time 1.0)")
-    print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>12}" for k in rows[0]))
+    print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>13}" for k in rows[0]))
     for row in rows:
-        print("  ".join(f"{v:>18}" if isinstance(v, str) else f"{v:12.3f}" for v in row.values()))
+        print("  ".join(f"{v:>18}" if isinstance(v, str) else f"{v:13.3f}" for v in row.values()))
     out = Path("out")
     out.mkdir(exist_ok=True)
     with open(out / "matmul.csv", "w", newline="") as file:

@@ -47,14 +47,14 @@ def bcast(x: Tensor, group: Any, root: int) -> tuple[Any, Tensor]:
     return dist.broadcast(out, group=group, group_src=root, async_op=True), out
 
 
-def reduce(x: Tensor, group: Any, root: int) -> Tensor:
-    """The other rank's part comes to the root by send and receive."""
+def reduce_into(target: Tensor, x: Tensor, group: Any, root: int) -> None:
+    """The other rank's part comes to the root by send and receive and is added there."""
     if root == 0:
         buffer = torch.empty_like(x)
         dist.recv(buffer, group=group, group_src=1)
-        return buffer.add_(x)
-    dist.isend(x, group=group, group_dst=root).wait()
-    return torch.zeros_like(x)
+        target.add_(x).add_(buffer)
+    else:
+        dist.send(x, group=group, group_dst=root)
 
 
 def ab(a: Tensor, b: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def abt(c: Tensor, b: Tensor) -> Tensor:
         if k == 0:
             coming = bcast(b, HandSumma.row, 1)
         wb.wait()
-        a.add_(reduce(c @ b_k.T, HandSumma.col, k))
+        reduce_into(a, c @ b_k.T, HandSumma.col, k)
     return a
 
 
@@ -89,7 +89,7 @@ def atb(a: Tensor, c: Tensor) -> Tensor:
         if k == 0:
             coming = bcast(a, HandSumma.col, 1)
         wa.wait()
-        b.add_(reduce(a_k.T @ c, HandSumma.row, k))
+        reduce_into(b, a_k.T @ c, HandSumma.row, k)
     return b
 
 
@@ -102,27 +102,25 @@ def contestants(n: int) -> dict[str, Callable[[], None]]:
     dts = [DTensor.from_local(b.detach(), mesh, where, run_check=False).requires_grad_() for b in blocks]
     with sl.use_mesh(mesh):
         ours = [sl.shard(t, sl.Layout2D("x", "y")).requires_grad_() for t in dense]
+    ones = torch.ones_like(blocks[0])
+    sharded_ones, dt_ones = torch.ones_like(ours[0].detach()), torch.ones_like(dts[0].detach())
 
     def raw() -> None:
         x, w1, w2 = blocks
-        (x + F.gelu(x @ w1) @ w2).backward(torch.ones_like(x))
+        (x + F.gelu(x @ w1) @ w2).backward(ones)
 
     def hand() -> None:
         x, w1, w2 = blocks
         y: Any = x + HandSumma.apply(F.gelu(HandSumma.apply(x, w1)), w2)  # type: ignore[arg-type]
-        y.backward(torch.ones_like(x))
-
-    cotangent = ours[0].detach()
+        y.backward(ones)
 
     def sharded() -> None:
         x, w1, w2 = ours
-        (x + F.gelu(x @ w1) @ w2).backward(cotangent)
-
-    like = dts[0].detach()
+        (x + F.gelu(x @ w1) @ w2).backward(sharded_ones)
 
     def dtensor() -> None:
         x, w1, w2 = dts
-        (x + F.gelu(x @ w1) @ w2).backward(like)
+        (x + F.gelu(x @ w1) @ w2).backward(dt_ones)
 
     return {"local, no communication": raw, "hand-written SUMMA": hand, "shardlib": sharded, "DTensor": dtensor}
 
