@@ -5,7 +5,9 @@ ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``r
 (shapes and bytes only).
 """
 
+import atexit
 import difflib
+import gc
 import math
 import os
 import pickle
@@ -263,7 +265,18 @@ def _world(device: str) -> int:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
     return dist.get_world_size()
+
+
+def _leave() -> None:
+    """A group that is still up when Python exits can abort the process; end the ones we hold."""
+    for mesh in list(_VIEWS.values()):
+        mesh.groups.clear()
+    _VIEWS.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
 
 
 def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int) -> list[Any]:

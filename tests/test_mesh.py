@@ -45,7 +45,7 @@ def test_sizes_that_are_none_are_refused(axes: dict[str, Any]) -> None:
 
 
 def test_plain_device_meshes_are_accepted_everywhere(pool: Any) -> None:
-    assert all(all(r) for r in pool.run(_plain_mesh, x=4))
+    assert pool.run(_plain_mesh, x=4) == [[True] * 6] * 4
 
 
 def _plain_mesh() -> list[bool]:
@@ -100,12 +100,13 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
         "import torch, shardlib as sl\n"
         "with sl.use_mesh(sl.make_mesh(x=2, device='cpu')):\n"
         "    a = sl.shard(torch.eye(4), 'x .')\n"
-        "    print('sum', sl.unshard(a @ sl.shard(torch.ones(4, 4), '. .')).sum().item(), flush=True)\n"
+        "    total = sl.unshard(a @ sl.shard(torch.ones(4, 4), '. .')).sum().item()\n"
+        "import sys; sys.stdout.write(f'sum {total};')\n"
     )
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
-    assert done.stdout.count("sum 16.0") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count("sum 16.0;") == 2, done.stdout + done.stderr
 
 
 def test_sixty_four_simulated_ranks_multiply() -> None:
