@@ -8,6 +8,7 @@ reshape and a sum.  Autograd is recorded on ``.ranks``.
 A Python branch cannot take two sides, so the value of a Stacked whose ranks differ is refused.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import no_torch_function
-from shardlib.errors import ShardError
+from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh
 
 __all__ = ["Stacked", "of"]
@@ -122,7 +123,7 @@ def _wrapped(out: Any, mesh: Mesh) -> Any:
         return out if isinstance(out, Stacked) else Stacked(out, mesh)
     if isinstance(out, tuple | list):
         parts = [_wrapped(o, mesh) for o in out]
-        return type(out)(parts) if type(out) in (tuple, list) else tuple(parts)
+        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out
 
 
@@ -151,12 +152,27 @@ _DUNDERS = """
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
+    if type(args[0]) is not Stacked and func.__name__ in _IN_PLACE:
+        raise _plain_target(func)
     ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
     raws = [_padded(a, ndim) for a in args]
     out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
     if isinstance(args[0], Stacked) and out is raws[0]:
         return args[0]
     return Stacked(out, mesh)
+
+
+_IN_PLACE = {n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")} | {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__"
+}  # fmt: skip
+
+
+def _plain_target(func: Any) -> PlainTensor:
+    return PlainTensor(
+        "a plain tensor is one tensor for all simulated ranks, and cannot take a value from each",
+        op=func.__name__,
+        fix="target = block.new_zeros(block.shape)  # from a local block, instead of torch.zeros",
+    )
 
 
 def _padded(x: Any, ndim: int) -> Any:
@@ -170,6 +186,9 @@ def _padded(x: Any, ndim: int) -> Any:
 @_enter(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
+    strict = {"mm": 2, "bmm": 3}.get(func.__name__)
+    if kwargs or (strict and not a.ndim == b.ndim == strict):
+        return _by_vmap(func, args, kwargs)
     if a.ndim < 2 or b.ndim < 2:
         return _by_vmap(torch.matmul, (a, b), {})
     mesh = _mesh_of((a, b))
@@ -190,25 +209,30 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
 @_enter(Tensor.addmm_)
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     c, a, b = args
-    c.ranks.baddbmm_(of(a, c.mesh), of(b, c.mesh))
+    if type(c) is not Stacked:
+        raise _plain_target(func)
+    c.ranks.baddbmm_(of(a, c.mesh), of(b, c.mesh), **kwargs)
     return c
 
 
 def _negative(dim: int, ndim: int) -> int:
+    """A dimension of the block counted from the end; one out of range would name the ranks."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim if dim < 0 else dim - ndim
 
 
 _ALONG = {  # function name -> position of its dim argument, default
     **dict.fromkeys(
-        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow select squeeze_dim "
-        "argmax argmin unbind sort argsort flip scatter".split(), 1
+        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow select "
+        "argmax argmin unbind sort argsort scatter".split(), 1
     ),
-    **dict.fromkeys("split chunk topk split_with_sizes roll".split(), 2),
+    **dict.fromkeys("split chunk topk split_with_sizes".split(), 2),
 }  # fmt: skip
 _DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1, "split_with_sizes": 0, "sort": -1, "argsort": -1}
 
 
-@_enter(*_functions(" ".join(n for n in _ALONG if n not in ("roll", "squeeze_dim")), torch, Tensor))
+@_enter(*_functions(" ".join(_ALONG), torch, Tensor))
 @_enter(F.softmax, F.log_softmax)
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions along one dimension, called with that dimension counted from the end."""
@@ -217,31 +241,29 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         return _by_vmap(func, args, kwargs)
     at = _ALONG[name]
     dim = args[at] if len(args) > at else kwargs.get("dim", _DEFAULT.get(name))
-    if not isinstance(dim, int) or (name in ("gather", "scatter_add", "scatter") and x.ndim == 0):
+    if not isinstance(dim, int) or x.ndim == 0:
         return _by_vmap(func, args, kwargs)
     if name == "index_select" or any(isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args):
         return _by_vmap(func, args, kwargs)
     raw = [a.ranks if isinstance(a, Stacked) else a for a in args]
-    kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items() if k != "dim"}
-    if name in ("split", "chunk", "split_with_sizes", "topk"):
-        raw, kwargs = raw[:2], kwargs | {"dim": _negative(dim, x.ndim)}
-    elif name in ("unbind", "sort", "argsort"):
-        raw, kwargs = [raw[0], *raw[2:]], kwargs | {"dim": _negative(dim, x.ndim)}
+    kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items()}
+    if len(raw) > at:
+        raw[at] = _negative(dim, x.ndim)
     else:
-        raw[at:] = [_negative(dim, x.ndim), *raw[at + 1 :]]
+        kwargs["dim"] = _negative(dim, x.ndim)
     return _wrapped(func(*raw, **kwargs), x.mesh)
 
 
 @_enter(*_functions("sum mean amax amin any all prod", torch, Tensor))
 def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     x, *rest = args
-    kwargs = dict(kwargs)
-    dim = rest[0] if rest else kwargs.pop("dim", None)
-    keepdim = rest[1] if len(rest) > 1 else kwargs.pop("keepdim", False)
-    dims = range(x.ndim) if dim is None or dim == () else dim if isinstance(dim, tuple | list) else (dim,)
-    dims = tuple(_negative(d, x.ndim) for d in dims)
-    if not dims or func.__name__ in ("prod", "any", "all"):
+    if x.ndim == 0 or func.__name__ in ("prod", "any", "all"):
         return _by_vmap(func, args, kwargs)
+    kwargs = dict(kwargs)
+    dim = rest[0] if rest else kwargs.pop("dim", kwargs.pop("axis", None))
+    keepdim = rest[1] if len(rest) > 1 else kwargs.pop("keepdim", False)
+    dims = dim if isinstance(dim, tuple | list) else () if dim is None else (dim,)
+    dims = tuple(_negative(d, x.ndim) for d in dims or range(x.ndim))
     return Stacked(func(x.ranks, dims, keepdim, **kwargs), x.mesh)
 
 
@@ -276,14 +298,16 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_enter(Tensor.permute, torch.permute)
 def _permute(func: Any, args: Any, kwargs: Any) -> Any:
-    x, *dims = args
+    x, *dims = (*args, *kwargs.values())
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    return Stacked(x.ranks.permute(0, *[1 + d % max(1, x.ndim) for d in dims]), x.mesh)
+    return Stacked(x.ranks.permute(0, *[_negative(d, x.ndim) for d in dims]), x.mesh)
 
 
 @_enter(Tensor.mT.__get__, Tensor.T.__get__, Tensor.t, torch.t)
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
+    if (func == Tensor.mT.__get__ and x.ndim < 2) or (func in (Tensor.t, torch.t) and x.ndim > 2):
+        return _by_vmap(func, args, kwargs)  # torch refuses; without this, the ranks would be swapped
     if func != Tensor.mT.__get__ and x.ndim != 2:
         return Stacked(x.ranks.permute(0, *range(x.ndim, 0, -1)), x.mesh)
     return Stacked(x.ranks.mT, x.mesh)
@@ -292,12 +316,14 @@ def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
 @_enter(Tensor.unsqueeze, torch.unsqueeze)
 def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim = (*args, *kwargs.values())
-    return Stacked(x.ranks.unsqueeze(dim if dim < 0 else dim + 1), x.mesh)
+    return Stacked(x.ranks.unsqueeze(_negative(dim, x.ndim + 1)), x.mesh)
 
 
 @_enter(Tensor.squeeze, torch.squeeze)
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *dim = (*args, *kwargs.values())
+    if x.ndim == 0:
+        return Stacked(x.ranks.clone(), x.mesh)
     dims = range(x.ndim) if not dim else dim[0] if isinstance(dim[0], tuple) else (dim[0],)
     return Stacked(x.ranks.squeeze(tuple(_negative(d, x.ndim) for d in dims)), x.mesh)
 
@@ -331,26 +357,50 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
 @_enter(Tensor.__setitem__)
 def _setitem(func: Any, args: Any, kwargs: Any) -> None:
     x, index, value = args
+    if type(x) is not Stacked:
+        raise _plain_target(func)
     index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor | list) for i in index):
+        one = not isinstance(value, Tensor) or value.numel() == 1
+        if one and len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype == torch.bool:
+            mask = index[0].reshape(*index[0].shape, *[1] * (x.ndim - index[0].ndim))
+            x.copy_(torch.where(mask, value, x))
+        else:
+            _by_vmap(_put, (x, index, value), {})
+        return
     x.ranks[(slice(None), *index)] = _padded(value, x[index].ndim)
+
+
+def _put(x: Tensor, index: Any, value: Any) -> Tensor:
+    x[index] = value
+    return x
 
 
 @_enter(torch.cat, torch.concat, torch.stack)
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    if "out" in kwargs:
+        return _by_vmap(func, args, kwargs)
     tensors, *dim = (*args, *kwargs.values())
-    dim = dim[0] if dim else 0
     mesh = _mesh_of(tensors)
-    return Stacked(func([of(t, mesh) for t in tensors], dim if dim < 0 else dim + 1), mesh)
+    at = _negative(dim[0] if dim else 0, tensors[0].ndim + (func is torch.stack))
+    return Stacked(func([of(t, mesh) for t in tensors], at), mesh)
 
 
 @_enter(F.scaled_dot_product_attention)
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    mask = kwargs.get("attn_mask")
-    if len(args) != 3 or args[0].ndim != 4 or isinstance(mask, Stacked):
+    if len(args) != 3 or kwargs.get("dropout_p") or args[0].ndim < 3:
         return _by_vmap(func, args, kwargs)
-    mesh = _mesh_of(args)
-    q, k, v = (of(t, mesh).flatten(0, 1) for t in args)
-    return Stacked(func(q, k, v, **kwargs).unflatten(0, (mesh.size, -1)), mesh)
+    mesh = _mesh_of((args, kwargs))
+    lead = len(args[0].shape) - 3  # dimensions that become one with the ranks
+    q, k, v = (of(t, mesh).flatten(0, lead) for t in args)
+    mask = kwargs.get("attn_mask")
+    if type(mask) is Stacked or (mask is not None and mask.ndim > 2):
+        whole = of(mask, mesh)
+        whole = whole.reshape(mesh.size, *[1] * (args[0].ndim - mask.ndim), *mask.shape)
+        whole = whole.expand(mesh.size, *args[0].shape[:-3], *whole.shape[lead + 1 :])
+        kwargs = kwargs | {"attn_mask": whole.flatten(0, lead)}
+    out = func(q, k, v, **kwargs)
+    return Stacked(out.unflatten(0, (mesh.size, *args[0].shape[:lead])), mesh)
 
 
 @_enter(F.embedding)
@@ -359,10 +409,13 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     ids, table, *rest = args
     mesh = _mesh_of((ids, table))
     rows, width = table.shape
-    offset = torch.arange(mesh.size, device=table.device) * rows
-    raw = of(ids, mesh) + offset.reshape(-1, *[1] * ids.ndim)
-    if (rest and rest[0] is not None) or kwargs.get("padding_idx") is not None:
+    if any(v is not None and v is not False for v in (*rest, *(v for k, v in kwargs.items() if k != "norm_type"))):
         return _by_vmap(func, args, kwargs)
+    raw = of(ids, mesh)
+    if not raw.is_meta and bool(((raw < 0) | (raw >= rows)).any()):
+        raise IndexError("index out of range in self")  # or it would read another rank's rows
+    offset = torch.arange(mesh.size, device=table.device) * rows
+    raw = raw + offset.reshape(-1, *[1] * ids.ndim)
     return Stacked(F.embedding(raw, of(table, mesh).reshape(-1, width)), mesh)
 
 
@@ -383,9 +436,26 @@ _enter(
 
 
 @_enter(*(getattr(Tensor, n).__get__ for n in "requires_grad is_leaf grad_fn retains_grad".split()))
-@_enter(Tensor.is_contiguous)
 def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].ranks)
+
+
+@_enter(*_functions("is_contiguous stride storage_offset get_device is_same_size is_pinned is_inference", Tensor))
+@_enter(Tensor.nbytes.__get__, torch.result_type, torch.is_same_size)
+def _from_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is the same for every rank's block and depends on no value."""
+    return func(*[a.ranks[0] if type(a) is Stacked else a for a in args], **kwargs)
+
+
+@_enter(Tensor.data.__get__)
+def _data(func: Any, args: Any, kwargs: Any) -> Any:
+    return Stacked(args[0].ranks.data, args[0].mesh)
+
+
+@_enter(Tensor.__deepcopy__)
+def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
+    x, memo = args
+    return memo.setdefault(id(x), Stacked(copy.deepcopy(x.ranks, memo), x.mesh))
 
 
 @_enter(Tensor.requires_grad.__set__)
@@ -405,6 +475,33 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
     return None if g is None else Stacked(g, args[0].mesh)
 
 
+@_enter(Tensor.grad.__set__)
+def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    x.ranks.grad = grad.ranks if type(grad) is Stacked else None if grad is None else of(grad, x.mesh).clone()
+
+
+@_enter(Tensor.grad.__delete__)
+def _delete_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].ranks.grad = None
+
+
+@_enter(Tensor.retain_grad)
+def _retain_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].ranks.retain_grad()
+
+
+@_enter(Tensor.register_hook)
+def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+
+    def on_ranks(grad: Tensor) -> Tensor | None:
+        new = hook(Stacked(grad, x.mesh))
+        return None if new is None else of(new, x.mesh)
+
+    return x.ranks.register_hook(on_ranks)
+
+
 @_enter(Tensor.backward)
 def _backward(func: Any, args: Any, kwargs: Any) -> None:
     x, *rest = args
@@ -413,17 +510,31 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
     x.ranks.backward(gradient, *rest[1:], **kwargs)
 
 
-@_enter(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
+@_enter(*_functions("item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __format__", Tensor))
 def _value(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not _agree(x.ranks):
-        raise ShardError(
-            "the simulated ranks hold different values, and Python can take only one side of a branch",
-            op=func.__name__.strip("_"),
-            mesh=x.mesh,
-            fix="torch.where(condition, a, b)",
-        )
-    return func(x.ranks[0])
+        raise _two_sides(func, x.mesh)
+    return func(x.ranks[0], *args[1:], **kwargs)
+
+
+@_enter(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+def _verdict(func: Any, args: Any, kwargs: Any) -> bool:
+    mesh = _mesh_of(args)
+    a, b, *rest = args
+    each = {bool(func(x, y, *rest, **kwargs)) for x, y in zip(of(a, mesh), of(b, mesh), strict=True)}
+    if len(each) > 1:
+        raise _two_sides(func, mesh)
+    return each.pop()
+
+
+def _two_sides(func: Any, mesh: Mesh) -> ShardError:
+    return ShardError(
+        "the simulated ranks hold different values, and Python can take only one side of a branch",
+        op=func.__name__.strip("_"),
+        mesh=mesh,
+        fix="torch.where(condition, a, b)",
+    )
 
 
 # ---------------------------------------------------------------- collectives on raw [P, *local]
