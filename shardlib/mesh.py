@@ -11,8 +11,11 @@ import gc
 import math
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +54,10 @@ class Mesh(Mapping[str, int]):
         self.device = torch.device(device)
         self.device_mesh = device_mesh
         self.coord: dict[str, int] | None = None
+        self.world: Callable[[], Any] = lambda: None  # the group of all ranks when the mesh was made; not kept alive
         if device_mesh is not None:
+            if dist.is_initialized():
+                self.world = weakref.ref(dist.group.WORLD)
             here = device_mesh.get_coordinate()
             if here is not None:
                 self.coord = dict(zip(self.names, here, strict=True))
@@ -149,8 +155,8 @@ def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
         return mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.make_mesh(x=2, y=2)")
-    found = _VIEWS.get(mesh)
-    if found is None:
+    found = _VIEWS.get(mesh)  # DeviceMeshes are equal by their ranks, also across a restart of the group
+    if found is None or (found.device_mesh is not mesh and found.world() is not dist.group.WORLD):
         names = mesh.mesh_dim_names
         if not names:
             raise MeshError(
@@ -162,6 +168,7 @@ def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
             )
         axes = dict(zip(names, mesh.shape, strict=True))
         index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
+        _VIEWS.pop(mesh, None)
         found = _VIEWS[mesh] = Mesh(axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh)
     return found
 
@@ -286,17 +293,18 @@ def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: flo
     ``fn``, ``args`` and results are pickled.
     """
     sizes = _sizes("launch", axes)
+    _check_travels(fn, args)
     world = math.prod(sizes.values())
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank_main, (world, folder, fn, args, sizes, device), nprocs=world, join=False, start_method="spawn"
         )
         error: Exception | None = None
+        lost: int | None = None  # a rank ended by a signal: what the others say is its consequence
         try:
-            left = timeout
+            until = time.monotonic() + timeout
             while not context.join(timeout=1.0):
-                left -= 1.0
-                if left <= 0:
+                if time.monotonic() > until:
                     raise ShardError(
                         f"no result after {timeout:.0f} s", op="launch", mesh=sizes, fix=f"timeout={2 * timeout:.0f}"
                     )
@@ -304,6 +312,8 @@ def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: flo
             error = e
         except Exception as e:
             error = ShardError(f"a rank died: {e}", op="launch", mesh=sizes)
+            ends = [p.exitcode or 0 for p in context.processes]
+            lost = next((r for r, code in enumerate(ends) if code < 0 and code != -signal.SIGTERM), None)
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -311,6 +321,8 @@ def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: flo
                 process.join()
         failed = [f for f in os.listdir(folder) if f.startswith("error")]
         failed.sort(key=lambda f: os.stat(os.path.join(folder, f)).st_mtime_ns)  # the first is the cause
+        if lost is not None:
+            raise ShardError(f"rank {lost} was ended by {signal.Signals(-ends[lost]).name}", op="launch", mesh=sizes)
         if failed:
             rank = int(failed[0][5:])
             with open(os.path.join(folder, failed[0]), "rb") as file:
@@ -323,6 +335,18 @@ def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: flo
             with open(os.path.join(folder, f"result{rank}"), "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Say so here where a new process could not find the function."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    fix = f"from my_module import {name.split('.')[-1].strip('<>')}  # a function that a module of its own defines"
+    if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ShardError(f"{name} was defined at a prompt, where new processes cannot find it", op="launch", fix=fix)
+    try:
+        pickle.dumps((fn, args))
+    except Exception as e:
+        raise ShardError(f"{name} or its arguments cannot be pickled: {e}", op="launch", fix=fix) from e
 
 
 def _rank_main(
@@ -344,6 +368,7 @@ def _rank_main(
         text = traceback.format_exc()
         try:
             blob = pickle.dumps((e, text))
+            pickle.loads(blob)
         except Exception:
             blob = pickle.dumps((None, text))
         with open(os.path.join(folder, f"error{rank}"), "wb") as file:

@@ -1,15 +1,20 @@
+import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardlib as sl
-from shardlib.mesh import as_mesh, bind
+from shardlib.errors import MeshError, NoMesh, UnknownAxis
+from shardlib.mesh import Mesh, as_mesh, bind
 from tests.ops.test_matmul import relative
 
 
@@ -133,3 +138,203 @@ def test_recorded_meshes_of_any_size_count_what_simulated_ones_move() -> None:
         a = sl.shard(torch.empty(8192, 8192, device="meta"), "x y")
         _ = a @ a
     assert t.bytes == 4 * 8192 * 8192 * (31 + 15) // 512
+
+
+def test_meshes_are_equal_only_to_themselves() -> None:
+    one, other = sl.simulate(x=2), sl.simulate(x=2)
+    assert one == one and one != other and {one: 1, other: 2}[one] == 1
+
+
+@pytest.mark.parametrize(("axis", "says"), [("dat", "did you mean 'data'"), (("x", "dta"), "'data'"), ("q", "'q'")])
+def test_an_unknown_axis_is_named_with_its_neighbour(axis: Any, says: str) -> None:
+    mesh = sl.simulate(data=2, x=3)
+    with pytest.raises(UnknownAxis, match="this mesh has data, x") as caught:
+        mesh.axis_size(axis)
+    assert says in str(caught.value)
+    mesh.axis_size(eval(caught.value.fix))
+
+
+@pytest.mark.parametrize("make", [sl.simulate, sl.record])
+@pytest.mark.parametrize("axes", [{}, {"x": 0}, {"x": 2, "y": -1}, {"x": 2.0}, {"x": "2"}])
+def test_played_meshes_refuse_sizes_that_are_not_positive_integers(make: Any, axes: Any) -> None:
+    with pytest.raises(MeshError, match="positive integers") as caught:
+        make(**axes)
+    assert isinstance(eval(caught.value.fix), Mesh)
+
+
+def test_no_mesh_names_a_line_that_runs() -> None:
+    with pytest.raises(NoMesh) as caught:
+        sl.current_mesh()
+    exec(caught.value.fix, {"sl": sl})
+
+
+def test_the_scope_belongs_to_the_thread() -> None:
+    seen: list[Any] = []
+
+    def other() -> None:
+        try:
+            seen.append(sl.current_mesh())
+        except NoMesh:
+            seen.append(None)
+
+    with sl.simulate(x=2):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def _made(*wanted: dict[str, int]) -> list[Any]:
+    out: list[Any] = []
+    for axes in wanted:
+        try:
+            mesh = sl.make_mesh(device="cpu", **axes)
+            out.append((mesh.mesh_dim_names, tuple(mesh.shape)))
+        except sl.ShardError as e:
+            out.append((type(e).__name__, e.message, e.fix))
+    return out
+
+
+def test_make_mesh_fits_the_world_exactly(pool: Any) -> None:
+    fits = [{"x": 4}, {"x": 2, "y": 2}, {"x": -1}, {"x": 2, "y": -1}, {"a": 1, "x": -1, "b": 1}]
+    too_large, too_small, uneven = {"x": 4, "y": 2}, {"x": 2}, {"x": 3, "y": -1}
+    for got in pool.run(_made, *fits, too_large, too_small, uneven, x=4):
+        assert got[:5] == [
+            (("x",), (4,)), (("x", "y"), (2, 2)), (("x",), (4,)), (("x", "y"), (2, 2)), (("a", "x", "b"), (1, 4, 1)),
+        ]  # fmt: skip
+        for (name, message, fix), ranks in zip(got[5:], (8, 2, 3), strict=True):
+            assert name == "MeshError" and f"needs {ranks} ranks, 4 processes are running" in message
+            run, simulated = fix.split("#")
+            assert f"--nproc-per-node {ranks} " in run
+            assert eval(simulated.partition(": ")[2]).size == ranks
+
+
+def test_make_mesh_refuses_sizes_that_mean_nothing(pool: Any) -> None:
+    for got in pool.run(_made, {"x": -1, "y": -1}, {"x": 0}, {"x": -2}, {}, x=4):
+        assert [row[0] for row in got] == ["MeshError"] * 4
+        assert "only one axis can be inferred, not x, y" in got[0][1]
+        assert all(row[2] for row in got)
+
+
+def _views() -> list[bool]:
+    named = sl.make_mesh(device="cpu", x=2, y=2)
+    view = as_mesh(named)
+    with sl.use_mesh(named) as used:
+        same = sl.current_mesh() is used is view is as_mesh(named) is as_mesh(view) is as_mesh(None)
+    coordinate = named.get_coordinate()
+    placed = view.coord == dict(zip("xy", coordinate or (), strict=True))
+    try:
+        as_mesh(init_device_mesh("cpu", (2, 2)))
+    except MeshError as e:
+        scope: dict[str, Any] = {"init_device_mesh": init_device_mesh}
+        unnamed = as_mesh(eval(e.fix, scope)).axes == {"x": 2, "y": 2}
+    return [same, placed, view.kind == "dist", view.axes == {"x": 2, "y": 2}, view.device.type == "cpu", unnamed]
+
+
+def test_a_named_device_mesh_has_one_view(pool: Any) -> None:
+    assert all(all(row) for row in pool.run(_views, x=4))
+
+
+def _again() -> list[float]:
+    """Leave the process group and start another; the same mesh must reach the new one."""
+    folder, rank, out = os.environ["SHARDLIB_TEST_STORES"], dist.get_rank(), []
+    for turn in range(2):
+        mesh = sl.make_mesh(device="cpu", x=2)
+        with sl.use_mesh(mesh) as view:
+            out.append(sl.psum(torch.ones(1), "x").item())
+        dist.destroy_process_group()
+        store = dist.FileStore(os.path.join(folder, f"store{turn}"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return [*out, float(view.device_mesh is mesh)]
+
+
+def test_a_mesh_made_after_the_old_groups_are_gone_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLIB_TEST_STORES", str(tmp_path))
+    assert sl.launch(_again, x=2) == [[2.0, 2.0, 1.0]] * 2
+
+
+ALONE = """
+import shardlib as sl
+try:
+    sl.make_mesh(x=2, y=2)
+except sl.ShardError as e:
+    assert type(e).__name__ == "MeshError" and "needs 4 ranks, 1 process is running" in str(e), e
+    assert "sl.simulate(x=2, y=2)" in e.fix and "--nproc-per-node 4" in e.fix
+import torch
+with sl.use_mesh(sl.make_mesh(x=1, y=-1)) as mesh:
+    a = sl.shard(torch.eye(2), "x y")
+    assert (mesh.sizes, mesh.kind) == ((1, 1), "dist") and torch.equal(sl.unshard(a @ a), torch.eye(2))
+print("right")
+"""
+
+
+def test_one_plain_process_is_a_mesh_of_one() -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean["CUDA_VISIBLE_DEVICES"] = ""
+    clean["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, "-c", ALONE], env=clean, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "right", done.stderr
+
+
+def _everywhere(scale: float) -> Any:
+    mesh = sl.current_mesh()
+    rank = sl.axis_index(mesh.names)
+    return rank, mesh.coord, scale * sl.psum(torch.tensor(float(rank)), mesh.names), torch.get_num_threads()
+
+
+def test_launch_returns_results_by_rank() -> None:
+    got = sl.launch(_everywhere, 0.5, a=2, b=2, c=2, timeout=120)
+    assert [rank for rank, *_ in got] == list(range(8))
+    assert [c["a"] * 4 + c["b"] * 2 + c["c"] for _, c, *_ in got] == list(range(8))
+    assert all(total == 0.5 * math.comb(8, 2) for *_, total, _ in got)
+    assert all(threads == max(1, (os.cpu_count() or 1) // 8) for *_, threads in got)
+    with pytest.raises(NoMesh):
+        sl.current_mesh()
+
+
+class Odd(Exception):
+    """Pickles, and cannot be read back."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def _fails(how: str) -> None:
+    if sl.axis_index("x") == 1:
+        if how == "odd":
+            raise Odd(1, 2)
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+    if how == "late":
+        time.sleep(600)
+    sl.psum(torch.ones(1), "x")  # would wait for rank 1
+
+
+def test_launch_tells_an_error_that_cannot_be_read_back() -> None:
+    with pytest.raises(sl.ShardError, match=r"rank 1 failed(.|\n)*Odd: 1 and 2"):
+        sl.launch(_fails, "odd", x=2, timeout=120)
+
+
+def test_launch_notices_a_rank_that_died() -> None:
+    with pytest.raises(sl.ShardError, match="rank 1 was ended by SIGKILL"):
+        sl.launch(_fails, "killed", x=2, timeout=120)
+
+
+def test_launch_gives_up_in_time_and_leaves_no_process() -> None:
+    before = time.monotonic()
+    with pytest.raises(sl.ShardError, match="no result after 8 s") as caught:
+        sl.launch(_fails, "late", x=2, timeout=8)
+    assert time.monotonic() - before < 30
+    assert caught.value.fix
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    if children.exists():  # Linux
+        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
+        assert not [n for n in names if "spawn_main" in n]
+
+
+def test_launch_refuses_what_cannot_travel() -> None:
+    with pytest.raises(sl.ShardError, match="pickled") as caught:
+        sl.launch(lambda: 1, x=2)
+    assert "module" in caught.value.fix
+    with pytest.raises(MeshError, match="positive integers"):
+        sl.launch(_fails, "late", x=0)
