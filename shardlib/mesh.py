@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardlib.errors import MeshError, NoMesh, ShardError, UnknownAxis
+from shardlib.errors import AxisReused, MeshError, NoMesh, ShardError, UnknownAxis
 
 __all__ = [
     "Mesh", "as_mesh", "bind", "current_mesh", "launch", "make_mesh", "record", "simulate", "use_mesh",
@@ -70,6 +70,10 @@ class Mesh(Mapping[str, int]):
         if found is None:
             if isinstance(axis, str):
                 raise unknown_axis(axis, self.axes)
+            if len(set(axis)) < len(axis):
+                raise AxisReused(
+                    f"axis {axis!r} names a mesh axis twice", mesh=self, fix=repr(tuple(dict.fromkeys(axis)))
+                )
             found = self._known[tuple(axis)] = math.prod([self.axis_size(a) for a in axis])
         return found
 

@@ -137,15 +137,15 @@ def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: t
 def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if mesh.axis_size(axes) == 1:
+    if mesh.axis_size(axes) == 1 and params != ((),):  # ppermute along no pair: nobody receives
         return x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
     return Stacked(_raw_call(op, stacked.of(x, mesh), mesh, axes, params), mesh)
 
 
-def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool) -> int:
-    ndim = x.ndim
+def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -> int:
+    ndim = x.ndim + new
     if not -ndim <= dim < ndim:
         raise RankMismatch(
             f"dimension {dim} of a block with {ndim} dimensions",
@@ -200,9 +200,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     Shapes: x [..., n, ...] -> [..., n p, ...].
     Moves: (p-1) n bytes, p-1 messages.    Grad: psum_scatter.
     """
-    if not tiled:
-        x = x.unsqueeze(dim)
-    return _call("all_gather", x, axis, (_dim("all_gather", x, axis, dim, False),))
+    at = _dim("all_gather", x, axis, dim, False, new=not tiled)
+    return _call("all_gather", x if tiled else x.unsqueeze(at), axis, (at,))
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -234,10 +233,14 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     Moves: n bytes per moving pair / p, 1 message.    Grad: the inverse.
     Raises: ShardError if a rank sends or receives twice, or is not on the axis.
     """
+    return _call("ppermute", x, axis, _pairs(x, axis, perm))
+
+
+def _pairs(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...]]:
     pairs = tuple((int(s), int(d)) for s, d in perm)
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     _check_pairs(pairs, mesh.axis_size(axis))
-    return _call("ppermute", x, axis, (pairs,))
+    return (pairs,)
 
 
 @lru_cache(maxsize=1024)
@@ -252,8 +255,12 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """Rank i's block goes to rank i + by, cyclic.  Moves: n bytes, 1 message.  Grad: shift by -by."""
+    return _call("ppermute", x, axis, _by(x, axis, by))
+
+
+def _by(x: Tensor, axis: Axis, by: int) -> tuple[tuple[tuple[int, int], ...]]:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    return _call("ppermute", x, axis, (_cycle(mesh.axis_size(axis), by),))
+    return (_cycle(mesh.axis_size(axis), by),)
 
 
 @lru_cache(maxsize=1024)
@@ -267,8 +274,11 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
     Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_to_all with the dims exchanged.
     """
-    split = _dim("all_to_all", x, axis, split_dim, True)
-    return _call("all_to_all", x, axis, (split, _dim("all_to_all", x, axis, concat_dim, False)))
+    return _call("all_to_all", x, axis, _dims(x, axis, split_dim, concat_dim))
+
+
+def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, int]:
+    return _dim("all_to_all", x, axis, split_dim, True), _dim("all_to_all", x, axis, concat_dim, False)
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
@@ -279,12 +289,12 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     ...     pbroadcast(axis_index("x") * 10.0, "x", root=1)
     tensor(10.)
     """
-    return _call("pbroadcast", x, axis, (_root(x, axis, root),))
+    return _call("pbroadcast", x, axis, (_root("pbroadcast", x, axis, root),))
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """The sum at the root, zeros elsewhere.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast."""
-    return _call("preduce", x, axis, (_root(x, axis, root),))
+    return _call("preduce", x, axis, (_root("preduce", x, axis, root),))
 
 
 def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
@@ -302,11 +312,11 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
     dist.preduce_add(target, x, mesh, axes, root)
 
 
-def _root(x: Tensor, axis: Axis, root: int) -> int:
+def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     p = mesh.axis_size(axis)
     if not 0 <= root < p:
-        raise ShardError(f"root {root} is not among 0..{p - 1} of {axis!r}", op="pbroadcast", mesh=mesh, fix="root=0")
+        raise ShardError(f"root {root} is not among 0..{p - 1} of {axis!r}", op=op, mesh=mesh, fix="root=0")
     return root
 
 
@@ -356,30 +366,38 @@ class Pending:
         return out
 
 
-def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any) -> Pending:
+_POSTABLE: dict[Callable[..., Tensor], Callable[..., tuple[str, tuple]]] = {  # the same checks as the synchronous form
+    psum: lambda x, axis: ("psum", ()),
+    pmax: lambda x, axis: ("pmax", ()),
+    all_gather: lambda x, axis, dim=0: ("all_gather", (_dim("all_gather", x, axis, dim, False),)),
+    psum_scatter: lambda x, axis, dim=0: ("psum_scatter", (_dim("psum_scatter", x, axis, dim, True),)),
+    ppermute: lambda x, axis, perm: ("ppermute", _pairs(x, axis, perm)),
+    shift: lambda x, axis, by=1: ("ppermute", _by(x, axis, by)),
+    all_to_all: lambda x, axis, split_dim, concat_dim: ("all_to_all", _dims(x, axis, split_dim, concat_dim)),
+    pbroadcast: lambda x, axis, root=0: ("pbroadcast", (_root("pbroadcast", x, axis, root),)),
+    preduce: lambda x, axis, root=0: ("preduce", (_root("preduce", x, axis, root),)),
+}
+
+
+def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Pending:
     """Post a collective and go on: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
 
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
     """
-    mesh = _SCOPE.mesh or current_mesh()
+    mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
     if x.requires_grad and torch.is_grad_enabled():
         raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
-    if f is pbroadcast and mesh.kind == "dist" and not OPEN and type(axis) is str and mesh.axis_size(axis) > 1:
-        return dist.pbroadcast(x, mesh, (axis,), *args)  # type: ignore[return-value]  # SUMMA's panels: the hot path
-    if mesh.kind != "dist":
-        out = f(x, axis, *args)
+    hot = f is pbroadcast and args and mesh.kind == "dist" and not OPEN and type(axis) is str  # SUMMA's panels
+    if hot and 0 <= args[0] < mesh.axis_size(axis) > 1:
+        return dist.pbroadcast(x, mesh, (axis,), *args)  # type: ignore[return-value]
+    if f not in _POSTABLE:
+        names = ", ".join(g.__name__ for g in _POSTABLE)
+        raise ShardError(
+            f"no asynchronous form; these have one: {names}", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})"
+        )
+    op, params = _POSTABLE[f](x, axis, *args, **kwargs)
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if mesh.kind != "dist" or mesh.axis_size(axes) == 1:
+        out = _call(op, x, axis, params)
         return Pending(lambda: out)
-    axes = (axis,) if isinstance(axis, str) else axis
-    p = mesh.axis_size(axes)
-    if p == 1:
-        return Pending(lambda: x)
-    name = f.__name__
-    if name == "shift":
-        name, params = "ppermute", (_cycle(p, args[0] if args else 1),)
-    elif name in ("all_gather", "psum_scatter"):
-        params = (_dim(name, x, axis, args[0] if args else 0, name == "psum_scatter"),)
-    elif name == "ppermute":
-        params = (tuple(args[0]),)
-    else:
-        params = args
-    return Pending(_finish(name, x, mesh, axes, params))
+    return Pending(_finish(op, x, mesh, axes, params))

@@ -6,7 +6,8 @@ must (reduce-scatter is an all-reduce there) or sums in no fixed order, we move 
 add them in rank order ourselves; NCCL keeps its native collectives.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class _Group:
     places: tuple[int, ...]  # rank within the process group of each flattened index
     order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
     native: bool
+    turns: Iterator[int]  # the same number for all members: one tag per exchange, so none can take another's blocks
 
 
 def group(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
@@ -60,7 +62,8 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = dist.get_backend(handle) == "nccl"
-    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native)
+    turns = itertools.cycle(range(1024))
+    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns)
 
 
 def _summed(blocks: Sequence[Tensor]) -> Tensor:
@@ -146,6 +149,7 @@ def place(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
 
 def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Finish:
     g = group(mesh, axes)
+    tag = next(g.turns)  # also on ranks that take no part
     source = next((s for s, d in pairs if d == g.index), None)
     target = next((d for s, d in pairs if s == g.index), None)
     if source == g.index:
@@ -158,10 +162,10 @@ def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple
     if source is not None:
         posts.append((dist.irecv, out, source))
     if g.native:
-        ops = [dist.P2POp(f, t, g.ranks[peer]) for f, t, peer in posts]
+        ops = [dist.P2POp(f, t, g.ranks[peer], group=g.handle) for f, t, peer in posts]
         works = dist.batch_isend_irecv(ops) if ops else []
     else:
-        works = [_SEND_OR_RECV[f](g.handle, [t], g.places[peer], 0) for f, t, peer in posts]
+        works = [_SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag) for f, t, peer in posts]
 
     def finish() -> Tensor:
         for work in works:
@@ -216,9 +220,10 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.reduce(out, g.ranks[root], group=g.handle)
         return lambda: out if g.index == root else _nothing(x)
+    tag = next(g.turns)
     if g.index != root:
         sent = x.contiguous()
-        work = g.handle.send([sent], g.places[root], 0)
+        work = g.handle.send([sent], g.places[root], tag)
 
         def finish() -> Tensor:
             work.wait()  # type: ignore[union-attr]
@@ -226,7 +231,7 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
 
         return finish
 
-    return lambda: _collect(x.new_zeros(x.shape), x, g)
+    return lambda: _collect(x.new_zeros(x.shape), x, g, tag)
 
 
 def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> None:
@@ -235,12 +240,12 @@ def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], ro
     if g.native:
         target.add_(preduce(x, mesh, axes, root)())
     elif g.index == root:
-        _collect(target, x, g)
+        _collect(target, x, g, next(g.turns))
     else:
-        g.handle.send([x.contiguous()], g.places[root], 0).wait()
+        g.handle.send([x.contiguous()], g.places[root], next(g.turns)).wait()
 
 
-def _collect(target: Tensor, x: Tensor, g: _Group) -> Tensor:
+def _collect(target: Tensor, x: Tensor, g: _Group, tag: int) -> Tensor:
     """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     total = target.float() if half else target
@@ -249,7 +254,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group) -> Tensor:
             total.add_(x)
             continue
         buffer = x.new_empty(x.shape)
-        g.handle.recv([buffer], place, 0).wait()
+        g.handle.recv([buffer], place, tag).wait()
         total.add_(buffer)
     return target.copy_(total) if half else total
 

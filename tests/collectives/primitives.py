@@ -58,6 +58,15 @@ def cost(kind: str, n: int, p: int) -> tuple[float, int]:
     }[kind]  # fmt: skip
 
 
+def in_reverse(x: Tensor, axis: Any) -> Tensor:
+    """Transfers of equal shape between the same ranks; each must get its own, whichever is awaited first."""
+    posted = [
+        sl.start(sl.preduce, x, axis, 0), sl.start(sl.preduce, 2 * x, axis, 0),
+        sl.start(sl.shift, x, axis), sl.start(sl.shift, 3 * x, axis), sl.start(sl.pbroadcast, x, axis, 0),
+    ]  # fmt: skip
+    return torch.stack([p.wait() for p in reversed(posted)][::-1])
+
+
 # name -> (call on the local block and axis, reference per group, cost kind)
 PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = {
     "psum": (sl.psum, lambda b, p: [total(b)] * p, "reduce"),
@@ -104,6 +113,23 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
     "start all_gather": (lambda x, a: sl.start(sl.all_gather, x, a, 1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
     "start psum_scatter": (lambda x, a: sl.start(sl.psum_scatter, x, a, 0).wait(), lambda b, p: list(total(b).chunk(p, 0)), "scatter"),
     "start psum": (lambda x, a: sl.start(sl.psum, x, a).wait(), lambda b, p: [total(b)] * p, "reduce"),
+    "start by default": (lambda x, a: sl.start(sl.pbroadcast, x, a).wait(), lambda b, p: [b[0]] * p, "one"),
+    "start by name": (lambda x, a: sl.start(sl.all_gather, x, a, dim=-1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
+    "start pmax": (lambda x, a: sl.start(sl.pmax, x, a).wait(), lambda b, p: [torch.stack(b).amax(0)] * p, "reduce"),
+    "start preduce": (
+        lambda x, a: sl.start(sl.preduce, x, a, 0).wait(), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
+    ),
+    "start ppermute": (
+        lambda x, a: sl.start(sl.ppermute, x, a, [(i, i) for i in range(sl.axis_size(a))]).wait(), lambda b, p: b, "none"
+    ),
+    "start all_to_all": (
+        lambda x, a: sl.start(sl.all_to_all, x, a, -2, -1).wait(),
+        lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 1) for i in range(p)], "scatter",
+    ),
+    "ppermute nowhere": (lambda x, a: sl.ppermute(x, a, []), permuted([]), "none"),
+    "waited for in reverse": (in_reverse, lambda b, p: [
+        torch.stack([total(b) * (i == 0), 2 * total(b) * (i == 0), b[(i - 1) % p], 3 * b[(i - 1) % p], b[0]]) for i in range(p)
+    ], ""),
     "two in flight": (
         lambda x, a: (lambda one, two: one.wait() + two.wait())(sl.start(sl.shift, x, a, 1), sl.start(sl.pbroadcast, x, a, 0)),
         lambda b, p: [b[(i - 1) % p] + b[0] for i in range(p)], "",
@@ -112,7 +138,7 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
     "psum of nothing": (lambda x, a: sl.psum(x[:0], a), lambda b, p: [b[0][:0]] * p, ""),
 }  # fmt: skip
 
-ADJOINTS = [n for n in PRIMITIVES if not n.startswith(("start", "two", "axis", "psum of nothing"))]
+ADJOINTS = [n for n in PRIMITIVES if not n.startswith(("start", "two", "waited", "axis", "psum of nothing"))]
 
 
 def expected(name: str, mesh: dict[str, int], axis: Any, dtype: torch.dtype) -> Blocks:
@@ -154,6 +180,39 @@ def adjoint_gap(name: str, axis: Any) -> float:
     return abs(left - right) / max(1.0, abs(left))
 
 
+def gradient(name: str, axis: Any, x: Tensor) -> Tensor | None:
+    """Of the sum of squares of the result, on this rank or on all simulated ones."""
+    x = x.detach().clone().requires_grad_()
+    PRIMITIVES[name][0](x, axis).square().sum().backward()
+    return x.grad
+
+
+def all_gradients(axes: list[Any], blocks: Tensor) -> dict[Any, Tensor | None]:
+    mesh = sl.current_mesh()
+    x = blocks[sl.axis_index(mesh.names)]
+    return {(n, a): gradient(n, a, x) for a in axes for n in ADJOINTS}
+
+
+def of_nothing(axis: Any) -> list[torch.Size]:
+    """Shapes of what comes back for blocks without elements."""
+    x = sl.axis_index(axis) * torch.zeros(0, 4)
+    return [
+        y.shape
+        for y in (
+            sl.psum(x, axis), sl.all_gather(x, axis, 0), sl.all_gather(x, axis, 1), sl.psum_scatter(x, axis, 1),
+            sl.psum_scatter(x, axis, 0), sl.shift(x, axis), sl.pbroadcast(x, axis, 1), sl.preduce(x, axis, 1),
+            sl.all_to_all(x, axis, 1, 0), sl.all_to_all(x, axis, 0, 1), sl.pslice(x, axis, 1), sl.ppermute(x, axis, [(0, 1)]),
+        )
+    ]  # fmt: skip
+
+
+def halves(dtype: torch.dtype, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of half precision blocks: scattered, and at the root."""
+    mesh = sl.current_mesh()
+    x = blocks[sl.axis_index("x")] if mesh.kind == "dist" else wrap(blocks, mesh)
+    return sl.psum_scatter(x.to(dtype), "x"), sl.preduce(x.to(dtype), "x", 1).clone()
+
+
 def linear_adjoints(axes: list[Any]) -> dict[Any, float]:
     return {(n, a): adjoint_gap(n, a) for a in axes for n in ADJOINTS if n != "pmax"}
 
@@ -162,4 +221,7 @@ def stacked_input(mesh: Any, dtype: torch.dtype = torch.float64) -> Tensor:
     return wrap(torch.stack([block(r, dtype) for r in range(mesh.size)]), mesh)
 
 
-__all__ = ["ADJOINTS", "PRIMITIVES", "all_on_rank", "expected", "linear_adjoints", "stacked_input", "unwrap"]
+__all__ = [
+    "ADJOINTS", "PRIMITIVES", "all_gradients", "all_on_rank", "expected", "gradient", "halves", "linear_adjoints",
+    "of_nothing", "stacked_input", "unwrap",
+]  # fmt: skip

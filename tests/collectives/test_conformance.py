@@ -10,10 +10,14 @@ from shardlib.collectives import unwrap, wrap
 from tests.collectives.primitives import (
     ADJOINTS,
     PRIMITIVES,
+    all_gradients,
     all_on_rank,
     cost,
     expected,
+    gradient,
+    halves,
     linear_adjoints,
+    of_nothing,
     on_rank,
     stacked_input,
 )
@@ -85,7 +89,19 @@ NAMES_A_SECOND_RANK = {
 def test_one_sized_axes_move_nothing(name: str) -> None:
     with sl.simulate(x=1, y=2) as m, sl.trace() as t:
         PRIMITIVES[name][0](stacked_input(m), "x")
-    assert t.events == []
+    assert (t.bytes, t.messages) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [sl.simulate, sl.record])
+def test_who_receives_nothing_gets_zeros_also_where_there_is_one_rank(make: Any) -> None:
+    """A halo of one-sized axes: the edge has no neighbour, and keeps nothing of its own."""
+    with make(x=1, y=2) as m:
+        x = torch.ones(3, device=m.device, requires_grad=True)
+        y = sl.ppermute(x, "x", [(i, i + 1) for i in range(sl.axis_size("x") - 1)])
+        y.sum().backward()
+        assert y.shape == (3,) and x.grad is not None
+        if make is sl.simulate:
+            assert not y.any() and not x.grad.any()
 
 
 @pytest.mark.parametrize("name", ADJOINTS)
@@ -100,6 +116,47 @@ def test_gradients_are_adjoints_on_real_ranks(pool: Any) -> None:
     for mesh, axes in MESHES:
         for gaps in pool.run(linear_adjoints, axes, **mesh):
             assert max(gaps.values()) < 1e-12, max(gaps, key=gaps.get)
+
+
+def test_gradients_on_real_ranks_are_those_on_simulated_ones(pool: Any) -> None:
+    """Small integers, so that several ranks hold the maximum, whose gradient is shared."""
+    for mesh, axes in MESHES:
+        blocks = torch.randint(3, (4, 4, 6), generator=torch.Generator().manual_seed(0)).double()
+        answers = pool.run(all_gradients, axes, blocks, **mesh)
+        for (name, axis), _ in answers[0].items():
+            with sl.simulate(**mesh) as m:
+                want = unwrap(gradient(name, axis, wrap(blocks, m)))
+            for rank, answer in enumerate(answers):
+                said = f"{name} over {axis} on rank {rank}"
+                torch.testing.assert_close(answer[name, axis], want[rank], rtol=1e-12, atol=0, msg=said)
+
+
+def test_flattened_axes_that_are_not_the_whole_mesh() -> None:
+    mesh, axes = {"x": 2, "y": 2, "z": 2}, [("x", "y"), ("y", "x"), ("z", "x"), "y"]
+    answers = sl.launch(all_on_rank, axes, **mesh, timeout=180)
+    for name, axis in answers[0]:
+        want = expected(name, mesh, axis, torch.float64)
+        for rank, answer in enumerate(answers):
+            said = f"{name} over {axis} on rank {rank}"
+            torch.testing.assert_close(answer[name, axis][0], want[rank], rtol=1e-12, atol=0, msg=said)
+
+
+def test_blocks_without_elements_travel(pool: Any) -> None:
+    for mesh, axis in [({"x": 2, "y": 2}, "y"), ({"x": 4}, "x")]:
+        with sl.simulate(**mesh):
+            want = of_nothing(axis)
+        assert pool.run(of_nothing, axis, **mesh) == [want] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_half_precision_round_once(pool: Any, dtype: torch.dtype) -> None:
+    blocks = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    total = blocks.sum(0).to(dtype)
+    for rank, (scattered, reduced) in enumerate(pool.run(halves, dtype, blocks, x=4)):
+        assert torch.equal(scattered, total.chunk(4)[rank]) and torch.equal(reduced, total * (rank == 1))
+    with sl.simulate(x=4):
+        scattered, reduced = halves(dtype, blocks)
+    assert torch.equal(unwrap(scattered).flatten(), total) and torch.equal(unwrap(reduced)[1], total)
 
 
 def test_pvary_sums_its_gradient() -> None:
@@ -118,6 +175,12 @@ MISTAKES = [
     (lambda x: sl.ppermute(x, "x", [(0, 1), (1, 1)]), "ShardError", "rank 1 sends or receives twice"),
     (lambda x: sl.ppermute(x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
     (lambda x: sl.start(sl.psum, x.requires_grad_(), "x"), "ShardError", "no gradient"),
+    (lambda x: sl.start(sl.pmean, x, "x"), "ShardError", "these have one: psum"),
+    (lambda x: sl.start(sl.pbroadcast, x, "x", -1), "ShardError", "root -1 is not among 0..1"),
+    (lambda x: sl.start(sl.preduce, x, "x", 2), "ShardError", "preduce: root 2"),
+    (lambda x: sl.start(sl.ppermute, x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
+    (lambda x: sl.psum(x, ("x", "y", "x")), "AxisReused", "names a mesh axis twice"),
+    (lambda x: sl.all_gather(x, "x", 4, tiled=False), "RankMismatch", "dimension 4 of a block with 3 dimensions"),
     (lambda x: bool(sl.axis_index("x") > 0), "ShardError", "different values"),
 ]
 
@@ -129,6 +192,30 @@ def test_mistakes_name_the_culprit(call: Any, error: str, says: str) -> None:
         with pytest.raises(sl.ShardError, match=says) as caught:
             call(x)
         assert type(caught.value).__name__ == error and caught.value.fix
+
+
+def _mistakes() -> list[str]:
+    said = []
+    for call, *_ in MISTAKES:
+        try:
+            said.append(str(call(torch.ones(4, 3))))
+        except sl.ShardError as e:
+            said.append(f"{type(e).__name__} {e.message} {e.fix}")
+    return said
+
+
+def test_real_ranks_refuse_the_same_mistakes(pool: Any) -> None:
+    for said in pool.run(_mistakes, x=2, y=2):
+        for line, (_, error, says) in list(zip(said, MISTAKES, strict=True))[:-1]:  # the last is of simulation alone
+            assert line.startswith(error) and says.rpartition(": ")[2] in line, (line, says)
+
+
+def test_a_transfer_is_waited_for_once() -> None:
+    with sl.simulate(x=2) as m:
+        later = sl.start(sl.shift, wrap(torch.ones(2, 1), m), "x")
+        later.wait()
+        with pytest.raises(sl.ShardError, match="waited for already"):
+            later.wait()
 
 
 def test_a_collective_without_a_mesh_says_so() -> None:
