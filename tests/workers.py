@@ -1,17 +1,23 @@
 """A pool of real gloo processes, forked once and kept for the whole run.
 
 ``run`` sends a module-level function to every rank, inside the mesh asked for, and returns what
-each returned.  A task that takes too long has its stacks dumped and the pool is started anew.
+each returned.  The first failure is raised at once, though others may wait for that rank.  A task
+that takes too long has its stacks dumped.  After either the pool is started anew.
+
+Tasks and answers are pickled here: a Connection's own pickler puts tensors in shared memory, which
+outlives a killed process.
 """
 
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -32,10 +38,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     meshes: dict[tuple[tuple[str, int], ...], Any] = {}
     while True:
-        task = pipe.recv()
-        if task is None:
-            break
-        fn, args, axes, seconds = task
+        fn, args, axes, seconds = pickle.loads(pipe.recv_bytes())
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
         try:
             key = tuple(axes.items())
@@ -43,12 +46,11 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
                 meshes[key] = sl.make_mesh(device="cpu", **axes)
             torch.manual_seed(0)
             with sl.use_mesh(meshes[key]):
-                answer = (True, fn(*args))
+                answer = pickle.dumps((True, fn(*args)))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = pickle.dumps((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
-        pipe.send(answer)
-    os._exit(0)
+        pipe.send_bytes(answer)
 
 
 class Pool:
@@ -69,20 +71,25 @@ class Pool:
             self.processes.append(process)
 
     def run(self, fn: Callable[..., Any], *args: Any, seconds: float = 60.0, **axes: int) -> list[Any]:
+        task = pickle.dumps((fn, args, axes, seconds))
         for pipe in self.pipes:
-            pipe.send((fn, args, axes, seconds))
-        answers: list[Any] = []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                answers.append(pipe.recv() if pipe.poll(seconds + 5) else None)
-            except EOFError:
-                answers.append(None)
-            if answers[-1] is None or not answers[-1][0]:
-                text = "no answer in time" if answers[-1] is None else answers[-1][1]
-                self.close()
-                self._start()
-                raise WorkerError(f"rank {rank}:\n{text}")
-        return [value for _, value in answers]
+            pipe.send_bytes(task)
+        answers: dict[int, Any] = {}
+        until = time.monotonic() + seconds + 5  # the workers' own alarm comes first
+        while len(answers) < self.world:
+            left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            for pipe in wait(left, until - time.monotonic()) or left:
+                rank = self.pipes.index(pipe)
+                try:
+                    done, value = pickle.loads(pipe.recv_bytes()) if pipe.poll() else (False, "no answer in time")
+                except EOFError:
+                    done, value = False, f"no answer within {seconds:.0f} s, or the process died; see its stacks above"
+                if not done:
+                    self.close()
+                    self._start()
+                    raise WorkerError(f"rank {rank}:\n{value}")
+                answers[rank] = value
+        return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
         for process in self.processes:
