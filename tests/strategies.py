@@ -68,11 +68,51 @@ def shape_for(draw: Any, chosen: list[Layout], mesh: dict[str, int], zero: bool 
 
 
 @st.composite
-def placed(draw: Any, count: int = 1, most: int = 24, most_elements: int = 3000, **kwargs: Any) -> Any:
-    """(layouts..., shape, mesh): layouts of one rank and a shape all of them divide."""
-    mesh = draw(meshes(most))
-    ndim = draw(st.integers(0, 5))
-    chosen = [only(draw(layouts(ndim, **kwargs)), mesh) for _ in range(count)]
+def spellings(draw: Any) -> Layout:
+    """Every layout the text form can say, ``...`` and skews included."""
+    if draw(st.integers(0, 4)) == 0:
+        p, q, *rest = draw(st.permutations(AXES))
+        partial = tuple(rest[: draw(st.integers(0, 2))])
+        return Layout(
+            (Dim((p,)), Dim((q,))), partial, draw(st.sampled_from("ab")), draw(st.sampled_from([None, 0, 1, 2]))
+        )
+    layout = draw(layouts())
+    return Layout(layout.dims, layout.partial, "", draw(st.none() | st.integers(0, len(layout.dims))))
+
+
+@st.composite
+def skewable(draw: Any, count: int, most: int, partial: bool) -> tuple[list[Layout], dict[str, int]]:
+    """Layouts of a matrix, at least one of them skewed, and a mesh with a square of two of its axes."""
+    q = draw(st.integers(1, min(4, math.isqrt(most))))
+    sizes = [q, q, *([draw(st.integers(1, most // q**2))] if draw(st.booleans()) else [])]
+    names = draw(st.permutations(AXES[: len(sizes)]))
+    mesh = {a: dict(zip(names, sizes, strict=True))[a] for a in AXES[: len(sizes)]}
+    skewed = [draw(st.integers(0, 2)) > 0 for _ in range(count)]
+    skewed[draw(st.integers(0, count - 1))] = True
+    chosen = []
+    for skew in skewed:
+        plain = only(draw(layouts(2, partial=partial)), mesh)
+        row, col = draw(st.permutations(names[:2]))
+        pending = tuple(a for a in plain.partial if a not in (row, col))
+        twisted = Layout((Dim((row,)), Dim((col,))), pending, draw(st.sampled_from("ab")))
+        chosen.append(twisted if skew else plain)
+    return chosen, mesh
+
+
+@st.composite
+def placed(
+    draw: Any, count: int = 1, most: int = 24, most_elements: int = 3000, skew: bool = False, **kwargs: Any
+) -> Any:
+    """(layouts..., shape, mesh): layouts of one rank and a shape all of them divide.
+
+    ``skew``  one case in four is of matrices in Cannon's skew.
+    """
+    if skew and draw(st.integers(0, 3)) == 0:
+        chosen, mesh = draw(skewable(count, most, kwargs.get("partial", True)))
+        ndim = 2
+    else:
+        mesh, ndim = draw(meshes(most)), draw(st.integers(0, 5))
+        chosen = [only(draw(layouts(ndim, **kwargs)), mesh) for _ in range(count)]
     shape = draw(shape_for(chosen, mesh))
     while math.prod(shape) > most_elements:
         big = max(range(ndim), key=lambda d: shape[d])

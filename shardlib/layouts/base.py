@@ -126,7 +126,7 @@ class Layout:
     def transpose(self, *perm: int) -> "Layout":
         """Of the tensor permuted so that its dimension i is the old ``perm[i]``."""
         me = self.resolve(len(perm))
-        if sorted(p % max(1, len(perm)) for p in perm) != list(range(len(perm))):
+        if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
             raise ShardError(
                 f"{perm} is no permutation", op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}"
             )
@@ -315,7 +315,11 @@ def _token(token: str, text: str) -> Dim:
         order, parens = order or "contiguous", True
     if order not in _ORDERS:
         near = difflib.get_close_matches(order, _ORDERS, 1) or ["zigzag"]
-        raise _bad(text, f"unknown order {order!r}; there are {', '.join(_ORDERS)}", text.replace(order, near[0]))
+        raise _bad(
+            text,
+            f"unknown order {order!r}; there are {', '.join(_ORDERS)}",
+            re.sub(rf"\b{order}\(", f"{near[0]}(", text),
+        )
     parts: list[str | int] = []
     for word in inner.split():
         if word.isdigit() and int(word) > 1 and parens:
@@ -332,6 +336,10 @@ def _token(token: str, text: str) -> Dim:
 
 
 def _bad(text: str, what: str, example: str) -> LayoutSyntax:
+    try:
+        _parse(example)
+    except ShardError:  # the text has another mistake too
+        example = "x ... y"
     return LayoutSyntax(f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})")
 
 
@@ -363,15 +371,15 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
     sizes = dict(mesh)
     for axis in (*layout.axes, *layout.partial):
         if axis not in sizes:
-            near = difflib.get_close_matches(axis, sizes, 1)
+            near = difflib.get_close_matches(axis, sizes.keys() - {*layout.axes, *layout.partial}, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            better = re.sub(rf"\b{re.escape(axis)}\b", near[0] if near else "", str(layout)).strip() or "..."
+            better = re.sub(rf"\b{re.escape(axis)}\b", near[0], str(layout)) if near else "..."
             raise UnknownAxis(
                 f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{hint}",
                 op=op,
                 operands={"layout": str(layout)},
                 mesh=sizes,
-                fix=f"sl.Layout.parse({better if near else '...'!r})" if not near else f"sl.Layout.parse({better!r})",
+                fix=f"sl.Layout.parse({better!r})",
             )
     me = layout.resolve(len(shape))
     for d, (dim, n) in enumerate(zip(me.dims, shape, strict=True)):
@@ -478,13 +486,15 @@ def _product_layout(a: Layout, b: Layout) -> Layout:
             "a product takes matrices", op="@", operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')"
         )
     ka, kb, columns = a.dims[-1], b.dims[-2], b.dims[-1]
-    batch = b.dims[:-2]
+    lead = len(a.dims) - len(b.dims)
+    batch = a.dims[max(0, lead) : -2] if len(b.dims) > 2 else ()
     clash = set(columns.axes) & {x for d in a.dims[:-1] for x in d.axes}
-    if ka != kb or clash or a.partial or b.partial or a.skew or b.skew or (batch and batch != a.dims[: len(batch)]):
+    if ka != kb or clash or a.partial or b.partial or a.skew or b.skew or batch != b.dims[:-2]:
+        bare = Layout(a.dims)
         raise ImplicitCommunication(
             f"contraction split {ka} in a and {kb} in b" if ka != kb else "the operands do not multiply in place",
             op="@",
             operands={"a": str(a), "b": str(b)},
-            fix=f"a @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",
+            fix=f"sl.Layout.parse({str(bare)!r}) @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",
         )
     return Layout((*a.dims[:-1], columns), ka.axes)

@@ -12,7 +12,8 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag, striped
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
 
-The plan is a shortest path, so a direct plan never costs more than a detour:
+The plan is a shortest path over the axes that the two layouts name (copies along other axes
+all do the same), so a direct plan never costs more than a detour through a B over those axes:
 cost(A >> C) <= cost(A >> B) + cost(B >> C).
 """
 
@@ -140,6 +141,12 @@ def _moves(
         return shape[d] // math.prod(sizes[a] for a in dims[d].axes)
 
     yield from _permutations(state, last, shape, sizes, here)
+    for axis in sorted(set(last[1]) - used):
+        yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
+    for axis in partial:
+        p = sizes[axis]
+        step = Step("psum", (axis,), words=Fraction(2 * (p - 1) * here, p), messages=2 * (p - 1), elements=here)
+        yield step, (dims, tuple(x for x in partial if x != axis), skew)
     if skew:
         return
     for d, dim in enumerate(dims):
@@ -166,18 +173,15 @@ def _moves(
                 moved = list(at(d, inner))
                 moved[to] = Dim((*other.parts, axis))
                 yield step, (tuple(moved), partial, skew)
-    for axis in goal - used:
-        p = sizes[axis]
+    for axis, p in sizes.items():  # in mesh order: every rank must find the same plan
+        if axis in used or axis not in goal:
+            continue
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
                 yield Step("slice", (axis,), d, elements=here // p), (at(d, Dim((*dim.parts, axis))), partial, skew)
-        if axis in last[1]:
-            yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
     for axis in partial:
         p = sizes[axis]
         rest = tuple(x for x in partial if x != axis)
-        step = Step("psum", (axis,), words=Fraction(2 * (p - 1) * here, p), messages=2 * (p - 1), elements=here)
-        yield step, (dims, rest, skew)
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
                 step = Step(
@@ -238,6 +242,10 @@ def _permute_to(
     def held(state: _State, coord: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(i) for i in indices(state[0], state[2], shape, sizes, full | coord))
 
+    if not here:  # nobody holds anything: a block is where it should be if it has the shape
+        if [*map(len, held(a, full))] == [*map(len, held(b, full))]:
+            yield Step("ppermute", axes, table=tuple((i, i) for i in range(len(coords)))), b
+        return
     holders = {held(a, c): i for i, c in enumerate(coords)}
     if len(holders) < len(coords):
         return

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Layout
-from tests.strategies import placed
+from tests.strategies import only, placed
 
-laws = settings(max_examples=200)
+laws = settings(max_examples=200, deadline=None)
 
 
 @laws
-@given(placed(2, most=12, most_elements=600))
+@given(placed(2, most=12, most_elements=600, skew=True))
 def test_reshard_equals_shard(case: Any) -> None:
     """Every pair of layouts, blockwise, with exactly the planned bytes and messages."""
     a, b, shape, mesh = case
@@ -24,31 +24,34 @@ def test_reshard_equals_shard(case: Any) -> None:
         start, want = sl.shard(x, a), sl.shard(x, b)
         with sl.trace() as t:
             got = sl.reshard(start, b)
+        assert got.sharding == b and torch.equal(got.raw, want.raw)
         assert torch.equal(sl.unshard(got), x)
-        if not b.partial:
-            assert torch.equal(got.raw, want.raw)
     plan = a >> b
     assert t.bytes == plan.bytes(shape, mesh, 8)
     assert t.messages == plan.messages(shape, mesh)
 
 
 @laws
-@given(placed(3, most=12, most_elements=600))
+@given(placed(3, most=12, most_elements=600, skew=True))
 def test_a_detour_never_costs_less(case: Any) -> None:
+    """A detour over the axes that the two ends name: the plan uses no others."""
     a, b, c, shape, mesh = case
+    named = {*a.axes, *a.partial, *c.axes, *c.partial}
+    if not named >= {*b.axes, *b.partial}:
+        b = only(b, {axis: n for axis, n in mesh.items() if axis in named})
     direct = (a >> c).bytes(shape, mesh)
     assert direct <= (a >> b).bytes(shape, mesh) + (b >> c).bytes(shape, mesh)
 
 
 @laws
-@given(placed())
+@given(placed(skew=True))
 def test_staying_costs_nothing(case: Any) -> None:
     layout, shape, mesh = case
     assert (layout >> layout).steps(shape, mesh) == ()
 
 
 @laws
-@given(placed(2, most=12, most_elements=200, partial=False))
+@given(placed(2, most=12, most_elements=200, partial=False, skew=True))
 def test_the_gradient_takes_the_way_back(case: Any) -> None:
     a, b, shape, mesh = case
     x = torch.randn(shape, dtype=torch.float64)
@@ -61,6 +64,7 @@ def test_the_gradient_takes_the_way_back(case: Any) -> None:
         assert torch.equal(sl.unshard(start.grad), g)
 
 
+@laws
 @given(st.integers(1, 4), st.sampled_from("ab"), st.booleans())
 def test_skew_is_a_permutation_of_blocks(q: int, skew: str, back: bool) -> None:
     x = torch.arange(float(4 * q * q)).reshape(2 * q, 2 * q)

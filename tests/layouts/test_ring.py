@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from shardlib.layouts import Ring
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(0, 60), st.integers(1, 9))
 def test_positions_are_a_bijection_for_every_length(schedule: str, length: int, size: int) -> None:
     """Also shorter than the ring and not divisible; sizes differ by at most two positions."""
@@ -14,7 +14,7 @@ def test_positions_are_a_bijection_for_every_length(schedule: str, length: int, 
     assert max(map(len, held)) - min(map(len, held)) <= (2 if schedule == "zigzag" else 1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8))
 def test_zigzag_balances_causal_work(chunk: int, size: int) -> None:
     """With even chunks every rank attends to the same number of positions."""
