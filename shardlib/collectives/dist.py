@@ -210,7 +210,7 @@ class _Posted:
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> _Posted:
     g = mesh.groups.get(axes) or group(mesh, axes)
-    out = x.contiguous() if g.index == root else x.new_empty(x.shape)
+    out = x.contiguous() if g.index == root else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _Posted(g.handle.broadcast(out, g.places[root]), out)
 
 
@@ -253,7 +253,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int) -> Tensor:
         if i == g.index:
             total.add_(x)
             continue
-        buffer = x.new_empty(x.shape)
+        buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
         g.handle.recv([buffer], place, tag).wait()
         total.add_(buffer)
     return target.copy_(total) if half else total
