@@ -285,7 +285,7 @@ def _reused(layout: Layout) -> AxisReused:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Layout:
-    body, _, skew = text.partition(" skew ")
+    body, _, skew = f" {text}".partition(" skew ")
     body, plus, tail = body.partition("+")
     partial: tuple[str, ...] = ()
     if plus:

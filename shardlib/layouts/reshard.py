@@ -12,9 +12,10 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag, striped
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
 
-The plan is a shortest path over the axes that the two layouts name (copies along other axes
-all do the same), so a direct plan never costs more than a detour through a B over those axes:
-cost(A >> C) <= cost(A >> B) + cost(B >> C).
+The plan is a shortest path over these steps and the axes that the two layouts name, so a
+direct plan never costs more than a detour through a B over those axes:
+cost(A >> C) <= cost(A >> B) + cost(B >> C).  Whole blocks change places only to undo a skew or
+where the target splits over the same axes; a detour that does so on the way may be cheaper.
 """
 
 import heapq
