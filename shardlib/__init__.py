@@ -38,7 +38,8 @@ from shardlib.layouts import (
     Row,
 )
 from shardlib.mesh import Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
-from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, why
+from shardlib.ops.matmul import product as matmul
+from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, saving, why
 from shardlib.optim import (
     Transform,
     adam,
@@ -69,8 +70,8 @@ __all__ = [
     "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
     "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "from_dtensor",
     "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion", "load", "make_mesh",
-    "masked", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
-    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "save", "scale",
+    "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
+    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "save", "saving", "scale",
     "scale_by_schedule", "sgd", "shard", "shard_map", "shift", "simulate", "start", "to_dtensor", "trace",
     "typeof", "unshard", "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

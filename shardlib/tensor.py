@@ -61,12 +61,14 @@ class ShardedTensor(torch.Tensor):
     ``local``     the local block as per-device code sees it; never a copy.
     ``sharding``  its Layout.     ``mesh``  its Mesh.
     ``deferred``  mesh axes over which a replicated value's gradient is left unsummed.
+    ``yields``    the layout that a product with this weight must give, if it matters.
     """
 
     raw: Tensor
     sharding: Layout
     mesh: Mesh
     deferred: frozenset[str]
+    yields: Layout | None = None
 
     @staticmethod
     def __new__(

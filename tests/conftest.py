@@ -24,3 +24,11 @@ def pool() -> Iterator[Pool]:
     workers = Pool(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def pool8() -> Iterator[Pool]:
+    """Eight of them, for meshes of three axes."""
+    workers = Pool(8)
+    yield workers
+    workers.close()

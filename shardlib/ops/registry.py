@@ -9,14 +9,14 @@ another, ``why`` prints them all.
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Layout
 
-__all__ = ["Cost", "Match", "Why", "algorithm", "choose", "implicit", "implicit_budget", "rule", "why"]
+__all__ = ["Cost", "Match", "Why", "algorithm", "choose", "implicit", "implicit_budget", "rule", "saving", "why"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Match:
     backward: Cost = Cost()
     note: str = ""
     over: tuple[tuple[str, ...], ...] = ()  # per operand: the axes along which it meets data that it does not vary with
+    gathered: int = 0  # bytes of operands gathered whole over an axis while it runs
+    saved: int = 0  # bytes saved for backward beyond the operands' own blocks
+    rule: str = ""  # the name it was chosen under
 
     @property
     def cost(self) -> Cost:
@@ -65,6 +68,7 @@ _CHOSEN: dict[Hashable, Match] = {}
 class _Ambient(threading.local):
     pins: tuple[tuple[str, str], ...] = ()
     budget: float | None = None
+    room: float | None = None
 
 
 _AMBIENT = _Ambient()
@@ -137,35 +141,80 @@ def implicit_budget() -> float | None:
     return _AMBIENT.budget
 
 
+@contextmanager
+def saving(max_bytes: float = float("inf")) -> Iterator[None]:
+    """Allow a product to gather its operands and to save them so for backward, where that moves less.
+
+    ``max_bytes`` per product, gathered and saved together.  Outside, products save blocks only,
+    and operands are gathered only where no schedule of panels fits their layouts.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     a = sl.shard(torch.ones(8, 8), "x y")
+    ...     with sl.saving():
+    ...         sl.why("matmul", a, a).chosen
+    'mm3_xw'
+    """
+    before = _AMBIENT.room
+    _AMBIENT.room = max_bytes
+    try:
+        yield
+    finally:
+        _AMBIENT.room = before
+
+
 def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
 
     Raises: NoRule listing every candidate and why it does not fit.
     """
-    key = (op, key, _AMBIENT.pins)
+    key = (op, key, _AMBIENT.pins, _AMBIENT.room)
     found = _CHOSEN.get(key)
     if found is None:
         found = _CHOSEN[key] = _decide(op, case())
     return found
 
 
+def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
+    verdicts = [(r.name, r.match(case)) for r in _RULES[op]]
+    wanted = getattr(case, "out", None)
+    if wanted is None:
+        return verdicts
+    return [(n, m if isinstance(m, str) or m.out == wanted else f"gives {m.out}, not {wanted}") for n, m in verdicts]
+
+
+def _best(verdicts: list[tuple[str, Match | str]]) -> tuple[str, Match] | None:
+    """The cheapest of those that give the first fitting rule's layout and stay within memory.
+
+    The result's layout thus hangs on the operands' layouts, never on their sizes.
+    """
+    fitting = [(n, m) for n, m in verdicts if isinstance(m, Match)]
+    alike = [(n, m) for n, m in fitting if m.out == fitting[0][1].out]
+    room = _AMBIENT.room
+    if room is None:
+        alike = [(n, m) for n, m in alike if not m.saved]
+        least = [(n, m) for n, m in alike if not m.gathered]
+    else:
+        least = [(n, m) for n, m in alike if m.gathered + m.saved <= room]
+    return min(least or alike, key=lambda nm: (nm[1].cost.seconds(), nm[1].cost.messages), default=None)
+
+
 def _decide(op: str, case: Any) -> Match:
     pinned = dict(_AMBIENT.pins).get(op)
-    verdicts = [(r.name, r.match(case)) for r in _RULES[op]]
-    fitting = [(name, m) for name, m in verdicts if isinstance(m, Match)]
+    verdicts = _verdicts(op, case)
+    best = _best(verdicts)
     if pinned is not None:
         match = dict(verdicts)[pinned]
         if isinstance(match, str):
-            other = min(fitting, key=lambda nm: nm[1].cost.seconds())[0] if fitting else None
             raise NoRule(
                 f"{pinned} does not fit: {match}",
                 op=op,
                 operands=case.operands(),
                 mesh=dict(case.mesh),
-                fix=f"sl.algorithm({op}={other!r})" if other else case.fix()[0],
+                fix=f"sl.algorithm({op}={best[0]!r})" if best else case.fix()[0],
             )
-        return match
-    if not fitting:
+        return replace(match, rule=pinned)
+    if best is None:
         fix, error = case.fix()
         raise error(
             "no algorithm fits these layouts\n" + "\n".join(f"    {n}: {m}" for n, m in verdicts),
@@ -174,7 +223,7 @@ def _decide(op: str, case: Any) -> Match:
             mesh=dict(case.mesh),
             fix=fix,
         )
-    return min(fitting, key=lambda nm: nm[1].cost.seconds())[1]
+    return replace(best[1], rule=best[0])
 
 
 @dataclass(frozen=True)
@@ -206,11 +255,10 @@ def _priced(m: Match) -> str:
 
 def explain_choice(op: str, case: Any) -> Why:
     """The verdict of every rule on a case."""
-    verdicts = tuple((r.name, r.match(case)) for r in _RULES[op])
+    verdicts = _verdicts(op, case)
     pinned = dict(_AMBIENT.pins).get(op)
-    fitting = [(n, m) for n, m in verdicts if isinstance(m, Match) and pinned in (None, n)]
-    best = min(fitting, key=lambda nm: nm[1].cost.seconds())[0] if fitting else ""
-    return Why(op, case.operands(), best, verdicts)
+    best = _best([(n, m) for n, m in verdicts if pinned in (None, n)])
+    return Why(op, case.operands(), best[0] if best else "", tuple(verdicts))
 
 
 _CASES: dict[str, Callable[..., Any]] = {}

@@ -224,9 +224,10 @@ def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = args[0]
     ndim = len(x.size_)
-    if func == Tensor.mT.__get__:
-        return _permuted(x, (*range(ndim - 2), ndim - 1, ndim - 2))
-    return _permuted(x, tuple(reversed(range(ndim))))
+    order = (*range(ndim - 2), ndim - 1, ndim - 2) if func == Tensor.mT.__get__ else tuple(reversed(range(ndim)))
+    out = _permuted(x, order)
+    out.yields = x.yields
+    return out
 
 
 @implements(Tensor.movedim, torch.movedim)

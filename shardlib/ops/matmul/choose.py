@@ -18,67 +18,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
+from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.product import Grid, Product
 from shardlib.ops.matmul.summa import summa_messages, summa_words
-from shardlib.ops.registry import Cost, Match, case_of, choose, rule
-from shardlib.tensor import ShardedTensor, lift, local_call, partial_escape, total, typeof, vary
+from shardlib.ops.registry import Cost, Match, choose, rule
+from shardlib.tensor import ShardedTensor, lift, local_call, total, typeof, vary
 
-__all__ = ["MatmulCase", "case", "product_of"]
-
-
-@dataclass(frozen=True)
-class MatmulCase:
-    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element."""
-
-    x: Layout
-    w: Layout
-    x_shape: tuple[int, ...]
-    w_shape: tuple[int, ...]
-    mesh: tuple[tuple[str, int], ...]
-    itemsize: int
-
-    def operands(self) -> dict[str, str]:
-        return {
-            f"{name} {list(shape)}": str(layout)
-            for name, shape, layout in (("x", self.x_shape, self.x), ("w", self.w_shape, self.w))
-        }
-
-    def fix(self) -> tuple[str, type[NoRule]]:
-        """The reshard of W that some rule would accept."""
-        rows, last = self.x.dims[:-1], self.x.dims[-1]
-        taken = {a for d in rows for a in d.axes} | set(last.axes)
-        batch = ["."] * (len(self.w_shape) - 2)
-        if last.is_split and len(self.w_shape) == 2:
-            wanted = f"{last} ."
-        elif self.x.skew or self.w.skew:
-            return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoRule
-        else:
-            columns = self.w.dims[-1]
-            wanted = " ".join([*batch, ".", str(columns) if not taken & set(columns.axes) else "."])
-        return f"x @ sl.reshard(w, {wanted!r})", ImplicitCommunication
-
-
-def _local_elements(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
-    return math.prod(layout.local_shape(shape, mesh))
-
-
-def _out(case: MatmulCase, columns: Dim) -> Layout:
-    return Layout(dims=(*case.x.dims[:-1], columns))
-
-
-def _over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that split the result and not x, or not w: where gradients must be summed."""
-    moving = [a for a, n in case.mesh if n > 1 and a in out.axes]
-    return tuple(a for a in moving if a not in case.x.axes), tuple(a for a in moving if a not in case.w.axes)
+__all__ = ["product_of"]
 
 
 def _shared(case: MatmulCase) -> int | str:
@@ -105,24 +59,19 @@ def oned(case: MatmulCase) -> Match | str:
     both = set(columns.axes) & (row_axes | set(xk.axes))
     if both:
         return f"{', '.join(sorted(both))} splits w's columns and x"
-    out = _out(case, columns)
-    bytes_y = _local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
-    bytes_x = _local_elements(case.x, case.x_shape, mesh) * case.itemsize
-    bytes_w = _local_elements(case.w, case.w_shape, mesh) * case.itemsize
-    forward = _all_reduce(bytes_y, xk.axes, mesh)
-    backward = _all_reduce(bytes_x, columns.axes, mesh)
-    backward += _all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
+    out = out_layout(case, columns)
+    bytes_y = local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
+    bytes_x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
+    bytes_w = local_elements(case.w, case.w_shape, mesh) * case.itemsize
+    forward = all_reduce(bytes_y, xk.axes, mesh)
+    backward = all_reduce(bytes_x, columns.axes, mesh)
+    backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
     def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
         return total(local_call(torch.matmul, x.mesh, (x_raw, w_raw), {}), x.mesh, xk.axes)
 
-    return Match(out, run, forward, backward, kind, _over(case, out))
-
-
-def _all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
-    p = math.prod(mesh[a] for a in axes)
-    return Cost(Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1), 0)
+    return Match(out, run, forward, backward, kind, met_over(case, out))
 
 
 _FORMS = {  # form -> the role each of A, B, C plays in Y = X W
@@ -203,15 +152,15 @@ class _Grid2D:
         if self.form == "atb":
             return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
         columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
-        return _out(self.case, columns)
+        return out_layout(self.case, columns)
 
     def match(self, grid: Grid, words: Callable[[str], Fraction], messages: Callable[[str], int], blocks: int) -> Match:
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
         forms = [self.form, *(f for f in _FORMS if f != self.form)]
         costs = [Cost(words(f) * size, messages(f), blocks * panel * size) for f in forms]
-        w_bytes = _local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
-        backward = costs[1] + costs[2] + _all_reduce(w_bytes, self.extra, self.mesh)
+        w_bytes = local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
+        backward = costs[1] + costs[2] + all_reduce(w_bytes, self.extra, self.mesh)
         form = self.form
 
         def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
@@ -220,7 +169,7 @@ class _Grid2D:
             return Product.apply(form, grid, x.mesh, p, q)  # type: ignore[return-value]
 
         out, note = self.out(), f"form {form.upper()}, {_stays(form, grid)}"
-        return Match(out, run, costs[0], backward, note, _over(self.case, out))
+        return Match(out, run, costs[0], backward, note, met_over(self.case, out))
 
 
 def _stays(form: str, grid: Grid) -> str:
@@ -298,41 +247,8 @@ def cannon(case: MatmulCase) -> Match | str:
     )
 
 
-# ---------------------------------------------------------------- from tensors to a case and back
-
-
-@lru_cache(maxsize=4096)
-def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout: Layout) -> None:
-    if len(x) < 2 or len(w) < 2:
-        raise RankMismatch(
-            "a sharded product takes matrices; add a dimension to a vector",
-            op="matmul",
-            operands={"x": str(list(x)), "w": str(list(w))},
-            fix="(x @ v.unsqueeze(-1)).squeeze(-1)",
-        )
-    if x[-1] != w[-2]:
-        raise ShardError(
-            f"contraction sizes differ: {x[-1]} and {w[-2]}",
-            op="matmul",
-            operands={f"x {list(x)}": str(x_layout), f"w {list(w)}": str(w_layout)},
-            fix="x @ w.mT" if x[-1] == w[-1] else "x.mT @ w",
-        )
-
-
-@case_of("matmul")
-def case(x: ShardedTensor, w: ShardedTensor) -> MatmulCase:
-    """What the rules need to know of two operands."""
-    for value in (x, w):
-        if value.sharding.partial:
-            raise partial_escape("matmul", value)
-    _checked(x.size_, w.size_, x.sharding, w.sharding)
-    return MatmulCase(
-        x.sharding, w.sharding, tuple(x.size_), tuple(w.size_), tuple(x.mesh.axes.items()), x.raw.element_size()
-    )
-
-
-def product_of(x: Any, w: Any) -> ShardedTensor:
-    """x @ w by the cheapest or the pinned rule."""
+def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor:
+    """x @ w by the cheapest or the pinned rule; ``out`` is the layout the result must have."""
     if not (type(x) is type(w) is ShardedTensor and x.mesh is w.mesh):
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
@@ -345,7 +261,9 @@ def product_of(x: Any, w: Any) -> ShardedTensor:
             mesh=mesh,
             fix="x @ w.to(x.dtype)",
         )
-    match = choose("matmul", (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype), lambda: case(x, w))
+    out = out or w.yields
+    key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out)
+    match = choose("matmul", key, lambda: case(x, w, out))
     out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, x.deferred
     over_x, over_w = match.over
     if x.deferred or w.deferred:

@@ -1,0 +1,101 @@
+"""What the matmul rules need to know of a product Y = X W: layouts, sizes, mesh; no tensors."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.registry import Cost, case_of
+from shardlib.tensor import ShardedTensor, partial_escape
+
+__all__ = ["MatmulCase", "all_reduce", "case", "local_elements", "met_over", "out_layout"]
+
+
+@dataclass(frozen=True)
+class MatmulCase:
+    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element, Y's layout if asked."""
+
+    x: Layout
+    w: Layout
+    x_shape: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    itemsize: int
+    out: Layout | None = None
+
+    def operands(self) -> dict[str, str]:
+        return {
+            f"{name} {list(shape)}": str(layout)
+            for name, shape, layout in (("x", self.x_shape, self.x), ("w", self.w_shape, self.w))
+        }
+
+    def fix(self) -> tuple[str, type[NoRule]]:
+        """The reshard of W that some rule would accept."""
+        rows, last = self.x.dims[:-1], self.x.dims[-1]
+        taken = {a for d in rows for a in d.axes} | set(last.axes)
+        batch = ["."] * (len(self.w_shape) - 2)
+        if last.is_split and len(self.w_shape) == 2:
+            wanted = f"{last} ."
+        elif self.x.skew or self.w.skew:
+            return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoRule
+        else:
+            columns = self.w.dims[-1]
+            wanted = " ".join([*batch, ".", str(columns) if not taken & set(columns.axes) else "."])
+        return f"x @ sl.reshard(w, {wanted!r})", ImplicitCommunication
+
+
+def local_elements(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
+    return math.prod(layout.local_shape(shape, mesh))
+
+
+def out_layout(case: MatmulCase, columns: Dim) -> Layout:
+    return Layout(dims=(*case.x.dims[:-1], columns))
+
+
+def met_over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split the result and not x, or not w: where gradients must be summed."""
+    moving = [a for a, n in case.mesh if n > 1 and a in out.axes]
+    return tuple(a for a in moving if a not in case.x.axes), tuple(a for a in moving if a not in case.w.axes)
+
+
+def all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
+    p = math.prod(mesh[a] for a in axes)
+    return Cost(Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1), 0)
+
+
+@lru_cache(maxsize=4096)
+def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout: Layout) -> None:
+    if len(x) < 2 or len(w) < 2:
+        raise RankMismatch(
+            "a sharded product takes matrices; add a dimension to a vector",
+            op="matmul",
+            operands={"x": str(list(x)), "w": str(list(w))},
+            fix="(x @ v.unsqueeze(-1)).squeeze(-1)",
+        )
+    if x[-1] != w[-2]:
+        raise ShardError(
+            f"contraction sizes differ: {x[-1]} and {w[-2]}",
+            op="matmul",
+            operands={f"x {list(x)}": str(x_layout), f"w {list(w)}": str(w_layout)},
+            fix="x @ w.mT" if x[-1] == w[-1] else "x.mT @ w",
+        )
+
+
+@case_of("matmul")
+def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) -> MatmulCase:
+    """What the rules need to know of two operands; ``out`` is the layout Y must have, if any."""
+    for value in (x, w):
+        if value.sharding.partial:
+            raise partial_escape("matmul", value)
+    _checked(x.size_, w.size_, x.sharding, w.sharding)
+    return MatmulCase(
+        x.sharding,
+        w.sharding,
+        tuple(x.size_),
+        tuple(w.size_),
+        tuple(x.mesh.axes.items()),
+        x.raw.element_size(),
+        None if out is None else Layout.parse(str(out)).resolve(len(x.size_)),
+    )

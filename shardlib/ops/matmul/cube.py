@@ -1,0 +1,294 @@
+"""The three-axis product: gather X over n, gather W over m, multiply, scatter the sum of Y over k.
+
+The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N] = X [M, K] W [K, N]:
+
+    X   [M/(m n), K/k]  ->  gather over n  ->  [M/m, K/k]
+    W   [K/(k m), N/n]  ->  gather over m  ->  [K/k, N/n]
+    Y   [M/m, N/n] pending over k  ->  psum_scatter  ->  [M/(m k), N/n]
+
+Forward, a rank receives [(pn-1) MK + (pm-1) KN + (pk-1) MN] / P words, which is the lower bound
+on the matching grid (Al Daas et al., SPAA 2022).  Backward runs the same movements: dY is
+gathered over k once, dX scattered over n while dW is multiplied, and X and W gathered again
+unless they were saved so.  Megatron's column with sequence parallelism (P = pn) and row
+(P = pk), FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA,
+Cannon and the rings are schedules of the same words.
+
+A layout may split either dimension of a block for a gather: X over n in its rows or in K (as 2D
+blocks do), W over m in K or in N, Y over k in its rows or columns.  The gathered axes are the
+minor ones of their dimension.
+
+Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands (``mm3_xw``).
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import Pending, all_gather, psum_scatter, start, unwrap, wrap
+from shardlib.errors import Unsupported
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.registry import Cost, Match, rule
+from shardlib.tensor import ShardedTensor, total
+
+__all__ = ["Cube", "Move", "Product3", "cube_words"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Gather a dimension over mesh axes, or scatter its sum; major axis first."""
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Cube:
+    """Where each matrix moves.  ``save``: the gathered operands that backward keeps, of "x" and "w"."""
+
+    x: tuple[Move, ...]
+    w: tuple[Move, ...]
+    y: tuple[Move, ...]
+    save: str = ""
+
+
+def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n]."""
+    coming = _post(all_gather, w, cube.w)
+    x = _post(all_gather, x, cube.x).wait()  # [M/m, K/k]
+    w = coming.wait()  # [K/k, N/n]
+    return _post(psum_scatter, x @ w, cube.y).wait(), x, w
+
+
+def gradients(dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bool]) -> tuple[Any, Any]:
+    """dX and dW: X's gather travels during the product of dX, and dX's sum during the product of dW."""
+    dy = _post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
+    wide_x = _post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
+    dx = dw = None
+    if need[0]:
+        w = _post(all_gather, w, () if "w" in cube.save else cube.w).wait()
+        dx = _post(psum_scatter, dy @ w.mT, cube.x)  # [M/m, K/k] -> [M/(m n), K/k]
+    x = wide_x.wait()
+    if need[1]:
+        dw = _post(psum_scatter, _rows(x).mT @ _rows(dy), cube.w).wait()  # [K/k, N/n] -> [K/(k m), N/n]
+    return None if dx is None else dx.wait(), dw
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _post(f: Any, x: Tensor, moves: tuple[Move, ...]) -> Pending:
+    """Start the moves: all but the last are waited for; differentiable where a gradient is recorded."""
+    if torch.is_grad_enabled():
+        for move in moves:
+            x = f(x, move.axes, move.dim)
+    elif moves:
+        for move in moves[:-1]:
+            x = f(x, move.axes, move.dim)
+        return start(f, x, moves[-1].axes, moves[-1].dim)
+    return Pending(lambda: x)
+
+
+class Product3(torch.autograd.Function):
+    """apply(cube, mesh, x, w) on raw blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, cube: Cube, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
+        ctx.cube, ctx.mesh = cube, mesh
+        with bind(mesh):
+            y, wide_x, wide_w = product(wrap(x, mesh), wrap(w, mesh), cube)
+        ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
+        return unwrap(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, w), mesh = ctx.saved_tensors, ctx.mesh
+        if torch.is_grad_enabled() and ctx.cube.save:
+            raise Unsupported(
+                "a product that saved its gathered operands has no second derivative",
+                op="matmul",
+                mesh=mesh,
+                fix="sl.algorithm(matmul='mm3')",
+            )
+        with bind(mesh):
+            dx, dw = gradients(wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), ctx.cube, ctx.needs_input_grad[2:])
+        return None, None, None if dx is None else unwrap(dx), None if dw is None else unwrap(dw)
+
+
+def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
+    """Forward words one rank receives."""
+    return Fraction((pn - 1) * m * k + (pm - 1) * k * n + (pk - 1) * m * n, pm * pk * pn)
+
+
+# ---------------------------------------------------------------- which layouts it fits
+
+
+def _tail(dim: Dim, moving: set[str], name: str) -> tuple[Dim, tuple[str, ...]] | str:
+    """A dimension without its gathered axes, and those; they must be its minor parts."""
+    cut = next((i for i, p in enumerate(dim.parts) if p in moving), len(dim.parts))
+    kept, gone = dim.parts[:cut], dim.parts[cut:]
+    if not gone:
+        return dim, ()
+    if dim.order != "contiguous" or any(p not in moving for p in gone):
+        return f"{name} {dim}: the gathered axes must be the minor ones"
+    if any(isinstance(p, int) for p in kept):
+        return f"{name} {dim}: axes inside a group cannot be gathered"
+    return Dim(kept), tuple(str(p) for p in gone)
+
+
+def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
+    """The axes that X is gathered over, that W is gathered over, and that Y is summed over."""
+    rows = {a for d in case.x.dims[:-1] for a in d.axes}
+    k_of_x, k_of_w, columns = (set(d.axes) for d in (case.x.dims[-1], case.w.dims[0], case.w.dims[1]))
+    if case.out is not None:
+        down, across = ({a for d in dims for a in d.axes} for dims in (case.out.dims[:-1], case.out.dims[-1:]))
+    else:
+        down, across = rows - columns, columns
+    if k_of_x - k_of_w - columns:
+        return f"{', '.join(sorted(k_of_x - k_of_w - columns))} splits x's contraction and not w"
+    if k_of_w - k_of_x - rows:
+        return f"{', '.join(sorted(k_of_w - k_of_x - rows))} splits w's contraction and not x"
+    both = rows & columns
+    if both - down - across:
+        return f"the result is not split over {', '.join(sorted(both - down - across))}"
+    gather_x = (k_of_x & columns) | (both & across)
+    gather_w = (k_of_w & rows) | (both & down)
+    return gather_x, gather_w, [a for a in case.x.dims[-1].axes if a in k_of_w]
+
+
+def _match(case: MatmulCase, save: str) -> Match | str:
+    if len(case.w_shape) != 2:
+        return "w has batch dimensions"
+    if case.x.skew or case.w.skew:
+        return "an operand is skewed"
+    roles = _roles(case)
+    if isinstance(roles, str):
+        return roles
+    gather_x, gather_w, summed = roles
+    parts = [_tail(d, gather_x, "x") for d in case.x.dims] + [_tail(d, gather_w, "w") for d in case.w.dims]
+    for part in parts:
+        if isinstance(part, str):
+            return part
+    kept: list[Dim] = [p[0] for p in parts]
+    x_moves, w_moves = (
+        tuple(Move(p[1], dim) for dim, p in enumerate(group) if p[1]) for group in (parts[:-2], parts[-2:])
+    )
+    x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
+    if x_k != w_k or (x_k.is_split and x_k.order != "contiguous"):
+        return f"contraction split {x_k} in x and {w_k} in w once they are gathered"
+    whole = (*kept[: len(case.x.dims) - 1], kept[-1])  # Y's layout before the sum over k
+    shape = (*case.x_shape[:-1], case.w_shape[-1])
+    placed = _scattered(case, whole, summed, shape)
+    if isinstance(placed, str):
+        return placed
+    out, y_moves, psummed = placed
+    cube = Cube(x_moves, w_moves, y_moves, save)
+    return _priced(case, cube, out, Layout(dims=whole), psummed)
+
+
+def _scattered(
+    case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
+) -> tuple[Layout, tuple[Move, ...], tuple[str, ...]] | str:
+    """Y's layout, the scatters that lead there, and the axes that are summed without one."""
+    mesh = dict(case.mesh)
+    if case.out is None:  # onto the first rows that divide
+        fits = [
+            d
+            for d in range(len(whole) - 1)
+            if whole[d].order == "contiguous" and _divides(whole[d], summed, shape[d], mesh)
+        ]
+        if summed and not fits:
+            return f"no rows of {list(shape[:-1])} divide over {' '.join(summed)} as well"
+        dims = list(whole)
+        if summed:
+            dims[fits[0]] = Dim((*whole[fits[0]].parts, *summed))
+        wanted = Layout(dims=tuple(dims))
+    else:
+        wanted = case.out
+    moves = []
+    for d, (now, then) in enumerate(zip(whole, wanted.dims, strict=True)):
+        more = then.parts[len(now.parts) :]
+        if then.parts[: len(now.parts)] != now.parts or then.order != now.order or not set(more) <= set(summed):
+            return f"gives {Layout(dims=whole)} summed over {' '.join(summed) or 'nothing'}, not {wanted}"
+        if more and any(isinstance(p, int) for p in now.parts):
+            return f"y {then}: a sum cannot be scattered inside a group"
+        if not _divides(then, [], shape[d], mesh):
+            return f"dimension {d} of the result, {shape[d]}, does not divide as {then}"
+        if more:
+            moves.append(Move(tuple(str(p) for p in more), d))
+    scattered = {a for move in moves for a in move.axes}
+    return wanted, tuple(moves), tuple(a for a in summed if a not in scattered)
+
+
+def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
+    parts = math.prod(p if isinstance(p, int) else mesh[p] for p in dim.parts)
+    return n % (parts * math.prod(mesh[a] for a in more)) == 0
+
+
+def _priced(case: MatmulCase, cube: Cube, out: Layout, whole: Layout, psummed: tuple[str, ...]) -> Match:
+    mesh, size = dict(case.mesh), case.itemsize
+    shape = (*case.x_shape[:-1], case.w_shape[-1])
+    x, w = (local_elements(a, s, mesh) * size for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
+    y, pending = local_elements(out, shape, mesh) * size, local_elements(whole, shape, mesh) * size
+    move_x, wide_x = _gathers(x, cube.x, mesh)
+    move_w, wide_w = _gathers(w, cube.w, mesh)
+    move_y, wide_y = _gathers(y, cube.y, mesh)
+    pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
+    forward = move_x + move_w + move_y + all_reduce(pending, psummed, mesh)
+    over = met_over(case, out)
+    backward = move_y + move_x + move_w + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
+    backward += Cost() if "x" in cube.save else move_x
+    backward += Cost() if "w" in cube.save else move_w
+    held = (wide_x - x) + (wide_w - w) + (wide_y - y)
+    forward, backward = (Cost(c.bytes, c.messages, held) for c in (forward, backward))
+    saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
+
+    def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
+        return total(Product3.apply(cube, x.mesh, x_raw, w_raw), x.mesh, psummed)  # type: ignore[arg-type]
+
+    moved = (
+        f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
+        for name, moves, verb in (("X", cube.x, "gathered"), ("W", cube.w, "gathered"), ("Y", cube.y, "scattered"))
+        if moves
+    )
+    return Match(out, run, forward, backward, ", ".join(moved), over, gathered=held, saved=saved)
+
+
+def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
+    """The price of gathering a block (or of scattering back to it), and its bytes when gathered."""
+    cost = Cost()
+    for move in moves:
+        p = math.prod(mesh[a] for a in move.axes)
+        cost += Cost((p - 1) * nbytes, p - 1)
+        nbytes *= p
+    return cost, nbytes
+
+
+@rule("matmul", name="mm3")
+def mm3(case: MatmulCase) -> Match | str:
+    """The three-axis product; blocks are saved, and backward gathers them again."""
+    return _match(case, "")
+
+
+@rule("matmul", name="mm3_x")
+def mm3_x(case: MatmulCase) -> Match | str:
+    """The three-axis product that keeps X gathered for backward."""
+    return _match(case, "x")
+
+
+@rule("matmul", name="mm3_w")
+def mm3_w(case: MatmulCase) -> Match | str:
+    """The three-axis product that keeps W gathered for backward."""
+    return _match(case, "w")
+
+
+@rule("matmul", name="mm3_xw")
+def mm3_xw(case: MatmulCase) -> Match | str:
+    """The three-axis product that keeps X and W gathered for backward, as arXiv 2105.14450 does."""
+    return _match(case, "xw")

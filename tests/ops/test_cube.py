@@ -1,0 +1,191 @@
+"""The three-axis product against dense: value, both gradients, bytes, what it saves, the bound."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.ops.matmul.cube import cube_words
+from tests.ops.test_matmul import relative
+
+SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]
+GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 2), (2, 2, 2), (2, 3, 2), (3, 3, 3), (4, 4, 4)]
+# x, w, the layout asked of y (None: what follows), the layout given
+LAYOUTS = [
+    ("(m n) . k", "(k m) n", None, "(m k) . n"),  # the cube
+    ("(m n) . k", "(k m) n", "m k n", "m k n"),
+    ("m . (k n)", "(k m) n", None, "(m k) . n"),  # Solomonik-Demmel: k over depth, blocks in 2D
+    ("m . (k n)", "(k m) n", "m . (n k)", "m . (n k)"),  # X stays
+    ("(m n) . k", "k (n m)", "m . n", "m . n"),  # W's columns gathered, the sum not scattered
+    ("m n k", "(k m) n", None, "(m k) . n"),  # a sequence gathered, a batch scattered
+    ("(m n) . k", "(k m) n", "m . (n k)", "m . (n k)"),
+    ("m . k", "k n", None, "(m k) . n"),  # copies of W over m and of X over n
+    ("m . k", "(k m) n", "m k n", "m k n"),
+]
+
+
+@st.composite
+def products(draw: Any) -> Any:
+    pm, pk, pn = draw(st.sampled_from(GRIDS))
+    x, w, out, gives = draw(st.sampled_from(LAYOUTS))
+    unit = pm * pk * pn
+    m, s, k, n = (unit * draw(st.integers(1, 2)) for _ in range(4))
+    if unit > 12:
+        m, s, k, n = unit, math.lcm(pk, pn), unit, unit
+    form = draw(st.sampled_from(["nn", "nt"]))
+    return {"m": pm, "k": pk, "n": pn}, (x, w, out, gives), (m, s, k, n), form, draw(st.sampled_from(SAVES))
+
+
+@settings(max_examples=250)
+@given(products(), st.integers(0, 2**31))
+@example(({"m": 2, "k": 2, "n": 2}, LAYOUTS[0], (8, 8, 8, 8), "nt", "mm3"), 0)
+@example(({"m": 4, "k": 4, "n": 4}, LAYOUTS[0], (16, 1, 16, 16), "nn", "mm3_xw"), 0)
+def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> None:
+    mesh, (x_text, w_text, out, gives), (m, s, k, n), form, rule = case
+    draw = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)  # noqa: E731
+    x, w, g = rand(m, s, k).requires_grad_(), rand(k, n).requires_grad_(), rand(m, s, n)
+    (x @ w).backward(g)
+    with sl.simulate(**mesh), sl.algorithm(matmul=rule):
+        a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        if form == "nt":
+            b = sl.shard(w.detach().T, sl.layout_of(b).T).requires_grad_()
+            b.yields = None if out is None else sl.Layout.parse(out)
+        right = b.T if form == "nt" else b
+        with sl.trace() as forward:
+            c = F.linear(a, b) if form == "nt" else sl.matmul(a, b, out=out)
+        with sl.trace() as backward:
+            c.backward(sl.shard(g, c.sharding))
+        price = dict(sl.why("matmul", a, right, out).verdicts)[rule]
+        assert isinstance(price, sl.Match), price
+        assert c.sharding == sl.Layout.parse(gives)
+        assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
+        assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
+        assert relative(sl.unshard(c).detach(), (x @ w).detach()) < 1e-12
+        assert a.grad is not None and a.grad.sharding == a.sharding
+        assert b.grad is not None and b.grad.sharding == b.sharding
+        assert relative(sl.unshard(a.grad), x.grad) < 1e-12
+        db = sl.unshard(b.grad)
+        assert relative(db.T if form == "nt" else db, w.grad) < 1e-12
+
+
+@pytest.mark.parametrize(("rule", "times"), [("mm3", (1, 2)), ("mm3_xw", (1, 1))])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_words_are_the_formula(grid: tuple[int, int, int], rule: str, times: tuple[int, int]) -> None:
+    """[(pn-1) MK + (pm-1) KN + (pk-1) MN] / P forward; as much backward, and X and W once more unless saved."""
+    pm, pk, pn = grid
+    m, k, n = 48, 96, 144
+    if 48 % math.prod(grid):
+        m, k, n = (math.prod(grid) * i for i in (1, 2, 3))
+    with sl.record(m=pm, k=pk, n=pn), sl.algorithm(matmul=rule):
+        a = sl.shard(torch.empty(m, k, device="meta"), "(m n) k").requires_grad_()
+        b = sl.shard(torch.empty(k, n, device="meta"), "(k m) n").requires_grad_()
+        with sl.trace() as forward:
+            c = a @ b
+        with sl.trace() as backward:
+            c.backward(sl.shard(torch.empty(m, n, device="meta"), c.sharding))
+    moved = Fraction((pk - 1) * m * n, pm * pk * pn)
+    operands = cube_words(m, k, n, pm, pk, pn) - moved
+    assert forward.bytes == 4 * cube_words(m, k, n, pm, pk, pn)
+    assert backward.bytes == 4 * (moved + times[1] * operands)
+    assert forward.messages == pm + pk + pn - 3
+
+
+@pytest.mark.parametrize("rule", SAVES)
+def test_only_what_is_asked_is_saved_for_backward(rule: str) -> None:
+    held: list[Tensor] = []
+    with sl.simulate(m=2, k=2, n=2), sl.algorithm(matmul=rule):
+        a, b = sl.shard(torch.randn(8, 8), "(m n) k").requires_grad_(), sl.shard(torch.randn(8, 8), "(k m) n")
+        b.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            _ = a @ b
+        price = dict(sl.why("matmul", a, b).verdicts)[rule]
+        assert isinstance(price, sl.Match)
+        assert 4 * sum(t.numel() for t in held) // 8 == 4 * (8 + 8) + price.saved
+
+
+def test_gathering_and_saving_are_asked_for() -> None:
+    """2D blocks keep SUMMA; within ``saving`` the three-axis product moves less and is taken."""
+    with sl.simulate(x=2, y=2):
+        a, b = (sl.shard(torch.zeros(64, 64), "x y") for _ in range(2))
+        assert sl.why("matmul", a, b).chosen == "summa"
+        with sl.saving():
+            assert sl.why("matmul", a, b).chosen == "mm3_xw"
+        with sl.saving(max_bytes=3 * 32 * 32 * 4):  # two operands gathered, one of them saved
+            assert sl.why("matmul", a, b).chosen in ("mm3_x", "mm3_w")
+
+
+def test_the_layout_of_the_result_never_hangs_on_sizes() -> None:
+    with sl.simulate(x=2, y=2):
+        for m, k, n in ((4, 256, 4), (256, 4, 4), (4, 4, 256)):
+            y = sl.shard(torch.zeros(m, k), "x y") @ sl.shard(torch.zeros(k, n), "y x")
+            assert str(y.sharding) == "x y"
+
+
+def test_second_derivatives_equal_dense() -> None:
+    def second(x: Tensor, w: Tensor, grad: Any) -> tuple[Tensor, ...]:
+        (dx,) = grad((x @ w).square().sum(), [x], create_graph=True)
+        return grad((dx * dx).sum(), [x, w])
+
+    x, w = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    want = second(x.clone().requires_grad_(), w.clone().requires_grad_(), torch.autograd.grad)
+    with sl.simulate(m=2, k=2, n=2):
+        a, b = sl.shard(x, "(m n) k").requires_grad_(), sl.shard(w, "(k m) n").requires_grad_()
+        for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
+            assert relative(sl.unshard(mine), dense) < 1e-12
+        with pytest.raises(sl.errors.Unsupported, match="second derivative"), sl.algorithm(matmul="mm3_xw"):
+            second(a, b, torch.autograd.grad)
+
+
+MISTAKES = [
+    ("(m n) k", "(k m) n", "n (m k)", "gives (m n) . summed over k, not n (m k)"),
+    ("(n m) k", "(k m) n", None, "must be the minor ones"),
+    ("(m n) (2 k)", "(2 k m) n", None, "group"),
+    ("(m n) k", ". n", None, "splits x's contraction and not w"),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "out", "says"), MISTAKES)
+def test_what_does_not_fit_says_why(x: str, w: str, out: str | None, says: str) -> None:
+    with sl.simulate(m=2, k=2, n=2):
+        a, b = sl.shard(torch.zeros(8, 8), x), sl.shard(torch.zeros(8, 8), w)
+        verdict = dict(sl.why("matmul", a, b, out).verdicts)["mm3"]
+        assert isinstance(verdict, str) and says in verdict, verdict
+        with pytest.raises(sl.ShardError):
+            sl.matmul(a, b, out=out)
+
+
+def on_a_real_rank(row: tuple[str, str, str | None, str]) -> list[float]:
+    x_text, w_text, out, gives = row
+    errors = []
+    for rule in SAVES:
+        draw = torch.Generator().manual_seed(1)
+        x, w, g = (torch.randn(s, dtype=torch.float64, generator=draw) for s in ((8, 4, 8), (8, 12), (8, 4, 12)))
+        x.requires_grad_(), w.requires_grad_()
+        (x @ w).backward(g)
+        with sl.algorithm(matmul=rule):
+            a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+            with sl.trace() as t:
+                c = sl.matmul(a, b, out=out)
+                c.backward(sl.shard(g, c.sharding))
+            price = dict(sl.why("matmul", a, b, out).verdicts)[rule]
+        assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes and c.sharding == sl.Layout.parse(gives)
+        pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
+        errors.append(max(relative(mine.detach(), dense.detach()) for mine, dense in pairs))
+    return errors
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_real_processes_equal_dense(request: Any, grid: tuple[int, int, int]) -> None:
+    pm, pk, pn = grid
+    workers = request.getfixturevalue("pool8" if pm * pk * pn == 8 else "pool")
+    for row in LAYOUTS:
+        for errors in workers.run(on_a_real_rank, row, m=pm, k=pk, n=pn):
+            assert max(errors) < 1e-12, (row, errors)
