@@ -26,7 +26,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("plain in a product", lambda: s("rows .", 4, 4) @ torch.ones(4, 4), "PlainTensor", "a plain tensor met a sharded one", {"t": lambda: torch.ones(4, 4)}),
     ("plain has no layout", lambda: sl.layout_of(torch.ones(4)), "PlainTensor", "no layout", {"x": lambda: torch.ones(4)}),
     ("contraction split on one side", lambda: s(". y", 4, 4) @ s(". .", 4, 4), "ImplicitCommunication", "contraction split y in x and . in w", {"x": lambda: s(". y", 4, 4), "w": lambda: s(". .", 4, 4)}),
-    ("columns split over x's rows", lambda: s("rows .", 4, 4) @ s(". rows", 4, 4), "ImplicitCommunication", "rows splits w's columns and x", {"x": lambda: s("rows .", 4, 4), "w": lambda: s(". rows", 4, 4)}),
+    ("columns split over x's rows", lambda: s("(rows y) .", 4, 4) @ s(". rows", 4, 4), "ImplicitCommunication", "rows splits w's columns and x", {"x": lambda: s("(rows y) .", 4, 4), "w": lambda: s(". rows", 4, 4)}),
     ("elementwise of other splits", lambda: s("rows .", 4, 4) + s("y .", 4, 4), "ImplicitCommunication", "bytes per rank would move unasked", {"x": lambda: s("rows .", 4, 4), "y": lambda: s("y .", 4, 4)}),
     ("pending sum in gelu", lambda: F.gelu(s(". . + sum(y)", 4, 4)), "PartialEscape", "the sum over y is still pending", {"x": lambda: s(". . + sum(y)", 4, 4)}),
     ("view through blocks", lambda: s(". y", 3, 4).view(2, 6), "ImplicitCommunication", "cuts through the blocks", {"x": lambda: s(". y", 3, 4)}),

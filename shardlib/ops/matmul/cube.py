@@ -129,17 +129,21 @@ def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
 # ---------------------------------------------------------------- which layouts it fits
 
 
-def _tail(dim: Dim, moving: set[str], name: str) -> tuple[Dim, tuple[str, ...]] | str:
-    """A dimension without its gathered axes, and those; they must be its minor parts."""
-    cut = next((i for i, p in enumerate(dim.parts) if p in moving), len(dim.parts))
-    kept, gone = dim.parts[:cut], dim.parts[cut:]
-    if not gone:
-        return dim, ()
-    if dim.order != "contiguous" or any(p not in moving for p in gone):
-        return f"{name} {dim}: the gathered axes must be the minor ones"
-    if any(isinstance(p, int) for p in kept):
-        return f"{name} {dim}: axes inside a group cannot be gathered"
-    return Dim(kept), tuple(str(p) for p in gone)
+def _parted(dim: Dim, moving: set[str]) -> tuple[Dim, tuple[str, ...]]:
+    """A dimension without its gathered axes, and those."""
+    kept = tuple(p for p in dim.parts if p not in moving)
+    gone = tuple(str(p) for p in dim.parts if p in moving)
+    return (Dim(kept), gone) if gone else (dim, ())
+
+
+def _stuck(dim: Dim, moving: set[str]) -> str:
+    """Why these axes of a dimension cannot be gathered."""
+    kept, gone = _parted(dim, moving)
+    if gone and (dim.order != "contiguous" or dim.parts != (*kept.parts, *gone)):
+        return "the gathered axes must be the minor ones"
+    if gone and any(isinstance(p, int) for p in kept.parts):
+        return "axes inside a group cannot be gathered"
+    return ""
 
 
 def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
@@ -171,13 +175,14 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     if isinstance(roles, str):
         return roles
     gather_x, gather_w, summed = roles
-    parts = [_tail(d, gather_x, "x") for d in case.x.dims] + [_tail(d, gather_w, "w") for d in case.w.dims]
-    for part in parts:
-        if isinstance(part, str):
-            return part
-    kept: list[Dim] = [p[0] for p in parts]
+    sides = [("x", d, gather_x) for d in case.x.dims] + [("w", d, gather_w) for d in case.w.dims]
+    for name, dim, moving in sides:
+        if stuck := _stuck(dim, moving):
+            return f"{name} {dim}: {stuck}"
+    parts = [_parted(dim, moving) for _, dim, moving in sides]
+    kept = [dim for dim, _ in parts]
     x_moves, w_moves = (
-        tuple(Move(p[1], dim) for dim, p in enumerate(group) if p[1]) for group in (parts[:-2], parts[-2:])
+        tuple(Move(axes, dim) for dim, (_, axes) in enumerate(group) if axes) for group in (parts[:-2], parts[-2:])
     )
     x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
     if x_k != w_k or (x_k.is_split and x_k.order != "contiguous"):
