@@ -2,6 +2,7 @@
 
     python -m examples.train_gpt                              8 local processes, data=2 x=2 y=2
     python -m examples.train_gpt --mesh data=1,x=2,y=2        4 local processes
+    python -m examples.train_gpt --mesh x=2,y=2,z=2 --recipe cube3d
     torchrun --nproc-per-node 8 -m examples.train_gpt
 
 Then the same steps run in one process without shardlib's layouts, and both curves are compared.
@@ -30,6 +31,7 @@ Report = dict[str, Any]
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--mesh", default="data=2,x=2,y=2", help="axis sizes, as data=2,x=2,y=2")
+    p.add_argument("--recipe", default="optimus2d", choices=["megatron1d", "optimus2d", "tesseract", "cube3d"])
     p.add_argument("--corpus", default="topics", help="topics, stdlib, or a file")
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--batch", type=int, default=16)
@@ -47,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def sizes(mesh: str) -> dict[str, int]:
     axes = {name: int(size) for name, size in (part.split("=") for part in mesh.replace(",", " ").split())}
-    return {"data": 1, "x": 1, "y": 1} | axes
+    return {"data": 1} | axes
 
 
 def model(args: argparse.Namespace) -> GPT:
@@ -66,10 +68,8 @@ def train(args: argparse.Namespace) -> Report:
     """The sharded run, on every rank of the mesh in scope."""
     mesh = sl.current_mesh()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rows = sl.recipes.batch_layout(rows="x")
-    apply, params = sl.parallelize(
-        model(args), sl.recipes.optimus2d(model(args)), inputs={"idx": rows, "targets": rows}
-    )
+    rules = getattr(sl.recipes, args.recipe)(model(args))
+    apply, params = sl.parallelize(model(args), rules, inputs={"idx": rules.tokens, "targets": rules.labels})
     tx = sl.zero(optimizer(args), axis="data")
     state = tx.init(params)
     step_fn = sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets=targets), pending="data")

@@ -26,7 +26,7 @@ from shardlib.tensor import ShardedTensor, promoting, replicated
 __all__ = ["Apply", "Rules", "match_rules", "parallelize"]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
-Rules = Sequence[tuple[Pattern, Layout | str]]
+Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str]]
 
 
 class Apply:
@@ -34,6 +34,7 @@ class Apply:
 
     ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
     ``buffers``  name -> tensor, cloned from the module.
+    ``yields``   parameter name -> the layout that products with it must give, where a rule says so.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Apply:
         tied: dict[str, str],
         inputs: Mapping[str, Layout],
         mesh: Mesh,
+        yields: Mapping[str, Layout] | None = None,
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
+        self.yields = yields or {}
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +62,7 @@ class Apply:
 
     def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         self._check(params)
+        params = {**params, **{n: _yielding(params[n], layout) for n, layout in self.yields.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
@@ -144,23 +148,38 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     return Layout.parse(" ".join(resolve(t) for t in tokens))
 
 
-def match_rules(named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None) -> dict[str, Layout]:
-    """First match wins; every parameter and every rule must be used.
+def _yielding(weight: Tensor, layout: Layout) -> Tensor:
+    """The same weight, whose products must lie as ``layout`` says."""
+    if not isinstance(weight, ShardedTensor):
+        return weight
+    out = weight.like(weight.raw)
+    out.yields = layout
+    return out
+
+
+def match_rules(
+    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """The layout of every parameter, and of the products with those whose rule names one.
+
+    First match wins; every parameter and every rule must be used.
 
     Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
     """
     used = [False] * len(rules)
     layouts: dict[str, Layout] = {}
+    yields: dict[str, Layout] = {}
     unmatched = []
     for name, value in named.items():
-        hits = [i for i, (pattern, _) in enumerate(rules) if _matches(pattern, name, value)]
+        hits = [i for i, (pattern, *_) in enumerate(rules) if _matches(pattern, name, value)]
         if not hits:
             unmatched.append(name)
             continue
         used[hits[0]] = True
-        layout = rules[hits[0]][1]
-        text = layout if isinstance(layout, str) else str(layout)
-        layouts[name] = logical(text, axes or {}).resolve(value.ndim)
+        _, layout, *out = rules[hits[0]]
+        layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
+        if out:
+            yields[name] = logical(str(out[0]), axes or {})
     unused = [rules[i][0] for i, hit in enumerate(used) if not hit]
     if unmatched or unused:
         raise RuleLint(
@@ -170,13 +189,13 @@ def match_rules(named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, st
             if not unused
             else "rules = [r for r in rules if r[0] not in (" + "".join(f"{_pattern_text(p)}, " for p in unused) + ")]",
         )
-    return layouts
+    return layouts, yields
 
 
 def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules) -> str:
     lines = []
     for name in unmatched:
-        near = difflib.get_close_matches(name, [p for p, _ in rules if isinstance(p, str)], 1, 0.5)
+        near = difflib.get_close_matches(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
         lines.append(f"no rule matches parameter {name!r}" + (f" (nearest rule: {near[0]!r})" if near else ""))
     for pattern in unused:
         shadow = [n for n, v in named.items() if _matches(pattern, n, v)]
@@ -208,7 +227,8 @@ def parallelize(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)`` with every parameter laid out by the first rule it matches.
 
-    ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order.
+    ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
+                the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``.
 
@@ -225,10 +245,10 @@ def parallelize(
     """
     mesh = as_mesh(mesh)
     named = dict(module.named_parameters())
-    layouts = match_rules(named, rules, axes)
+    layouts, yields = match_rules(named, rules, axes)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
     params = {n: _place_parameter(p, layouts[n], mesh) for n, p in named.items()}
     placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
-    return Apply(module, layouts, tied, placed, mesh), params
+    return Apply(module, layouts, tied, placed, mesh, yields), params

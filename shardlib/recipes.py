@@ -7,50 +7,65 @@ stores its weight (out, in).
 Roles.  *Expanding* layers feed something wide (fused qkv, the MLP's first layer); *contracting*
 layers come back from it: their input is wider than their output, or their name says so
 (``c_proj``, ``o_proj``, ``out_proj``, ``down_proj``, ``dense``, ``wo``, ...).
+
+Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from shardlib.mesh import as_mesh
 
-__all__ = ["batch_layout", "megatron1d", "optimus2d"]
+__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "tesseract"]
 
 _BACK = re.compile(r"(^|\.)(c_proj|o_proj|out_proj|down_proj|dense|proj|wo|w2|fc2|linear2)$")
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
 
-RuleList = list[tuple[str, str]]
+
+class Recipe(list[tuple[str, ...]]):
+    """A list of rules, and where its token ids and its labels [B, S] lie."""
+
+    def __init__(self, rules: Iterable[tuple[str, ...]], tokens: str, labels: str) -> None:
+        super().__init__(rules)
+        self.tokens, self.labels = tokens, labels
 
 
-def megatron1d(model: nn.Module, mesh: Any = None, *, axis: str = "x") -> RuleList:
-    """Columns then rows: activations whole over ``axis``, heads and MLP width split.
+def megatron1d(
+    model: nn.Module, mesh: Any = None, *, axis: str = "x", data: str = "data", sequence: bool = False
+) -> Recipe:
+    """Columns then rows: heads and MLP width split over ``axis``.
 
-    Source: arXiv 1909.08053, section 3.
+    The residual stream is whole over ``axis``, or with ``sequence`` split along the sequence: the
+    sums are then scattered and gathered, and norms and dropout hold 1/p of the positions.
+
+    Source: arXiv 1909.08053, section 3; arXiv 2205.05198 for the sequence.
 
     >>> import shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
     >>> with sl.simulate(x=2):
     ...     megatron1d(mlp)
+    ...     megatron1d(mlp, sequence=True)[2]
     [('0.weight', 'x .'), ('0.bias', 'x'), ('2.weight', '. x'), ('2.bias', '.')]
+    ('2.weight', '. x', '. x ...')
     """
-    as_mesh(mesh).axis_size(axis)
-    return _rules(
-        model,
-        {
-            "expand": (f"{axis} .", axis),
-            "fused": (f"(3 {axis}) .", f"(3 {axis})"),
-            "contract": (f". {axis}", "."),
-            "tokens": (f"{axis} .", ""),
-            "positions": (". .", ""),
-            "norm": (".", "."),
-        },
-    )
+    batch = _batch(mesh, data, axis)
+    contract = (f". {axis}", ".", f"{batch} {axis} ...") if sequence else (f". {axis}", ".")
+    where = f"{batch} {axis}" if sequence else f"{batch} ."
+    layouts = {
+        "expand": (f"{axis} .", axis),
+        "fused": (f"(3 {axis}) .", f"(3 {axis})"),
+        "contract": contract,
+        "tokens": (f"{axis} .", ""),
+        "positions": (". .", ""),
+        "norm": (".", "."),
+    }
+    return Recipe(_rules(model, layouts), where, f"{batch} .")
 
 
-def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y") -> RuleList:
+def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", data: str = "data") -> Recipe:
     """Every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
 
     An expanding weight is stored ``cols rows`` so that its output stays (Y-stationary), a
@@ -60,36 +75,81 @@ def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str 
 
     >>> import shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
-    >>> with sl.simulate(x=2, y=2):
-    ...     optimus2d(mlp)
-    [('0.weight', 'y x'), ('0.bias', 'y'), ('2.weight', 'x y'), ('2.bias', 'y')]
+    >>> with sl.simulate(data=2, x=2, y=2):
+    ...     rules = optimus2d(mlp)
+    >>> rules, rules.tokens
+    ([('0.weight', 'y x'), ('0.bias', 'y'), ('2.weight', 'x y'), ('2.bias', 'y')], '(data x) .')
     """
-    m = as_mesh(mesh)
-    m.axis_size(rows), m.axis_size(cols)
-    return _rules(
-        model,
-        {
-            "expand": (f"{cols} {rows}", cols),
-            "fused": (f"(3 {cols}) {rows}", f"(3 {cols})"),
-            "contract": (f"{rows} {cols}", cols),
-            "tokens": (f"{rows} {cols}", ""),
-            "positions": (f". {cols}", ""),
-            "norm": (cols, cols),
-        },
-        widest=True,
-    )
+    where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
+    return Recipe(_rules(model, _plane(rows, cols), widest=True), where, where)
 
 
-def batch_layout(mesh: Any = None, *, data: str = "data", rows: str | None = None) -> str:
-    """The layout of a batch of token ids [B, S]: over ``data``, and over ``rows`` for optimus2d.
+def tesseract(
+    model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", depth: str = "d", data: str = "data"
+) -> Recipe:
+    """2.5D: a plane of 2D blocks per depth; activations ``(depth rows) . cols``, weights copied over depth.
+
+    The sum of each weight's gradient over depth is the product's own.
+
+    Source: arXiv 2105.14500, section 3.
 
     >>> import shardlib as sl
-    >>> with sl.simulate(data=2, x=2, y=2):
-    ...     batch_layout(), batch_layout(rows="x")
-    ('data .', '(data x) .')
+    >>> with sl.simulate(d=2, x=2, y=2):
+    ...     rules = tesseract(nn.Sequential(nn.Linear(4, 16)))
+    >>> rules, rules.tokens
+    ([('0.weight', 'y x'), ('0.bias', 'y')], '(d x) .')
     """
-    axes = [a for a in (data, rows) if a and a in as_mesh(mesh).names]
-    return f"{axes[0]} ." if len(axes) == 1 else f"({' '.join(axes)}) ." if axes else ". ."
+    where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
+    return Recipe(_rules(model, _plane(rows, cols), widest=True), where, where)
+
+
+def cube3d(
+    model: nn.Module, mesh: Any = None, *, x: str = "x", y: str = "y", z: str = "z", data: str = "data"
+) -> Recipe:
+    """3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
+
+    The axes may have any sizes: with one of size 1 this is 2D, with two 1D.  Tokens are split
+    over x and y, labels over x and z, where the logits come out.
+
+    Source: arXiv 2105.14450, section 3; general grids as in arXiv 2305.13525.
+
+    >>> import shardlib as sl
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> with sl.simulate(x=2, y=2, z=2):
+    ...     rules = cube3d(mlp)
+    >>> rules, rules.tokens, rules.labels
+    ([('0.weight', 'y (z x)'), ('0.bias', 'y'), ('2.weight', 'z (y x)'), ('2.bias', 'z')], '(x y) .', '(x z) .')
+    """
+    layouts = {
+        "expand": (f"{y} ({z} {x})", y),
+        "fused": (f"(3 {y}) ({z} {x})", f"(3 {y})"),
+        "contract": (f"{z} ({y} {x})", z),
+        "tokens": (f"{y} ({z} {x})", ""),
+        "positions": (f". {z}", ""),
+        "norm": (z, z),
+    }
+    tokens, labels = (f"{_batch(mesh, data, x, y, z, over=over)} ." for over in ((x, y), (x, z)))
+    return Recipe(_rules(model, layouts), tokens, labels)
+
+
+def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:
+    return {
+        "expand": (f"{cols} {rows}", cols),
+        "fused": (f"(3 {cols}) {rows}", f"(3 {cols})"),
+        "contract": (f"{rows} {cols}", cols),
+        "tokens": (f"{rows} {cols}", ""),
+        "positions": (f". {cols}", ""),
+        "norm": (cols, cols),
+    }
+
+
+def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:
+    """The token of a batch dimension over ``data``, if the mesh has it, and ``over``."""
+    m = as_mesh(mesh)
+    for axis in axes:
+        m.axis_size(axis)
+    split = [a for a in (data, *over) if a in m.names]
+    return f"({' '.join(split)})" if len(split) > 1 else split[0] if split else "."
 
 
 def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
@@ -104,15 +164,15 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
     return "norm"
 
 
-def _rules(model: nn.Module, layouts: Mapping[str, tuple[str, str]], widest: bool = False) -> RuleList:
+def _rules(model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False) -> list[tuple[str, ...]]:
     embeddings = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     by_name = dict(model.named_modules())
     tokens = {n for n in embeddings if id(by_name[n].weight) in tied} or set(embeddings[:1])
-    rules: dict[str, str] = {}
+    rules: dict[str, tuple[str, ...]] = {}
     for full, value in model.named_parameters():
         owner, _, _ = full.rpartition(".")
-        weight, vector = layouts[_role(owner, by_name[owner], tokens, widest)]
+        weight, vector, *out = layouts[_role(owner, by_name[owner], tokens, widest)]
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", full)
-        rules.setdefault(pattern, weight if value.ndim > 1 else vector if value.ndim else "")
-    return list(rules.items())
+        rules.setdefault(pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",))
+    return [(pattern, *layouts) for pattern, layouts in rules.items()]

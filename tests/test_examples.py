@@ -89,9 +89,9 @@ def test_the_demo_with_dropout_is_one_curve_for_every_mesh() -> None:
 
 
 def _losses(demo: Any, args: Any) -> list[float]:
-    rows = sl.recipes.batch_layout(rows="x")
     m = demo.model(args)
-    apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": rows, "targets": rows})
+    rules = sl.recipes.optimus2d(m)
+    apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
     tx = sl.zero(demo.optimizer(args), axis="data")
     state, out = tx.init(params), []
     torch.manual_seed(0)

@@ -20,12 +20,12 @@ def dense() -> tuple[GPT, torch.Tensor, dict[str, torch.Tensor]]:
     return m, loss.detach(), {n: p.grad for n, p in m.named_parameters()}
 
 
-def gap(recipe: str, rows: str | None, pending: str | tuple = (), **change: Any) -> float:
+def gap(recipe: str, pending: str | tuple = (), **options: Any) -> float:
     """Largest relative difference of loss and gradients, on the mesh in scope."""
     m, loss, grads = dense()
     before = {n: p.detach().clone() for n, p in m.named_parameters()}
-    where = sl.recipes.batch_layout(rows=rows)
-    apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"idx": where, "targets": where})
+    rules = getattr(sl.recipes, recipe)(m, **options)
+    apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
     got, found = sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS.roll(-1, 1)), pending=pending)(params)
     errors = [abs(float(got.item() - loss.item()))]
     for n, g in grads.items():
@@ -41,21 +41,58 @@ def gap(recipe: str, rows: str | None, pending: str | tuple = (), **change: Any)
 )
 def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
-        assert gap("optimus2d", "x") < 1e-12
+        assert gap("optimus2d") < 1e-12
         if "data" in axes:
-            assert gap("optimus2d", "x", pending="data") < 1e-12
+            assert gap("optimus2d", pending="data") < 1e-12
 
 
 @pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}, {"data": 4, "x": 1}])
 def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
-        assert gap("megatron1d", None) < 1e-12
+        assert gap("megatron1d") < 1e-12
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}])
+def test_a_gpt_with_its_residual_split_along_the_sequence_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("megatron1d", sequence=True) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "axes", [{"d": 2, "x": 2, "y": 2}, {"d": 1, "x": 2, "y": 2}, {"data": 2, "d": 2, "x": 1, "y": 2}]
+)
+def test_a_gpt_in_a_plane_per_depth_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("tesseract") < 1e-12
+        if "data" in axes:
+            assert gap("tesseract", pending="data") < 1e-12
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"x": 2, "y": 2, "z": 2},
+        {"x": 1, "y": 2, "z": 2},
+        {"x": 2, "y": 1, "z": 2},
+        {"x": 2, "y": 2, "z": 1},
+        {"data": 2, "x": 1, "y": 2, "z": 1},
+        {"x": 1, "y": 1, "z": 4},
+        {"x": 1, "y": 4, "z": 1},
+    ],
+)
+def test_a_gpt_on_a_cube_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("cube3d") < 1e-12
+        with sl.saving():
+            assert gap("cube3d") < 1e-12
+        if "data" in axes:
+            assert gap("cube3d", pending="data") < 1e-12
 
 
 def test_a_gpt_equals_dense_on_real_processes(pool: Any) -> None:
-    assert max(pool.run(gap, "optimus2d", "x", x=2, y=2)) < 1e-12
-    assert max(pool.run(gap, "optimus2d", "x", "data", data=2, x=1, y=2)) < 1e-12
-    assert max(pool.run(gap, "megatron1d", None, data=2, x=2)) < 1e-12
+    assert max(pool.run(gap, "optimus2d", x=2, y=2)) < 1e-12
+    assert max(pool.run(gap, "optimus2d", "data", data=2, x=1, y=2)) < 1e-12
+    assert max(pool.run(gap, "megatron1d", data=2, x=2)) < 1e-12
 
 
 def test_simulated_and_real_ranks_count_the_same(pool: Any) -> None:
@@ -76,14 +113,16 @@ def traffic() -> tuple[Any, ...]:
 def test_dropout_gives_the_same_loss_under_every_layout() -> None:
     m = GPT(GPTConfig(vocab=32, ctx=8, layers=1, heads=4, embed=16, dropout=0.3)).double()
     losses = []
-    for recipe, rows, axes in [
-        ("optimus2d", "x", {"x": 2, "y": 2}),
-        ("megatron1d", None, {"x": 2}),
-        ("optimus2d", "x", {"x": 1, "y": 1}),
+    for recipe, axes in [
+        ("optimus2d", {"x": 2, "y": 2}),
+        ("megatron1d", {"x": 2}),
+        ("tesseract", {"d": 2, "x": 2, "y": 2}),
+        ("cube3d", {"x": 2, "y": 2, "z": 2}),
+        ("optimus2d", {"x": 1, "y": 1}),
     ]:
         with sl.simulate(**axes):
-            where = sl.recipes.batch_layout(rows=rows)
-            apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"idx": where, "targets": where})
+            rules = getattr(sl.recipes, recipe)(m)
+            apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
             torch.manual_seed(5)
             losses.append(apply(params, IDS, IDS).item())
     assert max(losses) - min(losses) < 1e-12

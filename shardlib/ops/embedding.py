@@ -5,9 +5,10 @@
                                               reduce-scatter rows back over v     (2D)
     table [V, H]                              a local lookup
 
-H may be split over further axes in every case.
+H may be split over further axes in every case; minor ones that also split the ids are gathered
+first, and the table's gradient is scattered over them (3D).
 
-Source: arXiv 1909.08053, section 3; arXiv 2104.05343, section 3.2.3.
+Source: arXiv 1909.08053, section 3; arXiv 2104.05343, section 3.2.3; arXiv 2105.14450.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import ImplicitCommunication, Unsupported
-from shardlib.layouts import Layout
+from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof, vary
 
@@ -28,16 +29,16 @@ __all__ = ["embedding"]
 class _Lookup(torch.autograd.Function):
     """Rows of a table whose vocabulary is split over ``axis``.
 
-    ids [B, ...], table [V/axis, H] -> [B, ..., H]; where ids' first dimension is itself split
-    over ``axis`` (``rows``), they are gathered and the rows scattered back.
+    ids [B, ...], table [V/axis, H] -> [B, ..., H]; where a dimension of ids is itself split over
+    ``axis`` (``at``), they are gathered and the rows scattered back.
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axis: str, rows: bool, padding: int | None) -> Tensor:
-        ctx.place = mesh, axis, rows
+    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axis: str, at: int, padding: int | None) -> Tensor:
+        ctx.place = mesh, axis, at
         with bind(mesh):
             w, i = wrap(table, mesh), wrap(ids, mesh)
-            i = all_gather(i, axis, 0) if rows else i
+            i = all_gather(i, axis, at) if at >= 0 else i
             here = i - axis_index(axis) * w.shape[0]
             outside = (here < 0) | (here >= w.shape[0])
             here = here.masked_fill(outside, 0)
@@ -45,15 +46,15 @@ class _Lookup(torch.autograd.Function):
             drop = outside if padding is None else outside | (i == padding)
             ctx.save_for_backward(unwrap(here), unwrap(drop))
             ctx.vocab = w.shape[0]
-            return unwrap(psum_scatter(out, axis, 0) if rows else psum(out, axis))
+            return unwrap(psum_scatter(out, axis, at) if at >= 0 else psum(out, axis))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mesh, axis, rows = ctx.place
+        mesh, axis, at = ctx.place
         with bind(mesh):
             g = wrap(grads[0], mesh)
-            g = all_gather(g, axis, 0) if rows else g
+            g = all_gather(g, axis, at) if at >= 0 else g
             here, drop = (wrap(t, mesh) for t in ctx.saved_tensors)
             return unwrap(_scatter_rows(g, here, drop, ctx.vocab)), None, None, None, None, None
 
@@ -86,12 +87,15 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}
     axis = next((a for a in vocab.axes if mesh.axes[a] > 1), None)
-    rows = bool(tokens) and axis is not None and tokens[0].parts[-1:] == (axis,)
+    at = next((d for d, t in enumerate(tokens) if t.parts[-1:] == (axis,) and t.order == "contiguous"), -1)
+    gathered = tuple(a for a in hidden.axes if a in taken)
+    kept = tuple(p for p in hidden.parts if p not in gathered)
     if (
         len(vocab.parts) > 1
         or vocab.order != "contiguous"
-        or (axis in taken and not rows)
-        or (set(hidden.axes) & taken)
+        or (axis in taken and at < 0)
+        or (gathered and (hidden.parts != (*kept, *gathered) or hidden.order != "contiguous"))
+        or (gathered and any(isinstance(p, int) for p in kept))
     ):
         raise ImplicitCommunication(
             f"ids split {ids.sharding} do not fit a table split {table.sharding}",
@@ -100,13 +104,16 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=mesh,
             fix=f"F.embedding(ids, sl.reshard(table, {f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
         )
-    out = Layout(dims=(*tokens, hidden))
+    out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     deferred = frozenset(table.deferred) - set(out.axes)
     meets = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
     raw_table = vary(table.raw, mesh, meets)
+    if gathered:
+        with bind(mesh):
+            raw_table = unwrap(all_gather(wrap(raw_table, mesh), gathered, 1))
     if axis is None:
         with bind(mesh):
             raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
     else:
-        raw = _Lookup.apply(raw_table, ids.raw, mesh, axis, rows, padding)
+        raw = _Lookup.apply(raw_table, ids.raw, mesh, axis, at, padding)
     return ShardedTensor(raw, out, torch.Size((*ids.size_, table.size_[1])), mesh, deferred)  # type: ignore[arg-type]
