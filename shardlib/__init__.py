@@ -7,6 +7,7 @@ from shardlib.collectives import (
     all_to_all,
     axis_index,
     axis_size,
+    expect_comm,
     pbroadcast,
     pick,
     pmax,
@@ -23,6 +24,7 @@ from shardlib.collectives import (
 )
 from shardlib.dtensor import dtensor_rules, from_dtensor, to_dtensor
 from shardlib.errors import ShardError
+from shardlib.explain import explain
 from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import (
     Col,
@@ -37,7 +39,7 @@ from shardlib.layouts import (
     Ring,
     Row,
 )
-from shardlib.mesh import Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
+from shardlib.mesh import Link, Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, saving, why
 from shardlib.optim import (
@@ -58,6 +60,7 @@ from shardlib.optim import (
 )
 from shardlib.parallelize import parallelize
 from shardlib.placing import constrain, reshard, shard, unshard
+from shardlib.plan import choose, lower_bound, probe
 from shardlib.shard_map import shard_map
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 from shardlib.visualize import draw, visualize
@@ -65,13 +68,14 @@ from shardlib.visualize import draw, visualize
 __version__ = "0.1.0"
 
 __all__ = [
-    "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Match", "Mesh", "Partial",
-    "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam", "adamw",
-    "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
-    "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "from_dtensor",
-    "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion", "load", "make_mesh",
-    "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
-    "psum", "psum_scatter", "pvary", "recipes", "record", "reshard", "rule", "save", "saving", "scale",
-    "scale_by_schedule", "sgd", "shard", "shard_map", "shift", "simulate", "start", "to_dtensor", "trace",
-    "typeof", "unshard", "use_mesh", "value_and_grad", "visualize", "why", "zero",
+    "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Link", "Match", "Mesh",
+    "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam",
+    "adamw", "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
+    "choose", "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm",
+    "explain", "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion",
+    "load", "lower_bound", "make_mesh", "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax",
+    "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "recipes", "record",
+    "reshard", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard", "shard_map", "shift",
+    "simulate", "start", "to_dtensor", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "visualize",
+    "why", "zero",
 ]  # fmt: skip

@@ -22,9 +22,12 @@ __all__ = [
     "RuleLint",
     "ShardError",
     "UnevenSplit",
+    "UnexpectedComm",
     "UnknownAxis",
     "UnknownParameter",
     "Unsupported",
+    "mesh_text",
+    "user_line",
 ]
 
 _HERE = str(Path(__file__).parent)
@@ -49,7 +52,7 @@ class ShardError(ValueError):
         self.message, self.op, self.fix = message, op, fix
         self.operands = {k: str(v) for k, v in (operands or {}).items()}
         self.mesh = mesh
-        self.line = _user_line()
+        self.line = user_line()
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -125,6 +128,10 @@ class Unsupported(ShardError):
     """The request is understood and is not supported; the message says what would be."""
 
 
+class UnexpectedComm(ShardError, AssertionError):
+    """Another communication ran than a test expected."""
+
+
 def mesh_text(mesh: object) -> str:
     """``x=2 y=4`` for a mapping, a DeviceMesh or a Mesh."""
     if isinstance(mesh, Mapping):
@@ -135,7 +142,7 @@ def mesh_text(mesh: object) -> str:
     return str(mesh)
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """``file:line`` of the innermost frame outside shardlib and torch."""
     frame = sys._getframe(2)
     while frame is not None:

@@ -75,7 +75,9 @@ def _leaf(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     for a in axes:
         x.mesh.axis_size(a)  # raises where there is none
     apart = frozenset(a for a in axes if a not in x.sharding.axes)
-    return ShardedTensor(x.raw.detach().requires_grad_(), x.sharding, x.size_, x.mesh, apart)
+    leaf = ShardedTensor(x.raw.detach().requires_grad_(), x.sharding, x.size_, x.mesh, apart)
+    leaf.yields = x.yields
+    return leaf
 
 
 def _ready(loss: Tensor) -> Tensor:

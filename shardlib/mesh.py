@@ -20,6 +20,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,10 +31,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardlib.errors import AxisReused, MeshError, NoMesh, ShardError, UnknownAxis
 
 __all__ = [
-    "Mesh", "as_mesh", "bind", "current_mesh", "launch", "make_mesh", "record", "simulate", "use_mesh",
+    "Link", "Mesh", "as_mesh", "bind", "current_mesh", "launch", "make_mesh", "record", "simulate", "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What moving along a mesh axis takes: ``alpha`` seconds per message and ``beta`` per byte received."""
+
+    alpha: float = 2e-5
+    beta: float = 1e-9
 
 
 class Mesh(Mapping[str, int]):
@@ -53,6 +62,7 @@ class Mesh(Mapping[str, int]):
         self.kind: Kind = kind
         self.device = torch.device(device)
         self.device_mesh = device_mesh
+        self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
         self.coord: dict[str, int] | None = None
         self.world: Callable[[], Any] = lambda: None  # the group of all ranks when the mesh was made; not kept alive
         if device_mesh is not None:

@@ -51,17 +51,25 @@ class Apply:
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.  Inputs: plain tensors are sharded as ``inputs=`` said, else replicated."""
-        return self._run(params, self.buffers, args, kwargs)[0]
+        """The module's forward.  Inputs: plain tensors are sharded as ``inputs=`` said, else replicated.
+
+        Runs on the mesh of ``params``, which may be another than the one it was made for.
+        """
+        self._check(params)
+        mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
+        if mesh is self.mesh:
+            return self._run(params, self.buffers, args, kwargs)[0]
+        moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
+        return moved._run(params, moved.buffers, args, kwargs)[0]
 
     def mutable(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """(output, new buffers) for modules that write to their buffers in forward."""
+        self._check(params)
         return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
 
     def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        self._check(params)
         params = {**params, **{n: _yielding(params[n], layout) for n, layout in self.yields.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardlib.mesh import as_mesh
 
-__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "tesseract"]
+__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "roles", "tesseract"]
 
 _BACK = re.compile(r"(^|\.)(c_proj|o_proj|out_proj|down_proj|dense|proj|wo|w2|fc2|linear2)$")
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
@@ -164,15 +164,27 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
     return "norm"
 
 
-def _rules(model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False) -> list[tuple[str, ...]]:
-    embeddings = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
+    """Module name -> expand, fused, contract, tokens, positions or norm; for modules that hold parameters.
+
+    ``widest``  a square layer expands, whatever its name.
+
+    >>> roles(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4)))
+    {'0': 'expand', '2': 'contract', '3': 'norm'}
+    """
+    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    by_name = dict(model.named_modules())
-    tokens = {n for n in embeddings if id(by_name[n].weight) in tied} or set(embeddings[:1])
+    tokens = {n for n, m in embeddings.items() if id(m.weight) in tied} or set(list(embeddings)[:1])
+    holding = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    return {n: _role(n, m, tokens, widest) for n, m in holding}
+
+
+def _rules(model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False) -> list[tuple[str, ...]]:
+    found = roles(model, widest)
     rules: dict[str, tuple[str, ...]] = {}
     for full, value in model.named_parameters():
         owner, _, _ = full.rpartition(".")
-        weight, vector, *out = layouts[_role(owner, by_name[owner], tokens, widest)]
+        weight, vector, *out = layouts[found[owner]]
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", full)
         rules.setdefault(pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",))
     return [(pattern, *layouts) for pattern, layouts in rules.items()]

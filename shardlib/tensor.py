@@ -40,6 +40,10 @@ _ANYWHERE: set[Any] = set()
 FALLBACK: list[Rule] = []
 """At most one rule for every other function; see dtensor.py."""
 
+WATCHERS: list[Any] = []
+"""While one is here, it runs every function on a sharded tensor, ``watcher(rule, func, args, kwargs)``, and
+is told which algorithm was chosen, ``watcher.chose(match)``.  See explain.py."""
+
 _NONE: frozenset[str] = frozenset()
 
 
@@ -99,10 +103,10 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = TABLE.get(func)
-        if rule is not None:
-            return rule(func, args, kwargs or {})
-        return _unknown(func, args, kwargs or {})
+        rule = TABLE.get(func, _unknown)
+        if WATCHERS:
+            return WATCHERS[-1](rule, func, args, kwargs or {})
+        return rule(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

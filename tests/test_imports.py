@@ -32,6 +32,8 @@ ORDER = [  # each may import from those before it
     "recipes",
     "optim",
     "checkpoint",
+    "plan",
+    "explain",
     "visualize",
 ]
 

@@ -22,11 +22,11 @@ from shardlib.collectives.api import (
     unwrap,
     wrap,
 )
-from shardlib.collectives.count import Trace, trace
+from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.stacked import Stacked
 
 __all__ = [
-    "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick",
-    "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start",
-    "trace", "unwrap", "wrap",
+    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
+    "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice",
+    "psum", "psum_scatter", "pvary", "shift", "start", "trace", "unwrap", "wrap",
 ]  # fmt: skip

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
-__all__ = ["OPEN", "Event", "Trace", "note", "trace"]
+from shardlib.errors import UnexpectedComm
+
+__all__ = ["OPEN", "Event", "Trace", "expect_comm", "note", "trace"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,15 @@ class Trace:
         """Bytes per mesh axis."""
         return self._by(lambda e: e.axis)
 
-    def _by(self, key: Callable[[Event], str]) -> dict[str, int | Fraction]:
-        out: dict[str, Fraction] = defaultdict(Fraction)
+    def __str__(self) -> str:
+        lines = [f"{float(self.bytes):,.0f} B in {self.messages} messages per rank"]
+        for (kind, axis), n in sorted(self._by(lambda e: (e.kind, e.axis)).items(), key=lambda kv: -kv[1]):
+            calls = [e for e in self.events if (e.kind, e.axis) == (kind, axis)]
+            lines.append(f"  {kind:<13} over {axis:<8} {len(calls):>4} times  {float(n):>14,.0f} B")
+        return "\n".join(lines)
+
+    def _by(self, key: Callable[[Event], Any]) -> dict[Any, int | Fraction]:
+        out: dict[Any, Fraction] = defaultdict(Fraction)
         for e in self.events:
             out[key(e)] += e.bytes
         return {k: _whole(v) for k, v in out.items()}
@@ -75,6 +85,36 @@ def trace() -> Iterator[Trace]:
         yield t
     finally:
         OPEN.remove(t)
+
+
+@contextmanager
+def expect_comm(*, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int) -> Iterator[Trace]:
+    """Assert, at the end of the block, how many collectives of each kind ran inside; kinds not named: none.
+
+    ``bytes`` and ``messages`` are totals per rank, checked where given.
+    Raises: UnexpectedComm listing what ran.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     a = sl.shard(torch.ones(4, 4), ". x")
+    ...     with sl.expect_comm(psum=1, bytes=64):
+    ...         _ = a @ sl.shard(torch.ones(4, 4), "x .")
+    """
+    with trace() as t:
+        yield t
+    found: dict[str, int] = defaultdict(int)
+    for e in t.events:
+        found[e.kind] += 1
+    wrong = [
+        f"{found.get(k, 0)} {k}, not {kinds.get(k, 0)}"
+        for k in {**kinds, **found}
+        if found.get(k, 0) != kinds.get(k, 0)
+    ]
+    wrong += [f"{t.bytes} bytes, not {bytes}"] if bytes not in (None, t.bytes) else []
+    wrong += [f"{t.messages} messages, not {messages}"] if messages not in (None, t.messages) else []
+    if wrong:
+        ran = ", ".join(f"{k}={n}" for k, n in found.items())
+        raise UnexpectedComm("; ".join(wrong) + f"\n{t}", op="expect_comm", fix=f"sl.expect_comm({ran})")
 
 
 def note(kind: str, axis: str | tuple[str, ...], numerator: int, denominator: int, messages: int) -> None:

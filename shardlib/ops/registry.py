@@ -7,7 +7,7 @@ another, ``why`` prints them all.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,24 +15,54 @@ from typing import Any
 
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Layout
+from shardlib.mesh import Link
 
-__all__ = ["Cost", "Match", "Why", "algorithm", "choose", "implicit", "implicit_budget", "rule", "saving", "why"]
+__all__ = [
+    "Cost",
+    "Match",
+    "Why",
+    "algorithm",
+    "choose",
+    "forget",
+    "implicit",
+    "implicit_budget",
+    "moving",
+    "rule",
+    "saving",
+    "why",
+]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Per rank: bytes received, messages, and bytes of temporaries at the peak."""
+    """Per rank: bytes received, messages, and bytes of temporaries at the peak.
+
+    ``along``  (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
+    """
 
     bytes: Fraction | int = 0
     messages: int = 0
     memory: Fraction | int = 0
+    along: tuple[tuple[tuple[str, ...], Fraction | int, int], ...] = ()
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.bytes + other.bytes, self.messages + other.messages, max(self.memory, other.memory))
+        memory = max(self.memory, other.memory)
+        return Cost(self.bytes + other.bytes, self.messages + other.messages, memory, self.along + other.along)
 
-    def seconds(self, alpha: float = 2e-5, beta: float = 1e-9) -> float:
-        """Alpha-beta time: ``alpha`` per message, ``beta`` per byte."""
-        return alpha * self.messages + beta * float(self.bytes)
+    def seconds(self, links: Mapping[str, Link] | None = None) -> float:
+        """Alpha-beta time; a movement over several axes runs at the slowest's pace."""
+        usual, links = Link(), links or {}
+        total = usual.alpha * self.messages + usual.beta * float(self.bytes)
+        for axes, nbytes, messages in self.along:
+            met = [links.get(a, usual) for a in axes]
+            total += (max((k.alpha for k in met), default=usual.alpha) - usual.alpha) * messages
+            total += (max((k.beta for k in met), default=usual.beta) - usual.beta) * float(nbytes)
+        return total
+
+
+def moving(axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:
+    """The cost of one movement over ``axes``."""
+    return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
 
 
 @dataclass(frozen=True)
@@ -175,6 +205,11 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     return found
 
 
+def forget() -> None:
+    """Choose anew from here on: what the choice rests on has changed."""
+    _CHOSEN.clear()
+
+
 def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
     verdicts = [(r.name, r.match(case)) for r in _RULES[op]]
     wanted = getattr(case, "out", None)
@@ -183,7 +218,7 @@ def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
     return [(n, m if isinstance(m, str) or m.out == wanted else f"gives {m.out}, not {wanted}") for n, m in verdicts]
 
 
-def _best(verdicts: list[tuple[str, Match | str]]) -> tuple[str, Match] | None:
+def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:
     """The cheapest of those that give the first fitting rule's layout and stay within memory.
 
     The result's layout thus hangs on the operands' layouts, never on their sizes.
@@ -196,13 +231,14 @@ def _best(verdicts: list[tuple[str, Match | str]]) -> tuple[str, Match] | None:
         least = [(n, m) for n, m in alike if not m.gathered]
     else:
         least = [(n, m) for n, m in alike if m.gathered + m.saved <= room]
-    return min(least or alike, key=lambda nm: (nm[1].cost.seconds(), nm[1].cost.messages), default=None)
+    links = dict(getattr(case, "links", ()))
+    return min(least or alike, key=lambda nm: (nm[1].cost.seconds(links), nm[1].cost.messages), default=None)
 
 
 def _decide(op: str, case: Any) -> Match:
     pinned = dict(_AMBIENT.pins).get(op)
     verdicts = _verdicts(op, case)
-    best = _best(verdicts)
+    best = _best(verdicts, case)
     if pinned is not None:
         match = dict(verdicts)[pinned]
         if isinstance(match, str):
@@ -257,7 +293,7 @@ def explain_choice(op: str, case: Any) -> Why:
     """The verdict of every rule on a case."""
     verdicts = _verdicts(op, case)
     pinned = dict(_AMBIENT.pins).get(op)
-    best = _best([(n, m) for n, m in verdicts if pinned in (None, n)])
+    best = _best([(n, m) for n, m in verdicts if pinned in (None, n)], case)
     return Why(op, case.operands(), best[0] if best else "", tuple(verdicts))
 
 

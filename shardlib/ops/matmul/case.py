@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.registry import Cost, case_of
+from shardlib.mesh import Link
+from shardlib.ops.registry import Cost, case_of, moving
 from shardlib.tensor import ShardedTensor, partial_escape
 
 __all__ = ["MatmulCase", "all_reduce", "case", "local_elements", "met_over", "out_layout"]
@@ -24,6 +25,7 @@ class MatmulCase:
     mesh: tuple[tuple[str, int], ...]
     itemsize: int
     out: Layout | None = None
+    links: tuple[tuple[str, Link], ...] = ()
 
     def operands(self) -> dict[str, str]:
         return {
@@ -62,7 +64,7 @@ def met_over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str,
 
 def all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
     p = math.prod(mesh[a] for a in axes)
-    return Cost(Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1), 0)
+    return moving(axes, Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -98,4 +100,5 @@ def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) ->
         tuple(x.mesh.axes.items()),
         x.raw.element_size(),
         None if out is None else Layout.parse(str(out)).resolve(len(x.size_)),
+        tuple(x.mesh.links.items()),
     )

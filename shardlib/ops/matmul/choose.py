@@ -29,8 +29,8 @@ from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.product import Grid, Product
 from shardlib.ops.matmul.summa import summa_messages, summa_words
-from shardlib.ops.registry import Cost, Match, choose, rule
-from shardlib.tensor import ShardedTensor, lift, local_call, total, typeof, vary
+from shardlib.ops.registry import Match, choose, moving, rule
+from shardlib.tensor import WATCHERS, ShardedTensor, lift, local_call, total, typeof, vary
 
 __all__ = ["product_of"]
 
@@ -158,7 +158,7 @@ class _Grid2D:
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
         forms = [self.form, *(f for f in _FORMS if f != self.form)]
-        costs = [Cost(words(f) * size, messages(f), blocks * panel * size) for f in forms]
+        costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
         w_bytes = local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
         backward = costs[1] + costs[2] + all_reduce(w_bytes, self.extra, self.mesh)
         form = self.form
@@ -264,6 +264,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor
     out = out or w.yields
     key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out)
     match = choose("matmul", key, lambda: case(x, w, out))
+    if WATCHERS:
+        WATCHERS[-1].chose(match)
     out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, x.deferred
     over_x, over_w = match.over
     if x.deferred or w.deferred:

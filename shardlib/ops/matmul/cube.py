@@ -21,7 +21,7 @@ Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -33,7 +33,7 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
-from shardlib.ops.registry import Cost, Match, rule
+from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, total
 
 __all__ = ["Cube", "Move", "Product3", "cube_words"]
@@ -176,10 +176,10 @@ def _match(case: MatmulCase, save: str) -> Match | str:
         return roles
     gather_x, gather_w, summed = roles
     sides = [("x", d, gather_x) for d in case.x.dims] + [("w", d, gather_w) for d in case.w.dims]
-    for name, dim, moving in sides:
-        if stuck := _stuck(dim, moving):
+    for name, dim, gone in sides:
+        if stuck := _stuck(dim, gone):
             return f"{name} {dim}: {stuck}"
-    parts = [_parted(dim, moving) for _, dim, moving in sides]
+    parts = [_parted(dim, gone) for _, dim, gone in sides]
     kept = [dim for dim, _ in parts]
     x_moves, w_moves = (
         tuple(Move(axes, dim) for dim, (_, axes) in enumerate(group) if axes) for group in (parts[:-2], parts[-2:])
@@ -251,7 +251,7 @@ def _priced(case: MatmulCase, cube: Cube, out: Layout, whole: Layout, psummed: t
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
     held = (wide_x - x) + (wide_w - w) + (wide_y - y)
-    forward, backward = (Cost(c.bytes, c.messages, held) for c in (forward, backward))
+    forward, backward = (replace(c, memory=held) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
     def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tupl
     cost = Cost()
     for move in moves:
         p = math.prod(mesh[a] for a in move.axes)
-        cost += Cost((p - 1) * nbytes, p - 1)
+        cost += moving(move.axes, (p - 1) * nbytes, p - 1)
         nbytes *= p
     return cost, nbytes
 

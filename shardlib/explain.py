@@ -1,0 +1,244 @@
+"""What a function of sharded tensors will do: every operation's layouts, algorithm, bytes and memory.
+
+Nothing runs: blocks are on the meta device and the mesh is only a mapping of names to sizes, so
+a plan for 512 ranks takes as long as one for two.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import Event, Trace, trace
+from shardlib.errors import ShardError, Unsupported, user_line
+from shardlib.layouts.dims import axis_sizes
+from shardlib.mesh import record
+from shardlib.ops.registry import Match
+from shardlib.plan import lower_bound
+from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, settle, typeof
+
+__all__ = ["Explanation", "Row", "explain"]
+
+
+@dataclass
+class Row:
+    """One operation: bytes and messages are per rank, ``memory`` is temporaries at the peak."""
+
+    op: str
+    at: str
+    operands: tuple[str, ...]
+    out: str
+    rule: str = ""
+    note: str = ""
+    forward: list[Event] = field(default_factory=list)
+    backward: list[Event] = field(default_factory=list)
+    memory: int = 0
+    bound: float = 0.0
+
+    @property
+    def same(self) -> tuple[Any, ...]:
+        """Equal for the same operation in another layer."""
+        return self.op, self.at, self.operands, self.out, self.rule, tuple(self.forward), tuple(self.backward)
+
+
+@dataclass
+class Explanation:
+    """Every operation that communicates or multiplies, and the totals.
+
+    ``rows``    in the order they run.
+    ``bytes``   received per rank, forward and backward; ``messages`` likewise.
+    ``bound``   the least bytes that any algorithm must receive for the forward products, each alone
+                (Al Daas et al., SPAA 2022), and ``products`` what is received for them here.
+    """
+
+    rows: list[Row]
+    mesh: Mapping[str, int]
+    parameters: int
+
+    @property
+    def forward(self) -> Trace:
+        return Trace([e for row in self.rows for e in row.forward])
+
+    @property
+    def backward(self) -> Trace:
+        return Trace([e for row in self.rows for e in row.backward])
+
+    @property
+    def bytes(self) -> int | Fraction:
+        return self.forward.bytes + self.backward.bytes
+
+    @property
+    def messages(self) -> int:
+        return self.forward.messages + self.backward.messages
+
+    @property
+    def memory(self) -> int:
+        """Temporaries of the operation that takes most."""
+        return max((row.memory for row in self.rows), default=0)
+
+    @property
+    def products(self) -> int | Fraction:
+        return Trace([e for row in self.rows if row.rule for e in row.forward]).bytes
+
+    @property
+    def bound(self) -> float:
+        return sum(row.bound for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
+        kinds: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            if row.rule or row.forward or row.backward:
+                kinds.setdefault(row.same, []).append(row)
+        for rows in kinds.values():
+            row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
+            lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {row.at}")
+            moved = f"    forward {_size(Trace(row.forward).bytes)}, backward {_size(Trace(row.backward).bytes)}"
+            moved += f", temporaries {_size(row.memory)}" if row.memory else ""
+            lines.append(moved + (f", {row.rule}" + (f": {row.note}" if row.note else "") if row.rule else ""))
+        lines.append(f"parameters  {_size(self.parameters)}")
+        for name, t in (("forward", self.forward), ("backward", self.backward)):
+            lines.append(f"{name:<11} {_size(t.bytes)} in {t.messages} messages")
+        if self.bound:
+            ratio = float(self.products) / self.bound
+            lines.append(f"products    {_size(self.products)} forward, {ratio:.2f} x the lower bound of each alone")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(
+    apply: Callable[..., Any], params: Any, inputs: Any = (), *, mesh: Any = None, backward: bool = True
+) -> Explanation:
+    """Run ``apply(params, *inputs)`` on shapes alone and say what each operation would do.
+
+    ``inputs``    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes are read.
+    ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
+    ``backward``  also the gradients of ``params``.
+
+    Raises: what ``apply`` would raise, for example UnevenSplit at another size.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> with sl.simulate(x=2, y=2):
+    ...     rules = [("weight", "y x"), ("bias", "y")]
+    ...     apply, params = sl.parallelize(nn.Linear(64, 64), rules, inputs={"input": "x y"})
+    >>> plan = sl.explain(apply, params, torch.empty(128, 64), mesh={"x": 4, "y": 8})
+    >>> print(plan.rows[0].op, plan.rows[0].rule, plan.forward.bytes)
+    linear summa 8704
+    """
+    leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
+    if not leaves:
+        raise ShardError(
+            "no parameter is sharded", op="explain", fix="sl.explain(apply, sl.shard(params, '...'), inputs)"
+        )
+    sizes = dict(axis_sizes(leaves[0].mesh if mesh is None else mesh))
+    args, kwargs = (
+        ((), inputs) if isinstance(inputs, dict) else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
+    )
+    with record(**sizes) as paper, trace() as t:
+        ours = optree.tree_map(lambda x: _on_paper(x, paper), params)
+        both: Any = (tuple(args), kwargs)
+        given = optree.tree_map(lambda x: _on_paper(x, paper), both, none_is_leaf=True)
+        watch = _Watch(t, paper.size, backward)
+        with _watched(watch):
+            out = apply(ours, *given[0], **given[1])
+        if backward:
+            watch.back(out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)])  # type: ignore[arg-type]
+    held = sum(x.raw.numel() * x.raw.element_size() for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor))  # type: ignore[arg-type]
+    return Explanation(watch.rows, sizes, held)
+
+
+def _on_paper(x: Any, mesh: Any) -> Any:
+    """The same value as a shape on another mesh."""
+    if isinstance(x, PaddedTensor):
+        raise Unsupported(
+            "padded blocks are not planned", op="explain", operands={"tensor": typeof(x)}, fix="sl.unshard(x)"
+        )
+    if isinstance(x, ShardedTensor):
+        block = torch.empty(x.sharding.local_shape(tuple(x.size_), mesh), dtype=x.raw.dtype, device="meta")
+        out = ShardedTensor(block.requires_grad_(x.requires_grad), x.sharding, x.size_, mesh)
+        out.yields = x.yields
+        return out
+    return x.detach().to("meta") if isinstance(x, Tensor) else x
+
+
+@contextmanager
+def _watched(watch: "_Watch") -> Iterator[None]:
+    WATCHERS.append(watch)
+    try:
+        yield
+    finally:
+        WATCHERS.remove(watch)
+
+
+class _Watch:
+    """Writes a row per function called on sharded tensors; functions called inside one belong to it."""
+
+    def __init__(self, t: Trace, ranks: int, backward: bool) -> None:
+        self.t, self.ranks, self.marks = t, ranks, backward
+        self.rows: list[Row] = []
+        self.inside = False
+        self.match: Match | None = None
+        self.seen = 0
+        self.row: Row | None = None
+        self.nodes: set[Any] = set()  # held, so that no node's place is taken by another
+
+    def chose(self, match: Match) -> None:
+        self.match = match
+
+    def __call__(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside:
+            return rule(func, args, kwargs)
+        self.inside, self.match, before = True, None, len(self.t.events)
+        try:
+            out = rule(func, args, kwargs)
+        finally:
+            self.inside = False
+        if isinstance(out, ShardedTensor):
+            self._write(func, [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)], out, before)
+        return out
+
+    def _write(self, func: Any, operands: list[ShardedTensor], out: ShardedTensor, before: int) -> None:
+        row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
+        row.forward = self.t.events[before:]
+        if self.match is not None:
+            row.rule, row.note, row.memory = self.match.rule, self.match.note, int(self.match.forward.memory)
+            k, item = operands[0].size_[-1], out.raw.element_size()
+            row.bound = lower_bound(out.size_[:-1].numel(), k, out.size_[-1], self.ranks) * item
+        self.rows.append(row)
+        node = out.raw.grad_fn
+        if self.marks and node is not None and node not in self.nodes:
+            self.nodes.add(node)
+            node.register_prehook(lambda *_: self._turn(row))
+
+    def _turn(self, row: Row | None) -> None:
+        """What was counted since the last turn belongs to the row whose gradient ran then."""
+        if self.row is not None:
+            self.row.backward += self.t.events[self.seen :]
+        self.row, self.seen = row, len(self.t.events)
+
+    def back(self, out: Any, params: list[ShardedTensor]) -> None:
+        found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
+        ends = [x.raw for x in found if x.raw.requires_grad]
+        starts = [x.raw for x in params if x.raw.requires_grad]
+        self._turn(self.rows[-1] if self.rows else None)
+        if ends and starts:
+            torch.autograd.grad(ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True)
+        self._turn(None)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name.strip("_")
+
+
+def _size(n: int | Fraction) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{float(n) / scale:.2f} {unit}"
+    return f"{float(n):.0f} B"

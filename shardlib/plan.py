@@ -1,0 +1,272 @@
+"""Choosing a mesh before anything runs: link speeds, lower bounds, and the best grid for a model.
+
+The three-axis product (ops/matmul/cube.py) makes every known grid a point (pm, pk, pn): FSDP is
+pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
+equal.  Layers come in pairs that swap k and n, so nothing is resharded between them.  The choice
+prices all of them, with the gathered operands saved or not, and takes the cheapest that fits.
+
+Source: Al Daas et al., SPAA 2022 (bounds); arXiv 2305.13525 (choosing a grid by its cost).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib import recipes
+from shardlib.collectives import all_gather, pbroadcast, psum
+from shardlib.errors import ShardError
+from shardlib.mesh import Link, as_mesh, bind
+from shardlib.ops.registry import Cost, forget, moving
+
+__all__ = ["Choice", "Grid3", "choose", "lower_bound", "probe"]
+
+
+def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
+    """The fewest words some rank must receive for one product [m, k] x [k, n], whatever the algorithm.
+
+    Memory-independent and tight; Al Daas et al., SPAA 2022, theorem 3.
+
+    >>> round(lower_bound(64, 64, 64, 8)), 3 * 64 * 64 // 8
+    (1536, 1536)
+    """
+    a, b, c = sorted((m, k, n))
+    p = ranks
+    if p * b <= c:
+        return (1 - 1 / p) * a * b
+    if p * a * a <= b * c:
+        return 2 * math.sqrt(a * a * b * c / p) - a * (b + c) / p
+    return 3 * (a * b * c / p) ** (2 / 3) - (a * b + b * c + a * c) / p
+
+
+# ---------------------------------------------------------------- measuring links
+
+
+def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[str, Link]:
+    """Measure seconds per message and per byte along every axis, and let every later choice use them.
+
+    Two all_gathers per axis, a small one and one of ``words`` fp32 words per rank; the fastest of
+    ``repeats``; rank 0's figures for everyone, since ranks must choose alike.  Where no ranks run
+    (simulate, record) the defaults stand.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     sl.probe()
+    {'x': Link(alpha=2e-05, beta=1e-09)}
+    """
+    m = as_mesh(mesh)
+    if m.kind != "dist":
+        return {axis: m.links.get(axis, Link()) for axis in m.names}
+    axes = [axis for axis in m.names if m.axes[axis] > 1]
+    times = []
+    with bind(m):
+        for axis in axes:
+            times += [_gather_seconds(axis, 1, m, repeats), _gather_seconds(axis, words, m, repeats)]
+        told = torch.tensor(times, dtype=torch.float64)
+        told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
+    for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
+        hops = m.axes[axis] - 1
+        m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
+    forget()
+    return {axis: m.links.get(axis, Link()) for axis in m.names}
+
+
+def _gather_seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
+    x = torch.zeros(words, device=mesh.device)
+    best = math.inf
+    for _ in range(repeats + 1):
+        float(psum(x[:1], mesh.names))  # together
+        began = time.perf_counter()
+        float(all_gather(x, axis)[-1])
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+# ---------------------------------------------------------------- choosing a grid
+
+
+@dataclass(frozen=True)
+class Grid3:
+    """One candidate: sizes of the three axes, what is saved gathered, and what a step takes per rank."""
+
+    m: int
+    k: int
+    n: int
+    save: str
+    cost: Cost
+    seconds: float
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis sizes as ``recipes.cube3d`` names them."""
+        return {"x": self.m, "y": self.n, "z": self.k}
+
+    @property
+    def name(self) -> str:
+        """What this grid is called elsewhere."""
+        sizes = [s for s in (self.m, self.k, self.n) if s > 1]
+        if not sizes:
+            return "one device"
+        if self.k == 1:
+            return "FSDP" if self.n == 1 else "TP" if self.m == 1 else "TP x FSDP"
+        return "TP of the residual" if len(sizes) == 1 else "2D" if len(sizes) == 2 else "3D"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best grid, and every other with its price.
+
+    ``mesh``    axis sizes for ``make_mesh(**choice.mesh)``.     ``recipe``  a function of ``shardlib.recipes``.
+    ``save``    operands to keep gathered; if any, train within ``sl.saving()``.
+    ``table``   the candidates, best first.     ``rejected``  how many grids do not divide or do not fit.
+    """
+
+    best: Grid3
+    table: tuple[Grid3, ...]
+    rejected: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.best.mesh
+
+    @property
+    def recipe(self) -> Callable[..., recipes.Recipe]:
+        return recipes.cube3d
+
+    @property
+    def save(self) -> str:
+        return self.best.save
+
+    def __str__(self) -> str:
+        b = self.best
+        if b.k == 1 and b.n > 1 and b.m > 1:
+            plain = ": TP x FSDP is the best here, no third axis helps"
+        else:
+            plain = f": {b.name}"
+        lines = [f"mesh {' '.join(f'{a}={s}' for a, s in b.mesh.items())}, recipes.cube3d{plain}"]
+        lines.append(" x   y   z  saved  MiB/step  messages  MiB held  seconds")
+        for g in self.table[:12]:
+            moved, held = float(g.cost.bytes) / 2**20, float(g.cost.memory) / 2**20
+            axes = f"{g.m:>2} {g.n:>3} {g.k:>3}  {g.save or '-':<5}"
+            lines.append(f"{axes} {moved:>9.3f} {g.cost.messages:>9} {held:>9.1f}  {g.seconds:.2e}")
+        if self.rejected:
+            lines.append(f"{self.rejected} more do not divide the sizes or exceed the memory")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def choose(
+    model: nn.Module | Sequence[tuple[int, int]],
+    world: int,
+    *,
+    batch: int,
+    sequence: int = 1,
+    memory: float | None = None,
+    heads: int | None = None,
+    itemsize: int = 4,
+    state: int = 12,
+    links: Link | Mapping[str, Link] | None = None,
+    flops: float | None = None,
+) -> Choice:
+    """The fastest grid of ``world`` ranks for one training step of a model's linear layers.
+
+    ``model``     a module, or (inputs, outputs) of its linear layers in turn: expanding, contracting, ...
+    ``memory``    bytes per rank for weights, gradients, ``state`` bytes per parameter, saved activations
+                  and the largest gathered pair; None for no limit.
+    ``heads``     attention heads, which the axis n must divide.
+    ``links``     one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
+    ``flops``     multiply-adds x 2 per second and rank, to include the products themselves.
+
+    Only linear layers are priced: attention and norms move nothing or little under these layouts.
+    Ties go to fewer messages.  Raises: ShardError where no grid divides or fits.
+
+    >>> mlp = [(1024, 4096), (4096, 1024)]
+    >>> for sequence in (1, 64, 1024):
+    ...     best = choose(mlp, 8, batch=64, sequence=sequence)
+    ...     print(best.mesh, best.best.name)
+    {'x': 1, 'y': 4, 'z': 2} 2D
+    {'x': 2, 'y': 4, 'z': 1} TP x FSDP
+    {'x': 8, 'y': 1, 'z': 1} FSDP
+    """
+    layers = _layers(model)
+    table, rejected = [], 0
+    for m, k, n in factorizations(world):
+        if not _divides(layers, m, k, n, batch, heads):
+            rejected += 1
+            continue
+        gathered = ("x" if max(k, n) > 1 else "") + ("w" if m > 1 else "")
+        for save in ("", "x", "w", "xw"):
+            if not set(save) <= set(gathered):
+                continue
+            cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state)
+            if memory is not None and cost.memory > memory:
+                continue
+            known = {a: links for a in "xyz"} if isinstance(links, Link) else links
+            work = 6 * batch * sequence * sum(i * o for i, o, _ in layers) / world
+            table.append(Grid3(m, k, n, save, cost, cost.seconds(known) + (work / flops if flops else 0.0)))
+    if not table:
+        raise ShardError(
+            f"no grid of {world} ranks divides these sizes" + (" within the memory" if memory is not None else ""),
+            op="choose",
+            operands={"batch": batch, "layers": ", ".join(f"{i} -> {o}" for i, o, _ in layers[:4])},
+            fix=f"sl.choose(model, {world}, batch={math.lcm(batch, world)}, memory=None)",
+        )
+    table.sort(key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save)))
+    return Choice(table[0], tuple(table), rejected)
+
+
+def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """(inputs, outputs, contracting) of every linear layer."""
+    if not isinstance(model, nn.Module):
+        return [(i, o, turn % 2 == 1) for turn, (i, o) in enumerate(model)]
+    roles = recipes.roles(model)
+    return [
+        (layer.in_features, layer.out_features, roles[name] == "contract")
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    ]
+
+
+def factorizations(world: int) -> Iterator[tuple[int, int, int]]:
+    """Every (m, k, n) with m k n = world."""
+    for m in range(1, world + 1):
+        if world % m == 0:
+            for k in range(1, world // m + 1):
+                if world // m % k == 0:
+                    yield m, k, world // m // k
+
+
+def _divides(layers: list[tuple[int, int, bool]], m: int, k: int, n: int, batch: int, heads: int | None) -> bool:
+    if batch % (m * n) or batch % (m * k) or (heads or n) % n:
+        return False
+    return all(i % ((n if back else k) * m) == 0 and o % (k if back else n) == 0 for i, o, back in layers)
+
+
+def step_cost(
+    layers: Sequence[tuple[int, int, bool]], m: int, k: int, n: int, save: str, tokens: int, itemsize: int, state: int
+) -> Cost:
+    """Forward and backward of every layer on the grid: bytes, messages, and bytes held at the peak."""
+    p = m * k * n
+    total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
+    for inputs, outputs, back in layers:
+        pk, pn = (n, k) if back else (k, n)
+        axis_k, axis_n = ("y", "z") if back else ("z", "y")
+        x, w, y = (Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs))
+        moves_x = moving((axis_n,), (pn - 1) * x, pn - 1)
+        moves_w = moving(("x",), (m - 1) * w, m - 1)
+        moves_y = moving((axis_k,), (pk - 1) * y, pk - 1)
+        total += moves_x + moves_w + moves_y  # forward
+        total += moves_x + moves_w + moves_y  # dX, dW, dY
+        total += Cost() if "x" in save else moves_x
+        total += Cost() if "w" in save else moves_w
+        weights += inputs * outputs
+        activations += x * (pn if "x" in save else 1) + (w * (m - 1) if "w" in save else 0)
+        widest = max(widest, x * pn + w * m + y * pk)
+    held = Fraction(weights * (2 * itemsize + state), p) + activations + widest
+    return Cost(total.bytes, total.messages, held, total.along)

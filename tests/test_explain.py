@@ -1,0 +1,92 @@
+"""What is explained beforehand is what is counted afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from examples.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab=32, ctx=8, layers=2, heads=4, embed=16)
+IDS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+MESHES = {
+    "megatron1d": {"x": 4},
+    "optimus2d": {"data": 2, "x": 2, "y": 2},
+    "tesseract": {"d": 2, "x": 2, "y": 2},
+    "cube3d": {"x": 2, "y": 2, "z": 2},
+}
+
+
+def built(recipe: str) -> Any:
+    m = GPT(CONFIG)
+    rules = getattr(sl.recipes, recipe)(m)
+    return sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+
+
+@pytest.mark.parametrize("recipe", MESHES)
+def test_explained_is_counted(recipe: str) -> None:
+    with sl.simulate(**MESHES[recipe]):
+        apply, params = built(recipe)
+        said = sl.explain(apply, params, {"idx": IDS, "targets": IDS})
+        with sl.trace() as forward, torch.no_grad():
+            apply(params, IDS, IDS)
+        with sl.trace() as both:
+            sl.value_and_grad(lambda p: apply(p, IDS, IDS))(params)
+    assert (said.forward.bytes, said.forward.messages) == (forward.bytes, forward.messages)
+    assert (said.bytes, said.messages) == (both.bytes, both.messages)
+    assert said.parameters == sum(p.local.numel() * 4 for p in params.values())
+
+
+def test_a_plan_for_512_ranks_needs_none_of_them() -> None:
+    m = GPT(GPTConfig(vocab=256, ctx=8, layers=2, heads=8, embed=512))
+    with sl.simulate(x=1, y=1, z=1):
+        rules = sl.recipes.cube3d(m)
+        apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+        said = sl.explain(apply, params, (torch.zeros(64, 8, dtype=torch.long),) * 2, mesh={"x": 8, "y": 8, "z": 8})
+        assert all(p.mesh.size == 1 for p in params.values()), "the parameters stay where they are"
+    text = str(said)
+    assert "x=8 y=8 z=8" in text and "2 x linear" in text and "lower bound" in text
+    assert 1.0 <= float(said.products) / said.bound < 4.0
+
+
+def test_a_product_alone_is_priced_by_its_rule() -> None:
+    with sl.simulate(x=2, y=2):
+        a, b = sl.shard(torch.ones(8, 8), "x y"), sl.shard(torch.ones(8, 8), "x y")
+        price = dict(sl.why("matmul", a, b).verdicts)["summa"]
+        said = sl.explain(lambda p: p["a"] @ p["b"], {"a": a.requires_grad_(), "b": b.requires_grad_()})
+    (row,) = [r for r in said.rows if r.rule]
+    assert isinstance(price, sl.Match) and row.rule == "summa" and row.at.startswith("test_explain.py:")
+    assert said.forward.bytes == price.forward.bytes and said.backward.bytes == price.backward.bytes
+    assert row.memory == price.forward.memory and said.memory == row.memory
+
+
+def test_without_gradients_nothing_is_said_of_them() -> None:
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(nn.Linear(4, 4), [("weight", ". x"), ("bias", ".")], inputs={"input": ". x"})
+        said = sl.explain(apply, params, torch.empty(2, 4), backward=False)
+    assert said.backward.bytes == 0 and said.forward.bytes > 0
+
+
+def test_mistakes_say_what_to_do() -> None:
+    with sl.simulate(x=2):
+        apply = sl.parallelize(nn.Linear(4, 4), [("*", "...")])[0]
+        with pytest.raises(sl.ShardError, match="no parameter is sharded"):
+            sl.explain(apply, {"w": torch.ones(2)}, torch.empty(2, 4))
+        with pytest.raises(sl.ShardError, match="does not divide"):
+            sl.explain(apply, sl.shard({"weight": torch.ones(4, 4)}, "x ."), mesh={"x": 3})
+
+
+def test_expecting_other_communication_fails_with_what_ran() -> None:
+    with sl.simulate(x=2):
+        x = torch.ones(4)
+        with sl.expect_comm(all_gather=1, psum=2, bytes=48, messages=5):
+            sl.all_gather(x, "x"), sl.psum(x, "x"), sl.psum(x, "x")
+        with pytest.raises(sl.errors.UnexpectedComm, match="1 psum, not 0") as caught, sl.expect_comm():
+            sl.psum(x, "x")
+        assert caught.value.fix == "sl.expect_comm(psum=1)"
+        with pytest.raises(AssertionError, match="16 bytes, not 8"), sl.expect_comm(psum=1, bytes=8):
+            sl.psum(x, "x")
+        with pytest.raises(AssertionError, match="0 all_gather, not 1"), sl.expect_comm(all_gather=1):
+            pass
