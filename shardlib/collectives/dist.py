@@ -75,6 +75,26 @@ def _summed(blocks: Sequence[Tensor]) -> Tensor:
     return out.to(blocks[0].dtype)
 
 
+_LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than gloo's
+
+
+def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
+    """Part j of ``parts`` to rank j, whose part comes to ``out[j]``; works to wait for.
+
+    Every receive is posted before any send: gloo tells the sender so with a small message, which
+    behind a large block on the same link would wait until that is through, and an exchange between
+    two ranks would take twice as long as the link needs.
+    """
+    if g.native or parts[0].numel() * parts.element_size() < _LARGE:
+        return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
+    tag, me = next(g.turns), g.places[g.index]
+    peers = [(me + i) % g.size for i in range(1, g.size)]
+    works = [g.handle.recv([out[(me - i) % g.size]], (me - i) % g.size, tag) for i in range(1, g.size)]
+    works += [g.handle.send([parts[peer]], peer, tag) for peer in peers]
+    out[me].copy_(parts[me])
+    return works
+
+
 def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any = dist.ReduceOp.SUM) -> Finish:
     g = group(mesh, axes)
     out = x.clone(memory_format=torch.contiguous_format)
@@ -95,10 +115,15 @@ def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish
     g = group(mesh, axes)
     x = x.contiguous()
     out = x.new_empty(g.size * x.shape[0] if x.ndim else g.size, *x.shape[1:])
-    work = all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)
+    if g.size == 2 and not g.native and x.numel() * x.element_size() >= _LARGE:
+        blocks = out.view(2, *x.shape)
+        works = _exchange(blocks, x.expand(2, *x.shape), g)
+    else:
+        works = [all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)]
 
     def finish() -> Tensor:
-        work.wait()
+        for work in works:
+            work.wait()
         if dim == 0 and g.order is None:
             return out
         parts = out.unflatten(0, (g.size, x.shape[0]))
@@ -114,13 +139,14 @@ def psum_scatter(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Fini
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
     if g.native:
         out = torch.empty_like(parts[0])
-        work = reduce_scatter_single(out, parts.flatten(0, 1), group=g.handle, async_op=True)
+        works = [reduce_scatter_single(out, parts.flatten(0, 1), group=g.handle, async_op=True)]
     else:
         out = torch.empty_like(parts)
-        work = dist.all_to_all_single(out, parts, group=g.handle, async_op=True)
+        works = _exchange(out, parts, g)
 
     def finish() -> Tensor:
-        work.wait()
+        for work in works:
+            work.wait()
         if g.native:
             return out
         return _summed(list(out) if g.order is None else [out[i] for i in g.order])
@@ -157,10 +183,10 @@ def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple
     x = x.contiguous()
     out = torch.zeros_like(x) if source is None else torch.empty_like(x)
     posts = []
-    if target is not None:
-        posts.append((dist.isend, x, target))
     if source is not None:
         posts.append((dist.irecv, out, source))
+    if target is not None:
+        posts.append((dist.isend, x, target))
     if g.native:
         ops = [dist.P2POp(f, t, g.ranks[peer], group=g.handle) for f, t, peer in posts]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -183,10 +209,11 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: tuple[str, ...], split_dim: int, con
     parts = x.unflatten(split_dim, (g.size, x.shape[split_dim] // g.size)).movedim(split_dim, 0)
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
     out = torch.empty_like(parts)
-    work = dist.all_to_all_single(out, parts, group=g.handle, async_op=True)
+    works = _exchange(out, parts, g)
 
     def finish() -> Tensor:
-        work.wait()
+        for work in works:
+            work.wait()
         got = out if g.order is None else out[list(g.order)]
         return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
