@@ -1,8 +1,9 @@
-"""2.5D layout: a square plane times a depth.
+"""2.5D layouts: a plane of 2D blocks times a depth.
 
-Activations are split over depth and rows; weights are split on the plane and copied over depth.
+Tesseract splits activations over depth and rows, and copies weights over depth.  Solomonik and
+Demmel split the contraction over depth instead, so that nothing is copied, and scatter the sum.
 
-Source: Wang et al., arXiv 2105.14500 (Tesseract), section 3.
+Source: Wang et al., arXiv 2105.14500, section 3; Solomonik and Demmel, Euro-Par 2011.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,15 @@ __all__ = ["Layout2p5D", "Layout25D"]
 class Layout25D:
     """The layouts of a 2.5D linear layer.
 
+    ``act``, ``weight``  Tesseract: the product of the two lies as ``act`` again.
+    ``deep_act``, ``deep_weight``, ``deep_out``  contraction over depth: each depth multiplies its
+    share of it on the plane, and the sum over depth is scattered onto the rows.
+
     >>> L = Layout25D("x", "y", "d")
     >>> L.act, L.weight
     (Layout('(d x) ... y'), Layout('x y'))
+    >>> L.deep_act, L.deep_weight, L.deep_out
+    (Layout('x ... (d y)'), Layout('(d x) y'), Layout('(x d) ... y'))
     """
 
     rows: str
@@ -32,6 +39,18 @@ class Layout25D:
     @property
     def weight(self) -> Layout:
         return Layout.parse(f"{self.rows} {self.cols}")
+
+    @property
+    def deep_act(self) -> Layout:
+        return Layout.parse(f"{self.rows} ... ({self.depth} {self.cols})")
+
+    @property
+    def deep_weight(self) -> Layout:
+        return Layout.parse(f"({self.depth} {self.rows}) {self.cols}")
+
+    @property
+    def deep_out(self) -> Layout:
+        return Layout.parse(f"({self.rows} {self.depth}) ... {self.cols}")
 
 
 Layout2p5D = Layout25D

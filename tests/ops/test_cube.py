@@ -76,6 +76,36 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         assert relative(db.T if form == "nt" else db, w.grad) < 1e-12
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("plane", [(2, 2), (1, 2), (3, 1)])
+def test_both_25d_forms_equal_dense_at_any_depth(depth: int, plane: tuple[int, int]) -> None:
+    """Tesseract by SUMMA, with the sum of dW over depth; Solomonik-Demmel with the sum of Y scattered."""
+    row, col = plane
+    unit = depth * row * col
+    x, w, g = (
+        torch.randn(s, dtype=torch.float64) for s in ((2 * unit, 3, unit), (unit, 2 * unit), (2 * unit, 3, 2 * unit))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    (x @ w).backward(g)
+    with sl.simulate(d=depth, x=row, y=col):
+        lay = sl.Layout25D("x", "y", "d")
+        for act, weight, out, rule in (
+            (lay.act, lay.weight, lay.act, "summa"),
+            (lay.deep_act, lay.deep_weight, lay.deep_out, "mm3"),
+        ):
+            a, b = sl.shard(x.detach(), act).requires_grad_(), sl.shard(w.detach(), weight).requires_grad_()
+            with sl.trace() as t:
+                c = a @ b
+                c.backward(sl.shard(g, c.sharding))
+            verdict = sl.why("matmul", a, b)
+            price = dict(verdict.verdicts)[verdict.chosen]
+            assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes
+            assert c.sharding == out.resolve(3) and (verdict.chosen == rule or unit != 4 * depth)
+            assert b.grad is not None and b.grad.sharding == b.sharding
+            pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
+            assert all(relative(mine.detach(), dense.detach()) < 1e-12 for mine, dense in pairs)
+
+
 @pytest.mark.parametrize(("rule", "times"), [("mm3", (1, 2)), ("mm3_xw", (1, 1))])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_words_are_the_formula(grid: tuple[int, int, int], rule: str, times: tuple[int, int]) -> None:

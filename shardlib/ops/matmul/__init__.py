@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.layouts import Layout
-from shardlib.ops.matmul import choose, cube  # in this order: rules that hold blocks only come first
+from shardlib.ops.matmul import choose, cube, ring  # in this order: rules that hold blocks only come first
 from shardlib.ops.matmul.choose import product_of
 from shardlib.tensor import ShardedTensor, implements
 
-__all__ = ["addmm", "choose", "cube", "linear", "matmul", "product"]
+__all__ = ["addmm", "choose", "cube", "linear", "matmul", "product", "ring"]
 
 
 def product(x: Tensor, w: Tensor, out: Layout | str | None = None) -> ShardedTensor:

@@ -23,7 +23,7 @@ Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met
 from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, total
 
-__all__ = ["Cube", "Move", "Product3", "cube_words"]
+__all__ = ["Cube", "Move", "Movements", "Product3", "cube_words", "gradients", "movements"]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,17 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
     return gather_x, gather_w, [a for a in case.x.dims[-1].axes if a in k_of_w]
 
 
-def _match(case: MatmulCase, save: str) -> Match | str:
+class Movements(NamedTuple):
+    """What moves, Y's layout, Y's layout while its sum is pending, and the axes summed without a scatter."""
+
+    cube: Cube
+    out: Layout
+    pending: Layout
+    summed: tuple[str, ...]
+
+
+def movements(case: MatmulCase) -> Movements | str:
+    """The movements that the layouts of X, W and Y ask for, or why these do not fit."""
     if len(case.w_shape) != 2:
         return "w has batch dimensions"
     if case.x.skew or case.w.skew:
@@ -193,8 +203,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     if isinstance(placed, str):
         return placed
     out, y_moves, psummed = placed
-    cube = Cube(x_moves, w_moves, y_moves, save)
-    return _priced(case, cube, out, Layout(dims=whole), psummed)
+    return Movements(Cube(x_moves, w_moves, y_moves), out, Layout(dims=whole), psummed)
 
 
 def _scattered(
@@ -236,7 +245,12 @@ def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
     return n % (parts * math.prod(mesh[a] for a in more)) == 0
 
 
-def _priced(case: MatmulCase, cube: Cube, out: Layout, whole: Layout, psummed: tuple[str, ...]) -> Match:
+def _match(case: MatmulCase, save: str) -> Match | str:
+    found = movements(case)
+    if isinstance(found, str):
+        return found
+    cube, out, whole, psummed = found
+    cube = replace(cube, save=save)
     mesh, size = dict(case.mesh), case.itemsize
     shape = (*case.x_shape[:-1], case.w_shape[-1])
     x, w = (local_elements(a, s, mesh) * size for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))

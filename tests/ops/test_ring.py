@@ -1,0 +1,110 @@
+"""Ring products against dense and against the collectives that they decompose."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
+from tests.ops.test_matmul import relative
+
+# x, w, y: a gather of rows (batch or sequence), a scatter of rows
+LAYOUTS = [
+    (". tp .", ". tp", ". . tp"),
+    ("tp . .", ". tp", ". . tp"),
+    (". . tp", "tp .", ". tp ."),
+    (". . tp", "tp .", "tp . ."),
+]
+DATA = [("(data) tp .", ". tp", "data . tp"), ("data . tp", "tp .", "data tp .")]
+
+
+@settings(max_examples=120)
+@given(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2]), st.data(), st.integers(1, 2), st.integers(0, 2**31))
+def test_ring_products_equal_dense_and_cost_what_they_say(p: int, data: int, draw: Any, unit: int, seed: int) -> None:
+    x_text, w_text, out = draw.draw(st.sampled_from(DATA if data > 1 else LAYOUTS))
+    b, s, k, n = (p * data * unit, p * unit, p * unit, p)
+    rand = torch.Generator().manual_seed(seed)
+    x, w, g = (torch.randn(shape, dtype=torch.float64, generator=rand) for shape in ((b, s, k), (k, n), (b, s, n)))
+    x.requires_grad_(), w.requires_grad_()
+    (x @ w).backward(g)
+    with sl.simulate(data=data, tp=p), sl.algorithm(matmul="ring"):
+        a, c = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        with sl.trace() as forward:
+            y = sl.matmul(a, c, out=out)
+        with sl.trace() as backward:
+            y.backward(sl.shard(g, y.sharding))
+        verdicts = dict(sl.why("matmul", a, c, out).verdicts)
+        price, collective = verdicts["ring"], verdicts["mm3"]
+        assert isinstance(price, sl.Match) and isinstance(collective, sl.Match)
+        assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
+        assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
+        assert price.cost.bytes == collective.cost.bytes and price.cost.messages == collective.cost.messages
+        assert relative(sl.unshard(y).detach(), (x @ w).detach()) < 1e-12
+        assert relative(sl.unshard(a.grad), x.grad) < 1e-12 and relative(sl.unshard(c.grad), w.grad) < 1e-12
+
+
+def test_a_split_sequence_takes_the_ring_by_itself_and_half_precision_does_not() -> None:
+    with sl.simulate(tp=4):
+        for dtype, rule in ((torch.float32, "ring"), (torch.bfloat16, "mm3")):
+            x, w = (
+                sl.shard(torch.zeros(2, 8, 4, dtype=dtype), ". tp ."),
+                sl.shard(torch.zeros(4, 8, dtype=dtype), ". tp"),
+            )
+            assert sl.why("matmul", x, w).chosen == rule
+
+
+def test_second_derivatives_equal_dense() -> None:
+    def second(x: Tensor, w: Tensor, grad: Any) -> tuple[Tensor, ...]:
+        (dx,) = grad(F.linear(x, w).square().sum(), [x], create_graph=True)
+        return grad((dx * dx).sum(), [x, w])
+
+    x, w = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    want = second(x.clone().requires_grad_(), w.clone().requires_grad_(), torch.autograd.grad)
+    with sl.simulate(tp=4), sl.algorithm(matmul="ring"):
+        for x_text, w_text, out in (("tp .", "tp .", ". tp"), (". tp", ". tp", "tp .")):
+            a, b = sl.shard(x, x_text).requires_grad_(), sl.shard(w, w_text).requires_grad_()
+            b.yields = sl.Layout.parse(out)
+            for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
+                assert relative(sl.unshard(mine), dense) < 1e-12
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_rotating_sees_every_block_once_and_joining_restores_their_order(p: int) -> None:
+    with sl.simulate(x=p):
+        whole = torch.arange(6.0 * p).reshape(2, 3 * p)
+        mine = sl.pslice(whole, "x", 1)
+        blocks = list(rotate(mine, "x"))
+        again = joined(blocks, "x", 1)
+        assert bool((again == whole).all())
+        for back, block in enumerate(blocks):
+            assert bool((cut(whole, "x", back, 1) == block).all())
+        scattered = rotate_sum(lambda back: cut(whole, "x", back, 1), "x")
+        assert bool((scattered == sl.psum_scatter(whole, "x", 1)).all())
+
+
+def on_a_real_rank() -> list[float]:
+    errors = []
+    for x_text, w_text, out in LAYOUTS:
+        draw = torch.Generator().manual_seed(1)
+        x, w, g = (torch.randn(s, dtype=torch.float64, generator=draw) for s in ((4, 8, 8), (8, 12), (4, 8, 12)))
+        x.requires_grad_(), w.requires_grad_()
+        (x @ w).backward(g)
+        with sl.algorithm(matmul="ring"), sl.trace() as t:
+            a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+            c = sl.matmul(a, b, out=out)
+            c.backward(sl.shard(g, c.sharding))
+        price = dict(sl.why("matmul", a, b, out).verdicts)["ring"]
+        assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes and t.messages == price.cost.messages
+        pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
+        errors.append(max(relative(mine.detach(), dense.detach()) for mine, dense in pairs))
+    return errors
+
+
+def test_real_processes_equal_dense(pool: Any) -> None:
+    for errors in pool.run(on_a_real_rank, tp=4):
+        assert max(errors) < 1e-12, errors
