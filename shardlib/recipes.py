@@ -4,9 +4,12 @@ A recipe looks at a module's Linear, Embedding and norm layers, decides what eac
 is, and writes one rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear``
 stores its weight (out, in).
 
-Roles.  *Expanding* layers feed something wide (fused qkv, the MLP's first layer); *contracting*
-layers come back from it: their input is wider than their output, or their name says so
-(``c_proj``, ``o_proj``, ``out_proj``, ``down_proj``, ``dense``, ``wo``, ...).
+Roles.  *Expanding* layers feed something wide (qkv, gates, the MLP's first layer, the vocabulary);
+*contracting* layers come back from it: their name says so (``c_proj``, ``o_proj``, ``down_proj``,
+``output.dense``, ``fc2``, ...) or their input is wider than their output; *plain* ones keep the
+residual stream as it is (``pooler``, a head's ``transform``); *scores* are a few classes; *keys* are
+keys and values of fewer heads than ranks.  GPT-2's
+Conv1D is a Linear stored (in, out), and a convolution of patches a Linear of their pixels.
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 """
@@ -17,12 +20,23 @@ from typing import Any
 
 from torch import nn
 
+from shardlib.errors import Unsupported
+from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh
 
 __all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "roles", "tesseract"]
 
-_BACK = re.compile(r"(^|\.)(c_proj|o_proj|out_proj|down_proj|dense|proj|wo|w2|fc2|linear2)$")
+_OUT = re.compile(
+    r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv|query_key_value|Wqkv|fc1|fc_in|w1|w3"
+    r"|linear1|intermediate\.dense|lm_head|decoder|embed_out)$"
+)
+_BACK = re.compile(
+    r"(^|\.)((c|o|out|down)_proj|proj|(output|attention|mlp|self_attn)\.dense|dense_4h_to_h|fc2|fc_out|wo|w2|linear2)$"
+)
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
+_KEYS = re.compile(r"(^|\.)(k|v)_proj$")
+_PLAIN = re.compile(r"(^|\.)(pooler(\.dense)?|transform(\.dense)?)$")
+_SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
 
 class Recipe(list[tuple[str, ...]]):
@@ -60,9 +74,13 @@ def megatron1d(
         "contract": contract,
         "tokens": (f"{axis} .", ""),
         "positions": (". .", ""),
-        "norm": (".", "."),
+        "norm": ("...", "."),
+        "plain": (". .", "."),
+        "scores": (". .", "."),
+        "keys": (". .", "."),
+        "patch": ("...", "."),
     }
-    return Recipe(_rules(model, layouts), where, f"{batch} .")
+    return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[axis]), where, f"{batch} .")
 
 
 def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", data: str = "data") -> Recipe:
@@ -81,7 +99,7 @@ def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str 
     ([('0.weight', 'y x'), ('0.bias', 'y'), ('2.weight', 'x y'), ('2.bias', 'y')], '(data x) .')
     """
     where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
-    return Recipe(_rules(model, _plane(rows, cols), widest=True), where, where)
+    return Recipe(_rules(model, _plane(rows, cols), widest=True, heads=as_mesh(mesh).axes[cols]), where, where)
 
 
 def tesseract(
@@ -100,7 +118,7 @@ def tesseract(
     ([('0.weight', 'y x'), ('0.bias', 'y')], '(d x) .')
     """
     where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
-    return Recipe(_rules(model, _plane(rows, cols), widest=True), where, where)
+    return Recipe(_rules(model, _plane(rows, cols), widest=True, heads=as_mesh(mesh).axes[cols]), where, where)
 
 
 def cube3d(
@@ -120,16 +138,19 @@ def cube3d(
     >>> rules, rules.tokens, rules.labels
     ([('0.weight', 'y (z x)'), ('0.bias', 'y'), ('2.weight', 'z (y x)'), ('2.bias', 'z')], '(x y) .', '(x z) .')
     """
+    rows, wide = (_batch(mesh, data, x, y, z, over=over) for over in ((x, y), (x, z)))
     layouts = {
         "expand": (f"{y} ({z} {x})", y),
         "fused": (f"(3 {y}) ({z} {x})", f"(3 {y})"),
         "contract": (f"{z} ({y} {x})", z),
         "tokens": (f"{y} ({z} {x})", ""),
         "positions": (f". {z}", ""),
-        "norm": (z, z),
+        "norm": (f"... {z}", z),
+        "plain": (f". ({z} {x})", z, f"{rows} ... {z}"),
+        "scores": (f". {z}", ".", f"{rows} ..."),
+        "patch": (f"{z} ...", z),
     }
-    tokens, labels = (f"{_batch(mesh, data, x, y, z, over=over)} ." for over in ((x, y), (x, z)))
-    return Recipe(_rules(model, layouts), tokens, labels)
+    return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[y]), f"{rows} .", f"{wide} .")
 
 
 def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:
@@ -139,7 +160,11 @@ def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:
         "contract": (f"{rows} {cols}", cols),
         "tokens": (f"{rows} {cols}", ""),
         "positions": (f". {cols}", ""),
-        "norm": (cols, cols),
+        "norm": (f"... {cols}", cols),
+        "plain": (f"{cols} {rows}", cols),
+        "scores": (f". {cols}", "."),
+        "keys": (f". {cols}", "."),
+        "patch": (f"{cols} ...", cols),
     }
 
 
@@ -155,17 +180,34 @@ def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:
 def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
     if isinstance(module, nn.Embedding):
         return "tokens" if name in tokens else "positions"
-    if isinstance(module, nn.Linear):
-        if _FUSED.search(name) and module.out_features == 3 * module.in_features:
-            return "fused"
-        if module.in_features > module.out_features or (_BACK.search(name) and not widest):
-            return "contract"
+    if isinstance(module, nn.Conv2d):
+        return "patch"
+    if not _is_linear(module):
+        return "norm"
+    inputs, outputs = module.weight.shape if _stores_in_out(module) else reversed(module.weight.shape)
+    if _FUSED.search(name) and outputs == 3 * inputs:
+        return "fused"
+    if _PLAIN.search(name):
+        return "plain"
+    if _SCORES.search(name) and outputs <= inputs:
+        return "scores"
+    if _OUT.search(name):
         return "expand"
-    return "norm"
+    back = inputs > outputs or (_BACK.search(name) is not None and (not widest or inputs != outputs))
+    return "contract" if back else "expand"
+
+
+def _stores_in_out(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: y = x @ weight + bias."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _stores_in_out(module)
 
 
 def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
-    """Module name -> expand, fused, contract, tokens, positions or norm; for modules that hold parameters.
+    """Module name -> its role, for modules that hold parameters.
 
     ``widest``  a square layer expands, whatever its name.
 
@@ -179,12 +221,34 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
     return {n: _role(n, m, tokens, widest) for n, m in holding}
 
 
-def _rules(model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False) -> list[tuple[str, ...]]:
-    found = roles(model, widest)
+def _rules(
+    model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
+) -> list[tuple[str, ...]]:
+    """One rule per kind of parameter; keys and values stay whole where ``heads`` ranks cannot share them."""
+    found, by_name = roles(model, widest), dict(model.named_modules())
+    for name in found:
+        owner = by_name[name.rpartition(".")[0]]
+        size = getattr(owner, "head_dim", None)
+        if _KEYS.search(name) and isinstance(size, int) and by_name[name].weight.shape[0] // size % heads:
+            if "keys" not in layouts:
+                raise Unsupported(
+                    f"{by_name[name].weight.shape[0] // size} heads of keys do not divide over {heads} ranks",
+                    op="recipe",
+                    operands={name: list(by_name[name].weight.shape)},
+                    fix="sl.recipes.optimus2d(model)",
+                )
+            found[name] = "keys"
+    owners: dict[int, str] = {}  # a tied parameter belongs to the layer that says most of it
+    for name, value in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if id(value) not in owners or found[owners[id(value)]] == "norm":
+            owners[id(value)] = owner
     rules: dict[str, tuple[str, ...]] = {}
-    for full, value in model.named_parameters():
-        owner, _, _ = full.rpartition(".")
+    for name, value in model.named_parameters():
+        owner = owners[id(value)]
         weight, vector, *out = layouts[found[owner]]
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", full)
+        if value.ndim == 2 and _stores_in_out(by_name[owner]):
+            weight = str(Layout.parse(weight).T)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         rules.setdefault(pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",))
-    return [(pattern, *layouts) for pattern, layouts in rules.items()]
+    return [(pattern, *texts) for pattern, texts in rules.items()]

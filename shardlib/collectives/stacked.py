@@ -405,18 +405,26 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_enter(F.embedding)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    """All ranks' tables as one, each rank's ids moved to its own part of it."""
-    ids, table, *rest = args
+    """All ranks' tables as one, each rank's ids moved to its own part of it.
+
+    ``padding_idx`` by hand: vmap honours it on the first rank alone (seen in torch 2.13).
+    """
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
     mesh = _mesh_of((ids, table))
     rows, width = table.shape
-    if any(v is not None and v is not False for v in (*rest, *(v for k, v in kwargs.items() if k != "norm_type"))):
+    if any(given.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
         return _by_vmap(func, args, kwargs)
     raw = of(ids, mesh)
     if not raw.is_meta and bool(((raw < 0) | (raw >= rows)).any()):
         raise IndexError("index out of range in self")  # or it would read another rank's rows
     offset = torch.arange(mesh.size, device=table.device) * rows
-    raw = raw + offset.reshape(-1, *[1] * ids.ndim)
-    return Stacked(F.embedding(raw, of(table, mesh).reshape(-1, width)), mesh)
+    moved = raw + offset.reshape(-1, *[1] * ids.ndim)
+    out = F.embedding(moved, of(table, mesh).reshape(-1, width))
+    if padding is not None:
+        out = torch.where((raw == padding % rows).unsqueeze(-1), out.detach(), out)
+    return Stacked(out, mesh)
 
 
 # ---------------------------------------------------------------- metadata, values, autograd

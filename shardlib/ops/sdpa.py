@@ -1,6 +1,7 @@
 """Scaled dot product attention with batch and heads split: local on every rank.
 
-Splitting the sequence needs a ring, which is another family of rules.
+Where there are fewer heads of keys than ranks, keys and values are whole and each rank takes the
+heads that its queries use.  Splitting the sequence needs a ring, which is another family of rules.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from shardlib.errors import ImplicitCommunication
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.elementwise import aligned
+from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof
 
 __all__ = ["scaled_dot_product_attention"]
@@ -29,6 +31,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
     operands = {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
     tokens = q.sharding.resolve(len(q.size_)).dims
+    k, v = (_heads_of(q, t, given.get("enable_gqa", False)) for t in (k, v))
     for t in (q, k, v):
         if t.sharding.partial:
             raise partial_escape("scaled_dot_product_attention", t)
@@ -59,3 +62,16 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     raw = local_call(func, mesh, (q.raw, k.raw, v.raw), given)
     deferred = q.deferred | k.deferred | v.deferred
     return ShardedTensor(raw, q.sharding, torch.Size((*q.size_[:-1], v.size_[-1])), mesh, deferred)
+
+
+def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
+    """Keys or values whose heads are whole, cut to the heads of the queries; nothing moves for that."""
+    ndim = len(q.size_)
+    mine, theirs = q.sharding.resolve(ndim).dims, t.sharding.resolve(len(t.size_)).dims
+    if len(theirs) != ndim or ndim < 3 or theirs[-3].is_split or not mine[-3].is_split or t.sharding.partial:
+        return t
+    if q.size_[-3] != t.size_[-3]:
+        if not grouped:
+            return t
+        t = t.repeat_interleave(q.size_[-3] // t.size_[-3], -3)  # type: ignore[assignment]
+    return reshard(t, Layout(dims=(*theirs[:-3], mine[-3], *theirs[-2:])))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
+from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, typeof
 
 __all__ = ["view_layout"]
@@ -393,6 +394,59 @@ def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> boo
     return tokens[sum(i is not None for i in index[:k])].is_split
 
 
+def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
+    """Pieces that are whole where others are split, cut as those are; nothing moves for that."""
+    ndim = len(values[0].size_)
+    if len({v.sharding for v in values}) == 1 or any(len(v.size_) != ndim or v.sharding.partial for v in values):
+        return values
+    tokens = [v.sharding.resolve(ndim).dims for v in values]
+    finest = [next((t[d] for t in tokens if t[d].is_split), Dim()) for d in range(ndim)]
+    out = []
+    for v, own in zip(values, tokens, strict=True):
+        want = tuple(finest[d] if d != dim and not own[d].is_split else own[d] for d in range(ndim))
+        axes = [a for t in want for a in t.axes]
+        free = want != own and len(axes) == len(set(axes)) and not v.deferred
+        out.append(reshard(v, Layout(dims=want)) if free else v)
+    return out
+
+
+@implements(torch.repeat_interleave, Tensor.repeat_interleave)
+def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Each element ``repeats`` times along a dimension: local, since blocks stay in order."""
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    x, repeats = given["input"], given["repeats"]
+    ndim = len(x.size_)
+    if given.get("dim") is None or not isinstance(repeats, int):
+        raise no_rule(func, args, kwargs, "repeats must be an int and dim given")
+    dim = given["dim"] % ndim
+    token = x.sharding.resolve(ndim).dims[dim]
+    if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
+        raise no_rule(func, args, kwargs, f"dimension {dim} lies as {token}")
+    raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
+    size = torch.Size([n * repeats if d == dim else n for d, n in enumerate(x.size_)])
+    return ShardedTensor(raw, x.sharding, size, x.mesh, x.deferred)
+
+
+@implements(torch.gather, Tensor.gather)
+def gather(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Values at indices along a dimension that is whole in both; other dimensions split alike."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    mesh = next(t.mesh for t in given.values() if isinstance(t, ShardedTensor))
+    x, index = (lift(given[n], mesh, "gather") for n in ("input", "index"))
+    dim = given["dim"] % len(x.size_)
+    x, index = _alike([x, index], dim)
+    if x.sharding != index.sharding or x.sharding.resolve(len(x.size_)).dims[dim].is_split or x.sharding.partial:
+        raise ImplicitCommunication(
+            f"values and indices must lie alike, and dimension {dim} be whole",
+            op="gather",
+            operands={"input": typeof(x), "index": typeof(index)},
+            mesh=mesh,
+            fix=f"torch.gather(sl.reshard(x, '...'), {dim}, sl.reshard(index, '...'))",
+        )
+    raw = local_call(torch.gather, mesh, (x.raw, dim - len(x.size_), index.raw), {})
+    return ShardedTensor(raw, x.sharding, index.size_, mesh, x.deferred)
+
+
 @implements(torch.cat, torch.concat, torch.stack)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     tensors, *rest = (*args, *kwargs.values())
@@ -400,7 +454,10 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     values = [lift(t, mesh, func.__name__) for t in tensors]
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, (rest[0] if rest else 0)), {}) for v in values]
+    elif any(v.size_ != (0,) for v in values):
+        values = [v for v in values if v.size_ != (0,)]  # as torch does
     dim = (rest[0] if rest else 0) % len(values[0].size_)
+    values = _alike(values, dim)
     first = values[0]
     if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
         raise NoRule(

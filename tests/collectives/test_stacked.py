@@ -260,3 +260,16 @@ def test_dropout_draws_once_for_all_ranks() -> None:
     with sl.simulate(x=2) as m:
         out = unwrap(F.dropout(wrap(torch.ones(2, 64), m), 0.5))
     assert torch.equal(out[0], out[1]) and 0 < (out[0] == 0).sum() < 64
+
+
+def test_a_padding_row_has_no_gradient_on_any_rank() -> None:
+    """torch's vmap honours padding_idx on the first rank alone."""
+    with sl.simulate(x=3):
+        table = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+        mine = sl.pvary(table, "x")
+        ids = torch.tensor([[0, 1, 1], [3, 0, 2]])
+        out = torch.nn.functional.embedding(ids + 0 * sl.axis_index("x"), mine, padding_idx=0)
+        sl.psum(out, "x").sum().backward()
+        with pytest.raises(IndexError, match="out of range"):
+            torch.nn.functional.embedding(ids + sl.axis_index("x"), mine)
+    assert table.grad is not None and bool((table.grad[0] == 0).all()) and bool((table.grad[1:] != 0).all())

@@ -110,6 +110,32 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
         lambda w: F.embedding(sl.shard(ids(4, 6), "...") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
         [r(12, 8, seed=2)], [["x ."], ["x y"]],
     ),
+    "embedding with a padding row": (
+        lambda w: F.embedding(
+            sl.shard(ids(4, 6), "x .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w, padding_idx=1
+        ),
+        [r(12, 8, seed=2)], [["x y"], [". y"], [". ."], ["y x"]],
+    ),
+    "embedding with hidden gathered": (
+        lambda w: F.embedding(sl.shard(ids(4, 6), "(x y) .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
+        [r(12, 8, seed=2)], [["y x"], [". (x y)"], [". y"]],
+    ),
+    "attention of fewer heads of keys": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k * 2, is_causal=True, enable_gqa=True),
+        [r(4, 4, 6, 3), r(4, 2, 6, 3, seed=2)], [["x y . .", "x y . ."], ["x y . .", "x . . ."], ["x . . .", "x . . ."]],
+    ),
+    "conv2d of patches": (
+        lambda a, w, b: F.conv2d(a, w, b, stride=2),
+        [r(4, 3, 4, 4), r(8, 3, 2, 2, seed=2), r(8, seed=3)],
+        [["x . . .", "y . . .", "y"], ["(x y) . . .", ". . . .", "."], [". . . .", "(x y) . . .", "(x y)"]],
+    ),
+    "gather": (
+        lambda a: torch.gather(a, 1, sl.shard(ids(4, 6, 12, top=6), "x . y") if isinstance(a, sl.ShardedTensor) else ids(4, 6, 12, top=6)),
+        [X], [["x . y"]],
+    ),
+    "cat of whole and split": (lambda a, b: torch.cat([b.expand(4, 1, 12), a], 1), [X, r(1, 1, 12, seed=2)], [["x . y", ". . y"], ["x . y", ". . ."]]),
+    "cat with an empty piece": (lambda a: torch.cat([sl.shard(torch.zeros(0, dtype=a.dtype), ".") if isinstance(a, sl.ShardedTensor) else a.new_zeros(0), a], 1), [X], [["x . y"]]),
+    "repeat_interleave": (lambda a: a.repeat_interleave(2, 1).repeat_interleave(3, dim=-1), [X], [["x . y"]]),
     "attention": (gpt_attention, [r(4, 6, 24)], [["x . (3 y)"], ["x . ."], [". . (3 x)"]]),
     "cross_entropy": (loss(), [r(8, 12), ids(8)], [["x y", "x"], [". y", "."], ["x .", "x"], ["(x y) .", "(x y)"]]),
     "cross_entropy smooth": (loss(0.1), [r(8, 12), ids(8)], [["x y", "x"]]),

@@ -1,0 +1,126 @@
+"""Modules of Hugging Face transformers, unmodified, under every recipe: outputs and every gradient are dense's."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardlib as sl
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers.logging.set_verbosity_error()
+
+MESHES = {
+    "megatron1d": {"x": 2},
+    "optimus2d": {"data": 2, "x": 1, "y": 2},
+    "tesseract": {"d": 2, "x": 2, "y": 2},
+    "cube3d": {"x": 2, "y": 2, "z": 2},
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+IDS = torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(0))
+PIXELS = torch.randn(8, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=64,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def llama(keys: int) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=keys, **SMALL, **TEXT))
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **SMALL, **OFF)
+    )
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=4, num_labels=8, **SMALL, **OFF)
+    )
+
+
+# module, input, tolerance: Llama's norms and angles are computed in fp32 by transformers itself
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
+    "gpt2": (gpt2, {"input_ids": IDS}, 1e-12),
+    "llama": (lambda: llama(4), {"input_ids": IDS}, 2e-6),
+    "llama, two heads of keys": (lambda: llama(2), {"input_ids": IDS}, 2e-6),
+    "llama, one head of keys": (lambda: llama(1), {"input_ids": IDS}, 2e-6),
+    "bert": (bert, {"input_ids": IDS}, 1e-12),
+    "vit": (vit, {"pixel_values": PIXELS}, 1e-12),
+}
+
+
+def gap(model: str, recipe: str) -> tuple[float, float]:
+    """Largest relative difference of the logits and of any gradient, on the mesh in scope."""
+    make, inputs, _ = MODELS[model]
+    torch.manual_seed(0)
+    module = make().double().eval()
+    want = module(**inputs).logits
+    cotangent = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
+    (want * cotangent).sum().backward()
+    dense = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    rules = getattr(sl.recipes, recipe)(module)
+    batch = rules.tokens.removesuffix(" .")
+    apply, params = sl.parallelize(module, rules, inputs={n: f"{batch} ..." for n in inputs})
+
+    def loss(p: Any) -> tuple[Tensor, Tensor]:
+        logits = apply(p, **inputs).logits
+        return (logits * sl.shard(cotangent, logits.sharding)).sum(), logits
+
+    (_, logits), grads = sl.value_and_grad(loss, has_aux=True)(params)
+    assert all(grads[n].sharding == params[n].sharding for n in params)
+    assert all(torch.equal(before[n], p) for n, p in module.named_parameters()), "the module changed"
+    assert any(p.sharding.axes for p in params.values())
+    top = max(float(g.abs().max()) for g in dense.values())
+    errors = [
+        float((sl.unshard(grads[n]) - g).abs().max()) / max(float(g.abs().max()), 1e-3 * top) for n, g in dense.items()
+    ]
+    return float((sl.unshard(logits).detach() - want.detach()).abs().max() / want.detach().abs().max()), max(errors)
+
+
+@pytest.mark.parametrize("recipe", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_unmodified_module_equals_dense(model: str, recipe: str) -> None:
+    with sl.simulate(**MESHES[recipe]):
+        if model == "llama, one head of keys" and recipe == "cube3d":
+            with pytest.raises(sl.errors.Unsupported, match="1 heads of keys do not divide over 2 ranks"):
+                gap(model, recipe)
+            return
+        assert max(gap(model, recipe)) < MODELS[model][2]
+
+
+def test_every_matrix_of_a_cube_is_split_over_all_of_it() -> None:
+    with sl.simulate(x=2, y=2, z=2):
+        module = gpt2()
+        _, params = sl.parallelize(module, sl.recipes.cube3d(module))
+        for name, p in params.items():
+            if p.ndim == 2 and "wpe" not in name:
+                assert set(p.sharding.axes) == {"x", "y", "z"}, name
+
+
+def test_real_processes_equal_dense(pool8: Any) -> None:
+    for model in ("gpt2", "llama, two heads of keys"):
+        for answer in pool8.run(gap, model, "cube3d", x=2, y=2, z=2):
+            assert max(answer) < MODELS[model][2]
