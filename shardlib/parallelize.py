@@ -216,13 +216,13 @@ def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tenso
     return "\n    ".join(lines)
 
 
-def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
+def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool) -> ShardedTensor:
     if p.is_meta and mesh.kind != "record":
         layout.check(tuple(p.shape), mesh, op="parallelize")
         block = torch.full(layout.local_shape(tuple(p.shape), mesh), float("nan"), dtype=p.dtype, device=mesh.device)
         raw = block.expand(mesh.size, *block.shape).clone() if mesh.kind == "stacked" else block
         return ShardedTensor(raw.requires_grad_(p.requires_grad), layout, p.shape, mesh)
-    return shard(p.detach(), layout, mesh).requires_grad_(p.requires_grad)
+    return shard(p.detach(), layout, mesh, pad=pad).requires_grad_(p.requires_grad)
 
 
 def parallelize(
@@ -232,6 +232,7 @@ def parallelize(
     mesh: Any = None,
     axes: Mapping[str, str] | None = None,
     inputs: Mapping[str, Layout | str] | None = None,
+    pad: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)`` with every parameter laid out by the first rule it matches.
 
@@ -239,6 +240,8 @@ def parallelize(
                 the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``.
+    ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is; the padding
+                takes no part in the result and gets no gradient.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed.
     Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill.
@@ -257,6 +260,6 @@ def parallelize(
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
-    params = {n: _place_parameter(p, layouts[n], mesh) for n, p in named.items()}
+    params = {n: _place_parameter(p, layouts[n], mesh, pad) for n, p in named.items()}
     placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, placed, mesh, yields), params

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardlib import recipes
-from shardlib.collectives import all_gather, pbroadcast, psum
+from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
 from shardlib.errors import ShardError
 from shardlib.mesh import Link, as_mesh, bind
 from shardlib.ops.registry import Cost, forget, moving
@@ -50,9 +50,9 @@ def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
 def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[str, Link]:
     """Measure seconds per message and per byte along every axis, and let every later choice use them.
 
-    Two all_gathers per axis, a small one and one of ``words`` fp32 words per rank; the fastest of
-    ``repeats``; rank 0's figures for everyone, since ranks must choose alike.  Where no ranks run
-    (simulate, record) the defaults stand.
+    Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
+    products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must
+    choose alike.  Where no ranks run (simulate, record) the defaults stand.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -66,7 +66,7 @@ def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[s
     times = []
     with bind(m):
         for axis in axes:
-            times += [_gather_seconds(axis, 1, m, repeats), _gather_seconds(axis, words, m, repeats)]
+            times += [_seconds(axis, 1, m, repeats), _seconds(axis, words, m, repeats)]
         told = torch.tensor(times, dtype=torch.float64)
         told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
     for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
@@ -76,15 +76,16 @@ def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[s
     return {axis: m.links.get(axis, Link()) for axis in m.names}
 
 
-def _gather_seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
+def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
+    """Of one movement: the mean of a gather and a scatter."""
     x = torch.zeros(words, device=mesh.device)
     best = math.inf
     for _ in range(repeats + 1):
         float(psum(x[:1], mesh.names))  # together
         began = time.perf_counter()
-        float(all_gather(x, axis)[-1])
+        float(psum_scatter(all_gather(x, axis), axis)[-1])
         best = min(best, time.perf_counter() - began)
-    return best
+    return best / 2
 
 
 # ---------------------------------------------------------------- choosing a grid

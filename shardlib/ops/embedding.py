@@ -27,34 +27,36 @@ __all__ = ["embedding"]
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table whose vocabulary is split over ``axis``.
+    """Rows of a table whose vocabulary is split over ``axes``.
 
-    ids [B, ...], table [V/axis, H] -> [B, ..., H]; where a dimension of ids is itself split over
-    ``axis`` (``at``), they are gathered and the rows scattered back.
+    ids [B, ...], table [V/axes, H] -> [B, ..., H]; where a dimension of ids is itself split over
+    ``axes`` (``at``), they are gathered and the rows scattered back.
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axis: str, at: int, padding: int | None) -> Tensor:
-        ctx.place = mesh, axis, at
+    def forward(
+        ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axes: tuple[str, ...], at: int, padding: int | None
+    ) -> Tensor:
+        ctx.place = mesh, axes, at
         with bind(mesh):
             w, i = wrap(table, mesh), wrap(ids, mesh)
-            i = all_gather(i, axis, at) if at >= 0 else i
-            here = i - axis_index(axis) * w.shape[0]
+            i = all_gather(i, axes, at) if at >= 0 else i
+            here = i - axis_index(axes) * w.shape[0]
             outside = (here < 0) | (here >= w.shape[0])
             here = here.masked_fill(outside, 0)
             out = F.embedding(here, w).masked_fill(outside.unsqueeze(-1), 0)
             drop = outside if padding is None else outside | (i == padding)
             ctx.save_for_backward(unwrap(here), unwrap(drop))
             ctx.vocab = w.shape[0]
-            return unwrap(psum_scatter(out, axis, at) if at >= 0 else psum(out, axis))
+            return unwrap(psum_scatter(out, axes, at) if at >= 0 else psum(out, axes))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mesh, axis, at = ctx.place
+        mesh, axes, at = ctx.place
         with bind(mesh):
             g = wrap(grads[0], mesh)
-            g = all_gather(g, axis, at) if at >= 0 else g
+            g = all_gather(g, axes, at) if at >= 0 else g
             here, drop = (wrap(t, mesh) for t in ctx.saved_tensors)
             return unwrap(_scatter_rows(g, here, drop, ctx.vocab)), None, None, None, None, None
 
@@ -67,7 +69,7 @@ def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
 
 @implements(F.embedding)
 def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """F.embedding(ids, table) under any split of ids' first dimension and of the table."""
+    """F.embedding(ids, table): ids split or not, the table's rows and columns over any axes."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     given = dict(zip(names, args, strict=False)) | kwargs
     ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
@@ -86,14 +88,15 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     tokens = ids.sharding.resolve(len(ids.size_)).dims
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}
-    axis = next((a for a in vocab.axes if mesh.axes[a] > 1), None)
-    at = next((d for d, t in enumerate(tokens) if t.parts[-1:] == (axis,) and t.order == "contiguous"), -1)
+    axes = tuple(a for a in vocab.axes if mesh.axes[a] > 1)
+    minor = [d for d, t in enumerate(tokens) if axes and t.parts[-len(axes) :] == axes and t.order == "contiguous"]
+    at = minor[0] if minor else -1
     gathered = tuple(a for a in hidden.axes if a in taken)
     kept = tuple(p for p in hidden.parts if p not in gathered)
     if (
-        len(vocab.parts) > 1
+        any(isinstance(p, int) for p in vocab.parts)
         or vocab.order != "contiguous"
-        or (axis in taken and at < 0)
+        or (set(axes) & taken and at < 0)
         or (gathered and (hidden.parts != (*kept, *gathered) or hidden.order != "contiguous"))
         or (gathered and any(isinstance(p, int) for p in kept))
     ):
@@ -111,9 +114,9 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if gathered:
         with bind(mesh):
             raw_table = unwrap(all_gather(wrap(raw_table, mesh), gathered, 1))
-    if axis is None:
+    if not axes:
         with bind(mesh):
             raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
     else:
-        raw = _Lookup.apply(raw_table, ids.raw, mesh, axis, at, padding)
+        raw = _Lookup.apply(raw_table, ids.raw, mesh, axes, at, padding)
     return ShardedTensor(raw, out, torch.Size((*ids.size_, table.size_[1])), mesh, deferred)  # type: ignore[arg-type]

@@ -16,58 +16,75 @@ from shardlib.collectives import axis_index, pmax, psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof
 
 __all__ = ["cross_entropy", "mse_loss"]
 
 
 class _RowLoss(torch.autograd.Function):
-    """Loss of each row.  logits [R, C/axis], target [R] -> [R]; zero where ignored.
+    """Loss of each row.  logits [R, C/axes], target [R] -> [R]; zero where ignored.
 
     loss = (1 - s) (lse - logit[target]) + s (lse - mean(logits))   with smoothing s.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, mesh: Mesh, axis: str | None, ignore: int, smooth: float, classes: int
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        ignore: int,
+        smooth: float,
+        classes: int,
     ) -> Tensor:
-        ctx.place = mesh, axis, smooth, classes
+        ctx.place = mesh, axes, smooth, classes
         with bind(mesh):
             x, t = wrap(logits, mesh), wrap(target, mesh)
             x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+            padding = _padding(x, axes, classes)
+            x = x.masked_fill(padding, float("-inf"))
             ignored = t == ignore
-            here = t - (axis_index(axis) * x.shape[-1] if axis else 0)
+            here = t - (axis_index(axes) * x.shape[-1] if axes else 0)
             outside = (here < 0) | (here >= x.shape[-1]) | ignored
             here = here.masked_fill(outside, 0)
             top = x.amax(-1)
-            top = pmax(top, axis) if axis else top
+            top = pmax(top, axes) if axes else top
             shifted = x - top.unsqueeze(-1)
             exp = shifted.exp()
             picked = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-            sums = torch.stack([exp.sum(-1), picked, shifted.sum(-1)], -1)
-            sums = psum(sums, axis) if axis else sums
+            sums = torch.stack([exp.sum(-1), picked, shifted.masked_fill(padding, 0).sum(-1)], -1)
+            sums = psum(sums, axes) if axes else sums
             lse = sums[..., 0].log()
             loss = lse - (1 - smooth) * sums[..., 1] - smooth / classes * sums[..., 2]
             softmax = exp / sums[..., 0:1]
-            ctx.save_for_backward(unwrap(softmax), unwrap(here), unwrap(outside), unwrap(ignored))
+            ctx.save_for_backward(*(unwrap(t) for t in (softmax, here, outside, ignored)))
             ctx.dtype = logits.dtype
             return unwrap(loss.masked_fill(ignored, 0))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mesh, _, smooth, classes = ctx.place
+        mesh, axes, smooth, classes = ctx.place
         with bind(mesh):
             softmax, here, outside, ignored = (wrap(t, mesh) for t in ctx.saved_tensors)
             g = wrap(grads[0], mesh).masked_fill(ignored, 0).unsqueeze(-1)
             hot = (~outside).unsqueeze(-1).to(softmax.dtype) * (smooth - 1)
-            dx = torch.scatter_add(softmax - smooth / classes, -1, here.unsqueeze(-1), hot) * g
+            flat = (softmax - smooth / classes).masked_fill(_padding(softmax, axes, classes), 0)
+            dx = torch.scatter_add(flat, -1, here.unsqueeze(-1), hot) * g
             return unwrap(dx.to(ctx.dtype)), None, None, None, None, None, None
 
 
+def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
+    """Which of this rank's columns lie beyond the true classes.  x [R, C/axes] -> [C/axes]."""
+    place = torch.arange(x.shape[-1], device=x.device)
+    return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
+
+
 @implements(F.cross_entropy)
-def cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """F.cross_entropy(logits [N, C], target [N]) with N, C or both split."""
+def cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
+    """F.cross_entropy(logits [N, C], target [N]) with N, C or both split; ``classes`` of them are no padding."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
     logits, target = given["input"], given["target"]
@@ -93,7 +110,10 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
             mesh=mesh,
             fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
         )
-    if target.sharding.resolve(1).dims[0] != row or len(col.parts) > 1 or col.order != "contiguous":
+    if not target.sharding.axes and row.is_split:
+        target = reshard(target, Layout(dims=(row,)))  # cut, nothing moves
+    grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
+    if target.sharding.resolve(1).dims[0] != row or grouped:
         raise ImplicitCommunication(
             "logits and target are not split the same way along the rows",
             op="cross_entropy",
@@ -101,9 +121,9 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
             mesh=mesh,
             fix=f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))",
         )
-    axis = next((a for a in col.axes if mesh.axes[a] > 1), None)
+    axes = tuple(a for a in col.axes if mesh.axes[a] > 1)
     smooth = float(given.get("label_smoothing", 0.0))
-    raw: Any = _RowLoss.apply(logits.raw, target.raw, mesh, axis, ignore, smooth, logits.size_[1])
+    raw: Any = _RowLoss.apply(logits.raw, target.raw, mesh, axes, ignore, smooth, classes or logits.size_[1])
     rows = ShardedTensor(raw, Layout(dims=(row,)), logits.size_[:1], mesh, logits.deferred)
     if reduction == "none":
         return rows

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlib.collectives import psum, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import PaddedTensor, ShardedTensor, typeof
 
 __all__ = [
     "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each", "global_norm", "identity",
@@ -61,7 +61,9 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
     def one(x: Tensor, *more: Tensor) -> Tensor:
         raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
         if isinstance(x, ShardedTensor):
-            return ShardedTensor(f(x.raw, *raws), x.sharding, x.size_, x.mesh)
+            out = f(x.raw, *raws)
+            padded = isinstance(x, PaddedTensor)
+            return x.like(out) if padded else ShardedTensor(out, x.sharding, x.size_, x.mesh)
         return f(x, *raws)
 
     with torch.no_grad():

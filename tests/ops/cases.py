@@ -106,9 +106,13 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
         lambda w: F.embedding(sl.shard(ids(4, 6), "x .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
         [r(12, 8, seed=2)], [["x y"], [". y"], [". ."], ["y ."]],
     ),
+    "embedding over two axes": (
+        lambda w: F.embedding(sl.shard(ids(4, 6), "(x y) .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
+        [r(12, 8, seed=2)], [["(x y) ."]],
+    ),
     "embedding of whole ids": (
         lambda w: F.embedding(sl.shard(ids(4, 6), "...") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
-        [r(12, 8, seed=2)], [["x ."], ["x y"]],
+        [r(12, 8, seed=2)], [["x ."], ["x y"], ["(y x) ."]],
     ),
     "embedding with a padding row": (
         lambda w: F.embedding(
@@ -138,7 +142,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
     "repeat_interleave": (lambda a: a.repeat_interleave(2, 1).repeat_interleave(3, dim=-1), [X], [["x . y"]]),
     "attention": (gpt_attention, [r(4, 6, 24)], [["x . (3 y)"], ["x . ."], [". . (3 x)"]]),
     "cross_entropy": (loss(), [r(8, 12), ids(8)], [["x y", "x"], [". y", "."], ["x .", "x"], ["(x y) .", "(x y)"]]),
-    "cross_entropy smooth": (loss(0.1), [r(8, 12), ids(8)], [["x y", "x"]]),
+    "cross_entropy smooth": (loss(0.1), [r(8, 12), ids(8)], [["x y", "x"], [". (x y)", "."], ["x y", "."]]),
     "cross_entropy ignore": (loss(0.1, 3), [r(8, 12), ids(8)], [["x y", "x"], [". y", "."]]),
     "cross_entropy sum": (loss(reduction="sum"), [r(8, 12), ids(8)], [["x y", "x"]]),
     "cross_entropy none": (loss(reduction="none"), [r(8, 12), ids(8)], [["x y", "x"]]),

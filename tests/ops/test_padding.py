@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from examples.gpt import GPT, GPTConfig
 from tests.ops.cases import close, r
 
 
@@ -56,9 +57,68 @@ def test_functions_without_a_rule_for_padding_refuse() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.ones(5, 4), "x .", pad=True)
         for call in (lambda: F.softmax(a, -1), lambda: a.view(20), lambda: F.layer_norm(a, (4,))):
-            with pytest.raises(sl.ShardError, match="no rule for padded blocks") as caught:
+            with pytest.raises(sl.ShardError, match="padd") as caught:
                 call()
             assert eval(caught.value.fix, {"sl": sl, "x": a}).shape == (5, 4)
         with pytest.raises(sl.ShardError, match="padded alike"):
             a + sl.shard(torch.ones(5, 4), ". .")
         assert "padded" in sl.typeof(a)
+
+
+CONFIG = GPTConfig(vocab=37, ctx=8, layers=1, heads=4, embed=16)  # 37 divides by nothing
+MESHES = {
+    "megatron1d": {"x": 4},
+    "optimus2d": {"data": 2, "x": 2, "y": 2},
+    "tesseract": {"d": 2, "x": 2, "y": 1},
+    "cube3d": {"x": 2, "y": 2, "z": 2},
+}
+
+
+@pytest.mark.parametrize("recipe", MESHES)
+@pytest.mark.parametrize("smooth", [0.0, 0.1])
+def test_a_padded_vocabulary_takes_no_part(recipe: str, smooth: float) -> None:
+    """Tied embedding and classifier, loss, and every gradient; what the padding holds is never seen."""
+    m = GPT(CONFIG).double()
+    ids = torch.randint(37, (8, 8), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    labels[0, :3] = -100
+
+    def loss(logits: Any, target: Any) -> Any:
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), target.view(-1), label_smoothing=smooth)
+
+    want = loss(m(ids), labels)
+    want.backward()
+    with sl.simulate(**MESHES[recipe]):
+        rules = getattr(sl.recipes, recipe)(m)
+        apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens}, pad=True)
+        assert "padded" in sl.typeof(params["wte.weight"]) and params["wte.weight"].shape == (37, 16)
+        blocks = params["wte.weight"].raw
+        inside = sl.shard(torch.ones(37, 16, dtype=torch.float64), sl.layout_of(params["wte.weight"]), pad=True).raw
+        params["wte.weight"].raw.data = torch.where(inside == 1, blocks, torch.full_like(blocks, 1e3))
+        target = sl.shard(labels, rules.labels)
+        got, grads = sl.value_and_grad(lambda p: loss(apply(p, ids), target))(params)
+        assert got.shape == () and abs(float(got.item() - want.item())) < 1e-12
+        for name, p in m.named_parameters():
+            assert p.grad is not None
+            close(sl.unshard(grads[name]) / p.grad.abs().max(), p.grad / p.grad.abs().max())
+        assert bool((grads["wte.weight"].raw[inside != 1] == 0).all())
+        tx = sl.adamw(1e-2)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert sl.apply_updates(params, updates)["wte.weight"].shape == (37, 16)
+
+
+def test_what_would_reach_the_padding_is_refused() -> None:
+    with sl.simulate(x=2):
+        x = sl.shard(torch.ones(4, 5), ". x", pad=True)
+        assert x[1:, :].shape == (3, 5) and x[..., None, :].shape == (4, 1, 5) and x[0].shape == (5,)
+        for f in (
+            lambda: x[:, 0],
+            lambda: x[..., 1:],
+            lambda: x.view(20),
+            lambda: x.view(5, 4),
+            lambda: x.view(2, 2, -1, 1),
+        ):
+            with pytest.raises(sl.errors.Unsupported):
+                f()
+        with pytest.raises(sl.errors.Unsupported, match="only the vocabulary"):
+            F.embedding(sl.shard(torch.zeros(2, dtype=torch.long), "."), x)

@@ -1,0 +1,45 @@
+"""Half precision: no rule loses more than the dense product does, within a factor of 1.4."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+
+# rule -> mesh, layouts of x and w, the layout asked of y
+RULES = {
+    "oned row": ("oned", {"x": 4}, ". x", "x .", None),
+    "oned column": ("oned", {"x": 4}, "x .", ". .", None),
+    "summa": ("summa", {"x": 4, "y": 4}, "x y", "x y", None),
+    "summa abt": ("summa", {"x": 2, "y": 4}, "x y", "y x", None),
+    "summa_x": ("summa_x", {"x": 4, "y": 4}, "x y", "x y", None),
+    "summa_w": ("summa_w", {"x": 4, "y": 4}, "x y", "x y", None),
+    "cannon": ("cannon", {"x": 4, "y": 4}, "x y", "x y", None),
+    "cube": ("mm3", {"x": 2, "y": 2, "z": 4}, "(x y) z", "(z x) y", None),
+    "cube saved": ("mm3_xw", {"x": 4, "y": 2, "z": 2}, "(x y) z", "(z x) y", None),
+    "scatter of 8": ("mm3", {"x": 8}, ". x", "x .", "x ."),
+    "gather of 8": ("mm3", {"x": 8}, "x .", ". x", ". x"),
+}
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_rule_loses_more_than_the_dense_product(name: str, dtype: torch.dtype) -> None:
+    rule, mesh, x_text, w_text, out = RULES[name]
+    draw = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(128, 128, generator=draw).to(dtype).requires_grad_() for _ in range(3))
+    dense = (y := x @ w).detach(), *torch.autograd.grad(y, (x, w), g)
+    wide = tuple(t.detach().double().requires_grad_() for t in (x, w))
+    exact = (z := wide[0] @ wide[1]).detach(), *torch.autograd.grad(z, wide, g.double())
+    with sl.simulate(**mesh), sl.algorithm(matmul=rule):
+        a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        c = sl.matmul(a, b, out=out)
+        c.backward(sl.shard(g.detach(), c.sharding))
+        ours = sl.unshard(c).detach(), sl.unshard(a.grad), sl.unshard(b.grad)
+    bar = 1.4 if dtype == torch.bfloat16 else 4.0
+    for what, mine, theirs, true in zip(("y", "dx", "dw"), ours, dense, exact, strict=True):
+        assert error(mine, true) <= bar * error(theirs, true), (what, error(mine, true) / error(theirs, true))
