@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.collectives import dist, record, stacked
 from shardlib.collectives.count import OPEN, note
-from shardlib.collectives.stacked import Stacked
+from shardlib.collectives.stacked import Stacked, of
 from shardlib.errors import RankMismatch, ShardError, UnevenSplit
 from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
@@ -58,7 +58,7 @@ _COUNT: dict[str, Callable[[int, int, tuple], tuple[int, int, int]]] = {  # (n, 
 _ADJOINT: dict[str, Callable[..., tuple]] = {
     "psum": lambda: ("psum",),
     "all_gather": lambda dim: ("psum_scatter", dim),
-    "psum_scatter": lambda dim: ("all_gather", dim),
+    "psum_scatter": lambda dim, wire=None: ("all_gather", dim),
     "pslice": lambda dim: ("place", dim),
     "place": lambda dim: ("pslice", dim),
     "ppermute": lambda pairs: ("ppermute", tuple((d, s) for s, d in pairs)),
@@ -121,6 +121,8 @@ _DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for
 def _note(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
     if op in _COUNT:
         n, p = _bytes(raw), mesh.axis_size(axes)
+        if params and isinstance(params[-1], torch.dtype):  # what travels is narrower than what is summed
+            n = n // raw.element_size() * params[-1].itemsize
         if mesh.kind == "stacked":
             n //= mesh.size
         note(op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
@@ -204,11 +206,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     return _call("all_gather", x if tiled else x.unsqueeze(at), axis, (at,))
 
 
-def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> Tensor:
     """Sum over a mesh axis and keep this rank's block of the result.
 
     Shapes: x [..., n, ...] -> [..., n / p, ...] along ``dim``.
-    Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_gather.
+    ``wire``  travel in this dtype; what stays on its rank, and the sum, keep x's.
+    Moves:  (p-1)/p n bytes, p-1 messages.    Grad: all_gather.
     Raises: UnevenSplit if the dimension is no multiple of the axis size; UnknownAxis.
 
     >>> import shardlib as sl
@@ -216,7 +219,12 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     ...     psum_scatter(torch.ones(4), "x")
     tensor([2., 2.])
     """
-    return _call("psum_scatter", x, axis, (_dim("psum_scatter", x, axis, dim, True),))
+    return _call("psum_scatter", x, axis, _scatter(x, axis, dim, wire))
+
+
+def _scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> tuple:
+    at = _dim("psum_scatter", x, axis, dim, True)
+    return (at,) if wire is None or wire == x.dtype else (at, wire)
 
 
 def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -300,16 +308,26 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
     """``target += preduce(x, axis, root)`` without the zeros: only the root's target changes.
 
-    In place and without a gradient, for rules.  Moves: what preduce moves.
+    x may be wider than the target: it then travels in the target's dtype, and the root's own part
+    and the sum are rounded once.  In place and without a gradient, for rules.
+    Moves: what preduce of the target's dtype moves.
     """
     mesh = _SCOPE.mesh or current_mesh()
-    if mesh.kind != "dist" or mesh.axis_size(axis) == 1:
+    if mesh.axis_size(axis) == 1:
+        target.add_(x)
+    elif mesh.kind == "dist":
+        if OPEN:
+            _note("preduce", x.to(target.dtype), mesh, (axis,), ())
+        dist.preduce_add(target, x, mesh, (axis,), root)
+    elif x.dtype == target.dtype:
         target.add_(preduce(x, axis, root))
-        return
-    axes = (axis,)
-    if OPEN:
-        _note("preduce", x, mesh, axes, ())
-    dist.preduce_add(target, x, mesh, axes, root)
+    else:
+        sent = x.to(target.dtype)
+        total = preduce(sent, axis, root)  # counted, and right but for its rounding
+        if mesh.kind == "stacked":
+            exact = Stacked(stacked.preduce(of(sent, mesh).to(x.dtype), mesh, (axis,), root), mesh)
+            total = exact + (x - sent) * (axis_index(axis) == root)
+        target.add_(total)
 
 
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
@@ -370,7 +388,7 @@ _POSTABLE: dict[Callable[..., Tensor], Callable[..., tuple[str, tuple]]] = {  # 
     psum: lambda x, axis: ("psum", ()),
     pmax: lambda x, axis: ("pmax", ()),
     all_gather: lambda x, axis, dim=0: ("all_gather", (_dim("all_gather", x, axis, dim, False),)),
-    psum_scatter: lambda x, axis, dim=0: ("psum_scatter", (_dim("psum_scatter", x, axis, dim, True),)),
+    psum_scatter: lambda x, axis, dim=0, wire=None: ("psum_scatter", _scatter(x, axis, dim, wire)),
     ppermute: lambda x, axis, perm: ("ppermute", _pairs(x, axis, perm)),
     shift: lambda x, axis, by=1: ("ppermute", _by(x, axis, by)),
     all_to_all: lambda x, axis, split_dim, concat_dim: ("all_to_all", _dims(x, axis, split_dim, concat_dim)),

@@ -66,13 +66,13 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
     return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns)
 
 
-def _summed(blocks: Sequence[Tensor]) -> Tensor:
+def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """In rank order; half precision in fp32."""
-    half = blocks[0].dtype in (torch.bfloat16, torch.float16)
-    out = blocks[0].float() if half else blocks[0].clone()
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    out = blocks[0].to(wide, copy=True)
     for b in blocks[1:]:
         out += b
-    return out.to(blocks[0].dtype)
+    return out.to(dtype)
 
 
 _LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than gloo's
@@ -133,23 +133,28 @@ def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish
     return finish
 
 
-def psum_scatter(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+def psum_scatter(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, wire: torch.dtype | None = None) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
-    if g.native:
+    own = parts[g.places[g.index]]
+    if g.native and wire is None:
         out = torch.empty_like(parts[0])
         works = [reduce_scatter_single(out, parts.flatten(0, 1), group=g.handle, async_op=True)]
     else:
-        out = torch.empty_like(parts)
-        works = _exchange(out, parts, g)
+        sent = parts if wire is None else parts.to(wire)
+        out = torch.empty_like(sent)
+        works = _exchange(out, sent, g)
 
     def finish() -> Tensor:
         for work in works:
             work.wait()
-        if g.native:
+        if g.native and wire is None:
             return out
-        return _summed(list(out) if g.order is None else [out[i] for i in g.order])
+        blocks = list(out) if g.order is None else [out[i] for i in g.order]
+        if wire is not None:
+            blocks[g.index] = own
+        return _summed(blocks, x.dtype)
 
     return finish
 
@@ -265,22 +270,22 @@ def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], ro
     """Add the sum of ``x`` to the root's ``target``; others only send."""
     g = mesh.groups.get(axes) or group(mesh, axes)
     if g.native:
-        target.add_(preduce(x, mesh, axes, root)())
+        target.add_(preduce(x.to(target.dtype), mesh, axes, root)())
     elif g.index == root:
         _collect(target, x, g, next(g.turns))
     else:
-        g.handle.send([x.contiguous()], g.places[root], next(g.turns)).wait()
+        g.handle.send([x.to(target.dtype).contiguous()], g.places[root], next(g.turns)).wait()
 
 
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int) -> Tensor:
     """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
+    half = target.dtype in (torch.bfloat16, torch.float16)
     total = target.float() if half else target
     for i, place in enumerate(g.places):
         if i == g.index:
             total.add_(x)
             continue
-        buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
+        buffer = torch.empty_like(x, dtype=target.dtype, memory_format=torch.contiguous_format)
         g.handle.recv([buffer], place, tag).wait()
         total.add_(buffer)
     return target.copy_(total) if half else total

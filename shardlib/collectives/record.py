@@ -20,7 +20,7 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
     return _scaled(x, dim, mesh.axis_size(tuple(axes)))
 
 
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int, wire: object = None) -> Tensor:
     return x.new_empty([n // mesh.axis_size(tuple(axes)) if d == dim else n for d, n in enumerate(x.shape)])
 
 

@@ -582,7 +582,10 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
     return _merge(whole.expand(-1, y.shape[1], *[-1] * (whole.ndim - 2)), mesh, order)
 
 
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int, wire: torch.dtype | None = None) -> Tensor:
+    if wire is not None:  # what stays on its rank is not rounded
+        sent = x.to(wire).to(x.dtype)
+        return psum_scatter(sent, mesh, axes, dim) + pslice(x - sent, mesh, axes, dim)
     y, order = _split(x, mesh, axes)
     p = y.shape[1]
     total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (p, y.shape[dim + 2] // p))

@@ -33,6 +33,7 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.schedule import product as partial_product
 from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, total
 
@@ -62,7 +63,7 @@ def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
     coming = _post(all_gather, w, cube.w)
     x = _post(all_gather, x, cube.x).wait()  # [M/m, K/k]
     w = coming.wait()  # [K/k, N/n]
-    return _post(psum_scatter, x @ w, cube.y).wait(), x, w
+    return _scatter(x, w, cube.y).wait(), x, w
 
 
 def gradients(dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bool]) -> tuple[Any, Any]:
@@ -72,10 +73,10 @@ def gradients(dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bo
     dx = dw = None
     if need[0]:
         w = _post(all_gather, w, () if "w" in cube.save else cube.w).wait()
-        dx = _post(psum_scatter, dy @ w.mT, cube.x)  # [M/m, K/k] -> [M/(m n), K/k]
+        dx = _scatter(dy, w.mT, cube.x)  # [M/m, K/k] -> [M/(m n), K/k]
     x = wide_x.wait()
     if need[1]:
-        dw = _post(psum_scatter, _rows(x).mT @ _rows(dy), cube.w).wait()  # [K/k, N/n] -> [K/(k m), N/n]
+        dw = _scatter(_rows(x).mT, _rows(dy), cube.w).wait()  # [K/k, N/n] -> [K/(k m), N/n]
     return None if dx is None else dx.wait(), dw
 
 
@@ -83,16 +84,24 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _post(f: Any, x: Tensor, moves: tuple[Move, ...]) -> Pending:
+def _post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
     """Start the moves: all but the last are waited for; differentiable where a gradient is recorded."""
     if torch.is_grad_enabled():
         for move in moves:
-            x = f(x, move.axes, move.dim)
+            x = f(x, move.axes, move.dim, **how)
     elif moves:
         for move in moves[:-1]:
-            x = f(x, move.axes, move.dim)
-        return start(f, x, moves[-1].axes, moves[-1].dim)
+            x = f(x, move.axes, move.dim, **how)
+        return start(f, x, moves[-1].axes, moves[-1].dim, **how)
     return Pending(lambda: x)
+
+
+def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...]) -> Pending:
+    """a @ b, scattered; of a half precision product only what travels is rounded before the sum."""
+    if not moves:
+        return Pending(lambda: a @ b)
+    coming = _post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
+    return Pending(lambda: coming.wait().to(a.dtype))
 
 
 class Product3(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardlib.collectives import Pending, axis_size
 
-__all__ = ["accumulator", "add_product", "ahead", "cut", "panels"]
+__all__ = ["accumulator", "add_product", "ahead", "cut", "panels", "product"]
 
 
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
@@ -37,6 +37,15 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
         c.addmm_(a, b)
     else:
         c.add_(a @ b)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b on its way to a sum: of half precision operands in fp32.  a [.., M, K], b [.., K, N]."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    if a.is_cuda and a.ndim == b.ndim == 2:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class Panels(NamedTuple):

@@ -21,7 +21,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce_add, start
-from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels
+from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product
 
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_words", "swap"]
 
@@ -52,7 +52,7 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str) -> Tensor:
 
     arriving = ahead(post, len(steps))
     for owner, i, *_ in steps:
-        part = c @ next(arriving)[0].mT  # [M/row, N/col] [K/n, N/col]^T
+        part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
         preduce_add(a_cut[i], part, col, owner)
     return a
 
@@ -68,7 +68,7 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str) -> Tensor:
 
     arriving = ahead(post, len(steps))
     for *_, owner, j in steps:
-        part = next(arriving)[0].mT @ c  # [M/row, K/n]^T [M/row, N/col]
+        part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
         preduce_add(b_cut[j], part, row, owner)
     return b
 
