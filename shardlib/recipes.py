@@ -184,7 +184,7 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
         return "patch"
     if not _is_linear(module):
         return "norm"
-    inputs, outputs = module.weight.shape if _stores_in_out(module) else reversed(module.weight.shape)
+    inputs, outputs = _shape(module)
     if _FUSED.search(name) and outputs == 3 * inputs:
         return "fused"
     if _PLAIN.search(name):
@@ -200,6 +200,12 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
 def _stores_in_out(module: nn.Module) -> bool:
     """GPT-2's Conv1D: y = x @ weight + bias."""
     return type(module).__name__ == "Conv1D"
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a Linear, whichever way it is stored."""
+    weight: Any = module.weight
+    return tuple(weight.shape if _stores_in_out(module) else reversed(weight.shape))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -229,12 +235,12 @@ def _rules(
     for name in found:
         owner = by_name[name.rpartition(".")[0]]
         size = getattr(owner, "head_dim", None)
-        if _KEYS.search(name) and isinstance(size, int) and by_name[name].weight.shape[0] // size % heads:
+        if _KEYS.search(name) and isinstance(size, int) and _shape(by_name[name])[1] // size % heads:
             if "keys" not in layouts:
                 raise Unsupported(
-                    f"{by_name[name].weight.shape[0] // size} heads of keys do not divide over {heads} ranks",
+                    f"{_shape(by_name[name])[1] // size} heads of keys do not divide over {heads} ranks",
                     op="recipe",
-                    operands={name: list(by_name[name].weight.shape)},
+                    operands={name: _shape(by_name[name])},
                     fix="sl.recipes.optimus2d(model)",
                 )
             found[name] = "keys"
