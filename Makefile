@@ -36,6 +36,7 @@ lint: $(VENV)/dev.stamp
 bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.overhead
 	$(PY) -m benchmarks.matmul
+	$(PY) -m benchmarks.family
 
 clean:
 	rm -rf $(VENV) out

@@ -5,7 +5,7 @@ caller works on what has arrived.  ``cut`` and ``joined`` name blocks relative t
 ring code needs no rank arithmetic and runs for all ranks at once under simulate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,37 +16,38 @@ from shardlib.collectives.stacked import Stacked, of
 __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 
 
-def rotate(x: Tensor, axis: str, by: int = 1) -> Iterator[Tensor]:
-    """This rank's block, then that of rank i - by, i - 2 by, ...: one of every rank of the axis.
+def rotate(blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)) -> Iterator[list[Tensor]]:
+    """These blocks of this rank, then of its neighbours one step back: p steps in all.
 
-    Moves: (p-1) n bytes in p-1 messages.    Grad: none; for code that writes its own.
+    Block j travels ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
+    two halves with ways (1, -1) use both directions of every link.
+    Moves: (p-1) n bytes in p-1 messages for each block.    Grad: none; for code that writes its own.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=3):
-    ...     sum(rotate(axis_index("x") * 1.0, "x"))
+    ...     sum(block for (block,) in rotate([axis_index("x") * 1.0], "x"))
     tensor(3.)
     """
-    p = axis_size(axis)
+    now, p = list(blocks), axis_size(axis)
     for step in range(p):
-        coming = start(shift, x, axis, by) if step < p - 1 else None
-        yield x
-        if coming is not None:
-            x = coming.wait()
+        coming = [start(shift, x, axis, by) for x, by in zip(now, ways, strict=True)] if step < p - 1 else []
+        yield now
+        now = [c.wait() for c in coming]
 
 
-def rotate_sum(part: Callable[[int], Tensor], axis: str, by: int = 1) -> Tensor:
-    """The sum over ranks of their parts of this rank's block, gathered on the way round.
+def rotate_sum(parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequence[int] = (1,)) -> list[Tensor]:
+    """The sums over ranks of their parts of this rank's blocks, gathered on the way round.
 
-    ``part(back)`` is this rank's part of the block of rank i - back.
-    Moves: (p-1) n bytes in p-1 messages, n one part.
+    ``parts[j](back)`` is this rank's part of block j of rank i - back.
+    Moves: (p-1) n bytes in p-1 messages for each block, n one part.
     """
     p = axis_size(axis)
-    total = part((by * (1 - p)) % p if p > 1 else 0)
+    totals = [part(by * (1 - p)) for part, by in zip(parts, ways, strict=True)]
     for step in range(1, p):
-        coming = start(shift, total, axis, by)
-        mine = part((by * (1 - p + step)) % p)  # while the sum so far travels
-        total = coming.wait().add_(mine)
-    return total
+        coming = [start(shift, total, axis, by) for total, by in zip(totals, ways, strict=True)]
+        mine = [part(by * (1 - p + step)) for part, by in zip(parts, ways, strict=True)]  # while the sums travel
+        totals = [c.wait().add_(m) for c, m in zip(coming, mine, strict=True)]
+    return totals
 
 
 def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
@@ -60,13 +61,13 @@ def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
     return Stacked(blocks[torch.arange(len(blocks)), (i.ranks - back) % p], i.mesh)
 
 
-def joined(blocks: list[Tensor], axis: str, dim: int = 0) -> Tensor:
-    """Blocks of rank i, i - 1, i - 2, ... side by side in rank order.  p of [.., n, ..] -> [.., n p, ..]."""
+def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tensor:
+    """Blocks of rank i, i - way, i - 2 way, ... side by side in rank order.  p of [.., n, ..] -> [.., n p, ..]."""
     p, i = axis_size(axis), axis_index(axis)
     if not isinstance(i, Stacked):
-        return torch.cat([blocks[(i - j) % p] for j in range(p)], dim) if p > 1 else blocks[0]
+        return torch.cat([blocks[way * (i - j) % p] for j in range(p)], dim) if p > 1 else blocks[0]
     raw = torch.stack([of(b, i.mesh) for b in blocks], 1)  # [P, p, ...]
-    order = (i.ranks.unsqueeze(1) - torch.arange(p)) % p
+    order = way * (i.ranks.unsqueeze(1) - torch.arange(p)) % p
     placed = raw[torch.arange(len(raw)).unsqueeze(1), order]
     at = dim % blocks[0].ndim + 1
     return Stacked(placed.movedim(1, at).flatten(at, at + 1), i.mesh)

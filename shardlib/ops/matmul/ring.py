@@ -10,13 +10,13 @@ behind.  This is tensor parallelism with a split sequence, decomposed.
 Source: Wang et al., ASPLOS 2023 (decomposed collectives); arXiv 2205.05198 for the layout.
 """
 
-from fractions import Fraction
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.collectives import unwrap, wrap
+from shardlib.collectives import axis_size, unwrap, wrap
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
@@ -26,24 +26,50 @@ from shardlib.tensor import ShardedTensor
 
 __all__ = ["matmul_ring_rs", "ring_ag_matmul"]
 
+Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite ways
 
-def ring_ag_matmul(x: Tensor, w: Tensor, axis: str, dim: int = 0) -> Tensor:
+
+def ring_ag_matmul(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (1,)) -> Tensor:
     """gather(X) W.  x [.., M/axis, .., K], w [K, N] -> [.., M, .., N]; M is dimension ``dim``."""
-    return joined([block @ w for block in rotate(x, axis)], axis, dim)
+    steps = [[block @ w for block in blocks] for blocks in rotate(x.chunk(len(ways), dim), axis, ways)]
+    return _braided(steps, axis, dim, ways)
 
 
-def matmul_ring_rs(x: Tensor, w: Tensor, axis: str, dim: int = 0) -> Tensor:
+def matmul_ring_rs(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (1,)) -> Tensor:
     """scatter(X W).  x [.., M, .., K], w [K, N] -> [.., M/axis, .., N], summed over ``axis``."""
-    return rotate_sum(lambda back: cut(x, axis, back, dim) @ w, axis)
+
+    def part(j: int) -> Callable[[int], Tensor]:
+        return lambda back: cut(x, axis, back, dim).chunk(len(ways), dim)[j] @ w
+
+    return torch.cat(rotate_sum([part(j) for j in range(len(ways))], axis, ways), dim)
 
 
-def _weight_gradient(passing: Tensor, whole: Tensor, axis: str, dim: int) -> Tensor:
-    """gather(passing)^T whole, as blocks pass.  [.., M/axis, .., P], [.., M, .., Q] -> [P, Q]."""
-    terms = (_rows(b).mT @ _rows(cut(whole, axis, back, dim)) for back, b in enumerate(rotate(passing, axis)))
-    total = next(terms)
-    for term in terms:
-        total = total.add_(term)
-    return total
+def _braided(steps: list[list[Tensor]], axis: str, dim: int, ways: Ways) -> Tensor:
+    """What every step gave, in rank order, each rank's halves side by side."""
+    halves = [joined([step[j] for step in steps], axis, dim, way) for j, way in enumerate(ways)]
+    if len(halves) == 1:
+        return halves[0]
+    p = axis_size(axis)
+    return torch.cat([h.unflatten(dim, (p, h.shape[dim] // p)) for h in halves], dim + 1).flatten(dim, dim + 1)
+
+
+def _gradients(
+    passing: Tensor, whole: Tensor, w: Tensor | None, axis: str, dim: int, ways: Ways
+) -> tuple[Tensor | None, Tensor]:
+    """gather(passing) W, if W is given, and gather(passing)^T whole, as the blocks pass once.
+
+    passing [.., M/axis, .., P], whole [.., M, .., Q], w [P, N] -> [.., M, .., N], [P, Q].
+    """
+    steps, total = [], None
+    for t, blocks in enumerate(rotate(passing.chunk(len(ways), dim), axis, ways)):
+        if w is not None:
+            steps.append([block @ w for block in blocks])
+        for j, (block, way) in enumerate(zip(blocks, ways, strict=True)):
+            mine = cut(whole, axis, way * t, dim).chunk(len(ways), dim)[j]
+            term = _rows(block).mT @ _rows(mine)
+            total = term if total is None else total.add_(term)
+    assert total is not None, "a ring has a step"
+    return _braided(steps, axis, dim, ways) if steps else None, total
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -51,48 +77,39 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class RingProduct(torch.autograd.Function):
-    """apply(form, axis, dim, mesh, x, w) on raw blocks; ``form`` is gather or scatter."""
+    """apply(form, axis, dim, ways, mesh, x, w) on raw blocks; ``form`` is gather or scatter."""
 
     @staticmethod
-    def forward(ctx: Any, form: str, axis: str, dim: int, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
-        ctx.place = form, axis, dim, mesh
+    def forward(ctx: Any, form: str, axis: str, dim: int, ways: Ways, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
+        ctx.place = form, axis, dim, ways, mesh
         ctx.save_for_backward(x, w)
         f = ring_ag_matmul if form == "gather" else matmul_ring_rs
         with bind(mesh):
-            return unwrap(f(wrap(x, mesh), wrap(w, mesh), axis, dim))
+            return unwrap(f(wrap(x, mesh), wrap(w, mesh), axis, dim, ways))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        form, axis, dim, mesh = ctx.place
-        need = ctx.needs_input_grad[4:]
+        form, axis, dim, ways, mesh = ctx.place
+        need_x, need_w = ctx.needs_input_grad[5:]
         with bind(mesh):
             x, w, dy = (wrap(t, mesh) for t in (*ctx.saved_tensors, grads[0]))
+            dx = dw = None
             if torch.is_grad_enabled():  # a gradient of the gradient will be asked for: the same in two collectives
                 move = (Move((axis,), dim),)
-                dx, dw = gradients(dy, x, w, Cube(move, (), ()) if form == "gather" else Cube((), (), move), need)
+                cube = Cube(move, (), ()) if form == "gather" else Cube((), (), move)
+                dx, dw = gradients(dy, x, w, cube, (need_x, need_w))
             elif form == "gather":
-                dx = matmul_ring_rs(dy, w.mT, axis, dim) if need[0] else None
-                dw = _weight_gradient(x, dy, axis, dim) if need[1] else None
-            else:
-                dx, dw = _both(dy, x, w, axis, dim, need)
-        return None, None, None, None, *(None if g is None else unwrap(g) for g in (dx, dw))
+                dx = matmul_ring_rs(dy, w.mT, axis, dim, ways) if need_x else None
+                dw = _gradients(x, dy, None, axis, dim, ways)[1] if need_w else None
+            elif need_w:
+                dx, transposed = _gradients(dy, x, w.mT if need_x else None, axis, dim, ways)
+                dw = transposed.mT
+            elif need_x:
+                dx = ring_ag_matmul(dy, w.mT, axis, dim, ways)
+        return None, None, None, None, None, *(None if g is None else unwrap(g) for g in (dx, dw))
 
 
-def _both(dy: Tensor, x: Tensor, w: Tensor, axis: str, dim: int, need: tuple[bool, bool]) -> tuple[Any, Any]:
-    """dX = gather(dY) W^T and dW = X^T gather(dY), as dY's blocks pass once."""
-    blocks, dw = [], None
-    for back, block in enumerate(rotate(dy, axis)):
-        if need[0]:
-            blocks.append(block @ w.mT)
-        if need[1]:
-            term = _rows(cut(x, axis, back, dim)).mT @ _rows(block)
-            dw = term if dw is None else dw.add_(term)
-    return joined(blocks, axis, dim) if need[0] else None, dw
-
-
-@rule("matmul", name="ring")
-def ring(case: MatmulCase) -> Match | str:
-    """One gather of X's rows, or one scatter of Y's, over one axis."""
+def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     found = movements(case)
     if isinstance(found, str):
         return found
@@ -106,15 +123,30 @@ def ring(case: MatmulCase) -> Match | str:
     mesh = dict(case.mesh)
     (axis,), dim = single[0].axes, single[0].dim
     p, form = mesh[axis], "gather" if cube.x else "scatter"
-    x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
-    y = local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
-    once = moving((axis,), (p - 1) * (x if cube.x else y), p - 1, Fraction(x if cube.x else y))
+    y_shape = (*case.x_shape[:-1], case.w_shape[-1])
+    passing, shape = (case.x, case.x_shape) if cube.x else (out, y_shape)
+    if passing.local_shape(shape, mesh)[dim] % len(ways):
+        return f"{passing.local_shape(shape, mesh)[dim]} rows do not make {len(ways)} halves"
+    x, w = (local_elements(a, s, mesh) * case.itemsize for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
+    nbytes = local_elements(passing, shape, mesh) * case.itemsize
+    once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways), nbytes)
     over = met_over(case, out)
-    w_bytes = local_elements(case.w, case.w_shape, mesh) * case.itemsize
-    backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w_bytes, over[1], mesh)
+    backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
     def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
-        return RingProduct.apply(form, axis, dim, x.mesh, x_raw, w_raw)  # type: ignore[return-value]
+        return RingProduct.apply(form, axis, dim, ways, x.mesh, x_raw, w_raw)  # type: ignore[return-value]
 
-    return Match(out, run, once, backward, note, over)
+    return Match(out, run, once, backward, note + (" both ways" if len(ways) > 1 else ""), over)
+
+
+@rule("matmul", name="ring")
+def ring(case: MatmulCase) -> Match | str:
+    """One gather of X's rows, or one scatter of Y's, over one axis."""
+    return _ring(case, (1,))
+
+
+@rule("matmul", name="ring2")
+def ring2(case: MatmulCase) -> Match | str:
+    """The same in halves that go opposite ways, for links that carry both at once."""
+    return _ring(case, (1, -1))
