@@ -4,7 +4,8 @@ Same placements in and out, forward and backward, gradients brought to the opera
 Repetitions are interleaved in one run; time ratios are medians of per-repetition ratios.  Bytes are
 what a rank receives if every collective is optimal: for ours by ``sl.trace``, for DTensor by
 counting the sizes of the collectives it calls (gloo's reduce-scatter moves twice what is counted
-here).  The wire is what the loopback device carried, for a machine that does nothing else.
+here).  "saving" is ours within ``sl.saving()``, where gathered operands are kept for backward.
+The wire is what the loopback device carried, for a machine that does nothing else.
 
     python -m benchmarks.matmul [--sizes 1024 2048] [--repetitions 9]
 """
@@ -83,11 +84,15 @@ def contestants(m: int, *widths: int) -> dict[str, Callable[[], Any]]:
         x.backward(sg)
         return [t.grad.local for t in leaves]  # type: ignore[union-attr]
 
-    for f in (dtensor, shardlib):
+    def saving() -> list[Tensor]:
+        with sl.saving():
+            return shardlib()
+
+    for f in (dtensor, shardlib, saving):
         for got, want in zip(f(), leaves, strict=True):
             assert want.grad is not None
             assert (got - sl.shard(want.grad, "x y").local).abs().max() < 1e-2, f.__name__
-    return {"DTensor": dtensor, "shardlib": shardlib}
+    return {"DTensor": dtensor, "shardlib": shardlib, "saving": saving}
 
 
 def wire() -> int:
@@ -104,8 +109,6 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
         runs = contestants(*case)
         with Counter() as theirs:
             runs["DTensor"]()
-        with sl.trace() as ours:
-            runs["shardlib"]()
         times: dict[str, list[float]] = {name: [] for name in runs}
         wires: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(repetitions):
@@ -118,22 +121,24 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                 time.sleep(0.02)  # a sender may return before its last bytes have left
                 wires[name].append((wire() - before) / dist.get_world_size())
         both = {name: statistics.median(w) for name, w in wires.items()}
-        rows.append(
-            {
-                "shapes": " ".join(map(str, case)),
-                "DTensor MiB": theirs.bytes / 2**20,
-                "shardlib MiB": float(ours.bytes) / 2**20,
-                "ratio": float(ours.bytes) / theirs.bytes,
-                "DTensor wire": both["DTensor"] / 2**20,
-                "shardlib wire": both["shardlib"] / 2**20,
-                "wire ratio": both["shardlib"] / max(1, both["DTensor"]),
-                "DTensor s": statistics.median(times["DTensor"]),
-                "shardlib s": statistics.median(times["shardlib"]),
-                "time ratio": statistics.median(
-                    s / d for s, d in zip(times["shardlib"], times["DTensor"], strict=True)
-                ),
-            }
-        )
+        for name in ("shardlib", "saving"):
+            with sl.trace() as ours:
+                runs[name]()
+            rows.append(
+                {
+                    "shapes": " ".join(map(str, case)),
+                    "ours": name,
+                    "DTensor MiB": theirs.bytes / 2**20,
+                    "ours MiB": float(ours.bytes) / 2**20,
+                    "ratio": float(ours.bytes) / theirs.bytes,
+                    "DTensor wire": both["DTensor"] / 2**20,
+                    "ours wire": both[name] / 2**20,
+                    "wire ratio": both[name] / max(1, both["DTensor"]),
+                    "DTensor s": statistics.median(times["DTensor"]),
+                    "ours s": statistics.median(times[name]),
+                    "time ratio": statistics.median(s / d for s, d in zip(times[name], times["DTensor"], strict=True)),
+                }
+            )
     return rows
 
 

@@ -123,7 +123,7 @@ def unavailable() -> str | None:
 
 
 def run(
-    target: str, ranks: int, rate_mbit: float, *args: Any, seconds: float = 600, disturbed: float = 1.15
+    target: str, ranks: int, rate_mbit: float, *args: Any, seconds: float = 600, disturbed: float = 1.2
 ) -> list[Any]:
     """Call ``module:function(*args)`` on every rank behind a link of ``rate_mbit``.
 

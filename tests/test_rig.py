@@ -40,11 +40,11 @@ def here() -> None:
 
 
 def test_what_is_counted_is_on_the_wire(here: Any) -> None:
-    """Headers and acknowledgements apart: within 6 percent, and never less."""
+    """Headers and acknowledgements apart: within 8 percent, and never less."""
     *answers, control = rig.run("tests.test_rig:traffic", 2, 200.0, disturbed=10.0)
     assert all(c >= 1.0 for c in control)
     for counted, *sent in answers:
-        assert all(1.0 <= s / counted <= 1.06 for s in sent), (counted, sent)
+        assert all(1.0 <= s / counted <= 1.08 for s in sent), (counted, sent)
 
 
 def test_a_failing_rank_is_reported_and_nothing_is_left(here: Any) -> None:
