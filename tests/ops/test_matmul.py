@@ -178,6 +178,30 @@ def test_the_largest_matrix_stays() -> None:
         assert "Y stays" in dict(sl.why("matmul", narrow, wide).verdicts)["summa"].note
 
 
+@pytest.mark.parametrize("rule", ["summa_y", "summa_x", "summa_w"])
+@pytest.mark.parametrize("w_text", ["x y", "y x"])
+@pytest.mark.parametrize("alpha", [1e-9, 1e-3])
+def test_measured_links_cut_panels_into_slices(rule: str, w_text: str, alpha: float) -> None:
+    """Where messages are cheap, more of them: the same words, values and gradients."""
+    x, w, g = (torch.randn(512, 512, dtype=torch.float64) for _ in range(3))
+    x.requires_grad_(), w.requires_grad_()
+    (x @ w).backward(g)
+    with sl.simulate(x=2, y=2) as mesh, sl.algorithm(matmul=rule):
+        a, b = sl.shard(x.detach(), "x y").requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        before = dict(sl.why("matmul", a, b).verdicts)[rule]
+        mesh.links.update(x=sl.Link(alpha, 1e-9), y=sl.Link(alpha, 1e-9))
+        price = dict(sl.why("matmul", a, b).verdicts)[rule]
+        assert isinstance(before, sl.Match) and isinstance(price, sl.Match)
+        panels = 2 if alpha < 1e-6 else 1  # 512 / 2 panels / 128
+        assert price.cost.bytes == before.cost.bytes and (price.cost.messages > before.cost.messages) == (panels > 1)
+        with sl.trace() as t:
+            c = a @ b
+            c.backward(sl.shard(g, c.sharding))
+        assert (t.bytes, t.messages) == (price.cost.bytes, price.cost.messages)
+        pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
+        assert all(relative(mine.detach(), dense.detach()) < 1e-12 for mine, dense in pairs)
+
+
 def test_a_rule_registered_later_replaces_and_can_be_pinned() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.eye(4), "x .")

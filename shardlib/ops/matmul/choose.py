@@ -28,7 +28,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.product import Grid, Product
-from shardlib.ops.matmul.summa import summa_messages, summa_words
+from shardlib.ops.matmul.summa import summa_messages, summa_slices, summa_words
 from shardlib.ops.registry import Match, choose, moving, rule
 from shardlib.tensor import WATCHERS, ShardedTensor, lift, local_call, total, typeof, vary
 
@@ -191,10 +191,16 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
         if not stays:
             return f"keeping {role.upper()} still needs a block transpose, so a square grid; this is {row} x {col}"
     stay = min(stays, key=lambda s: (summa_words(g.m, g.k, g.n, row, col, s), s != "C"))
+    words = summa_words(g.m, g.k, g.n, row, col, stay)
+    slices = 1
+    if case.links:  # measured: then panels are cut for them
+        met = [link for axis, link in case.links if axis in (g.row, g.col)]
+        seconds = max(k.beta for k in met) * float(words) * case.itemsize * g.copies
+        slices = summa_slices(seconds, max(k.alpha for k in met), (g.m, g.k, g.n), math.lcm(row, col))
     return g.match(
-        Grid("summa", g.row, g.col, stay, batch=g.batch),
-        lambda form: summa_words(g.m, g.k, g.n, row, col, stay),
-        lambda form: summa_messages(row, col, stay),
+        Grid("summa", g.row, g.col, stay, batch=g.batch, slices=slices),
+        lambda form: words,
+        lambda form: summa_messages(row, col, stay, slices),
         4,
     )
 

@@ -26,6 +26,7 @@ class Grid:
     ``stay``    the matrix SUMMA keeps still: "A", "B" or "C".
     ``skewed``  Cannon: whether A and B are stored skewed.
     ``batch``   leading dimensions that both operands share; others are rows of the first.
+    ``slices``  of a panel of SUMMA.
     """
 
     schedule: str
@@ -34,6 +35,7 @@ class Grid:
     stay: str = "C"
     skewed: tuple[bool, bool] = (False, False)
     batch: int = 0
+    slices: int = 1
 
 
 class Product(torch.autograd.Function):
@@ -92,7 +94,7 @@ def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
     row, col = grid.row, grid.col
     if grid.schedule == "cannon":
         return _CANNON[form](p, q, row, col, grid.skewed)
-    return _SUMMA[form, grid.stay](p, q, row, col)
+    return _SUMMA[form, grid.stay](p, q, row, col, grid.slices)
 
 
 _CANNON = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}
@@ -100,10 +102,10 @@ _SUMMA = {
     ("ab", "C"): summa_ab,
     ("abt", "C"): summa_abt,
     ("atb", "C"): summa_atb,
-    ("ab", "A"): lambda a, b, row, col: summa_abt(a, swap(b, row, col), row, col),
-    ("ab", "B"): lambda a, b, row, col: summa_atb(swap(a, row, col), b, row, col),
-    ("abt", "A"): lambda c, b, row, col: summa_ab(c, swap(b, row, col), row, col),
-    ("abt", "B"): lambda c, b, row, col: swap(summa_abt(b, c, row, col), row, col),
-    ("atb", "A"): lambda a, c, row, col: swap(summa_atb(c, a, row, col), row, col),
-    ("atb", "B"): lambda a, c, row, col: summa_ab(swap(a, row, col), c, row, col),
+    ("ab", "A"): lambda a, b, row, col, s: summa_abt(a, swap(b, row, col), row, col, s),
+    ("ab", "B"): lambda a, b, row, col, s: summa_atb(swap(a, row, col), b, row, col, s),
+    ("abt", "A"): lambda c, b, row, col, s: summa_ab(c, swap(b, row, col), row, col, s),
+    ("abt", "B"): lambda c, b, row, col, s: swap(summa_abt(b, c, row, col, s), row, col),
+    ("atb", "A"): lambda a, c, row, col, s: swap(summa_atb(c, a, row, col, s), row, col),
+    ("atb", "B"): lambda a, c, row, col, s: summa_ab(swap(a, row, col), c, row, col, s),
 }

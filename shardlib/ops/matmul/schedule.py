@@ -56,14 +56,14 @@ class Panels(NamedTuple):
     of_b: int
 
 
-def panels(row: str, col: str) -> Panels:
-    """K is cut into lcm(row, col) panels, so that each has one owner in both operands."""
-    return _panels(axis_size(row), axis_size(col))
+def panels(row: str, col: str, slices: int = 1) -> Panels:
+    """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices."""
+    return _panels(axis_size(row), axis_size(col), slices)
 
 
 @lru_cache(maxsize=256)
-def _panels(r: int, c: int) -> Panels:
-    n = math.lcm(r, c)
+def _panels(r: int, c: int, slices: int) -> Panels:
+    n = math.lcm(r, c) * slices
     return Panels([(*divmod(k, n // c), *divmod(k, n // r)) for k in range(n)], n // c, n // r)
 
 

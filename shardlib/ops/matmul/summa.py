@@ -16,6 +16,7 @@ Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (
 """
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from torch import Tensor
@@ -23,12 +24,12 @@ from torch import Tensor
 from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce_add, start
 from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product
 
-__all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_words", "swap"]
+__all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
 
 
-def summa_ab(a: Tensor, b: Tensor, row: str, col: str) -> Tensor:
+def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
-    steps, of_a, of_b = panels(row, col)
+    steps, of_a, of_b = panels(row, col, slices)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     c = accumulator(a, *a.shape[:-1], b.shape[-1])
 
@@ -41,9 +42,9 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str) -> Tensor:
     return c.to(a.dtype)
 
 
-def summa_abt(c: Tensor, b: Tensor, row: str, col: str) -> Tensor:
+def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
-    steps, of_a, of_b = panels(row, col)
+    steps, of_a, of_b = panels(row, col, slices)
     a = c.new_zeros(*c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
 
@@ -57,9 +58,9 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str) -> Tensor:
     return a
 
 
-def summa_atb(a: Tensor, c: Tensor, row: str, col: str) -> Tensor:
+def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
-    steps, of_a, of_b = panels(row, col)
+    steps, of_a, of_b = panels(row, col, slices)
     b = c.new_zeros(*a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
 
@@ -92,6 +93,22 @@ def summa_words(m: int, k: int, n: int, row: int, col: int, stay: str = "C") -> 
     return Fraction((row - 1) * moved, row * col) + Fraction(swapped * (row - 1), row * row * row)
 
 
-def summa_messages(row: int, col: int, stay: str = "C") -> int:
+def summa_messages(row: int, col: int, stay: str = "C", slices: int = 1) -> int:
     """One per panel and axis that moves anything, and one for a block transpose."""
-    return math.lcm(row, col) * ((row > 1) + (col > 1)) + (stay != "C" and row > 1)
+    return math.lcm(row, col) * slices * ((row > 1) + (col > 1)) + (stay != "C" and row > 1)
+
+
+def summa_slices(seconds: float, alpha: float, sizes: Sequence[int], panels: int, narrowest: int = 128) -> int:
+    """Into how many slices a panel is cut, so that what hides no transfer, the first slice, is short.
+
+    ``seconds`` of all transfers; s slices cost (s-1) ``alpha`` more per panel and leave 1/s of the first
+    one bare, so s = sqrt(seconds / alpha); no slice is narrower than ``narrowest``, all are equal.
+
+    Source: arXiv 2104.05343 has one panel per rank; slices as in MeshSlice (ISCA 2025).
+
+    >>> summa_slices(0.01, 1e-4, (4096, 4096, 4096), 2), summa_slices(0.01, 1e-4, (512, 512, 512), 2)
+    (8, 2)
+    """
+    most = math.isqrt(int(seconds / alpha)) if alpha > 0 else min(sizes)
+    fits = [s for s in range(1, most + 1) if all(n % (panels * s) == 0 and n >= panels * s * narrowest for n in sizes)]
+    return max(fits, default=1)
