@@ -147,7 +147,7 @@ def user_line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        inside = name.startswith((_HERE, "<")) or "/torch/" in name or "contextlib" in name
+        inside = name.startswith((_HERE, "<")) or any(part in name for part in ("/torch/", "/optree/", "contextlib"))
         if not inside:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back

@@ -174,6 +174,13 @@ def match_rules(
 
     Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
     """
+    for rule in rules:
+        if not isinstance(rule, tuple | list) or len(rule) not in (2, 3):
+            raise RuleLint(
+                f"a rule is (pattern, layout) or (pattern, layout, layout of its products), not {rule!r}",
+                op="parallelize",
+                fix="sl.parallelize(module, [('*', '...')])",
+            )
     used = [False] * len(rules)
     layouts: dict[str, Layout] = {}
     yields: dict[str, Layout] = {}

@@ -196,6 +196,11 @@ def choose(
     {'x': 8, 'y': 1, 'z': 1} FSDP
     """
     layers = _layers(model)
+    if world < 1 or batch < 1 or sequence < 1 or not layers:
+        what = f"world={world}, batch={batch}, sequence={sequence}" if layers else "the model has no linear layer"
+        raise ShardError(
+            f"nothing to choose for: {what}", op="choose", fix="sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
+        )
     table, rejected = [], 0
     for m, k, n in factorizations(world):
         if not _divides(layers, m, k, n, batch, heads):
@@ -216,7 +221,7 @@ def choose(
             f"no grid of {world} ranks divides these sizes" + (" within the memory" if memory is not None else ""),
             op="choose",
             operands={"batch": batch, "layers": ", ".join(f"{i} -> {o}" for i, o, _ in layers[:4])},
-            fix=f"sl.choose(model, {world}, batch={math.lcm(batch, world)}, memory=None)",
+            fix=f"sl.choose(model, 1, batch={batch})",
         )
     table.sort(key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save)))
     return Choice(table[0], tuple(table), rejected)

@@ -185,6 +185,8 @@ def saving(max_bytes: float = float("inf")) -> Iterator[None]:
     ...         sl.why("matmul", a, a).chosen
     'mm3_xw'
     """
+    if isinstance(max_bytes, str) or not max_bytes >= 0:
+        raise ShardError(f"max_bytes is a number of bytes, not {max_bytes!r}", op="saving", fix="sl.saving(2**30)")
     before = _AMBIENT.room
     _AMBIENT.room = max_bytes
     try:

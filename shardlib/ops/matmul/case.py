@@ -34,7 +34,9 @@ class MatmulCase:
         }
 
     def fix(self) -> tuple[str, type[NoRule]]:
-        """The reshard of W that some rule would accept."""
+        """The reshard of W that some rule would accept, or of a result that was asked for elsewhere."""
+        if self.out is not None:
+            return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoRule
         rows, last = self.x.dims[:-1], self.x.dims[-1]
         taken = {a for d in rows for a in d.axes} | set(last.axes)
         batch = ["."] * (len(self.w_shape) - 2)
@@ -92,6 +94,9 @@ def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) ->
         if value.sharding.partial:
             raise partial_escape("matmul", value)
     _checked(x.size_, w.size_, x.sharding, w.sharding)
+    if out is not None:
+        out = Layout.parse(str(out)).resolve(len(x.size_))
+        out.check((*x.size_[:-1], w.size_[-1]), x.mesh, op="matmul")
     return MatmulCase(
         x.sharding,
         w.sharding,
@@ -99,6 +104,6 @@ def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) ->
         tuple(w.size_),
         tuple(x.mesh.axes.items()),
         x.raw.element_size(),
-        None if out is None else Layout.parse(str(out)).resolve(len(x.size_)),
+        out,
         tuple(x.mesh.links.items()),
     )
