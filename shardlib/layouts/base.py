@@ -2,7 +2,8 @@
 
 Text form, one token per dimension: ``.`` not split, ``x`` split over axis x, ``(d x)`` over d
 and within that over x (major first), ``(3 y)`` three groups each split over y (a fused qkv),
-``zigzag(s)`` and ``striped(s)`` other orders of the positions, ``...`` any number of unsplit
+``zigzag(s)``, ``striped(s)``, ``documents(s; 0 5 9)`` and ``runs(s; 0:4 8:12 | 4:8)`` other orders
+of the positions (``zigzag(8 s)``: eight groups, each in that order), ``...`` any number of unsplit
 dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b`` for Cannon's
 pre-skewed operands.
 
@@ -28,11 +29,11 @@ from shardlib.errors import (
     UnknownAxis,
 )
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, skewed
+from shardlib.layouts.orders import ORDERS, block, declared, parse_runs
 from shardlib.layouts.reshard import ReshardPlan
 
 __all__ = ["Layout"]
 
-_ORDERS = ("contiguous", "zigzag", "striped")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 
 
@@ -283,6 +284,13 @@ def _reused(layout: Layout) -> AxisReused:
     )
 
 
+_GIVEN = {
+    "documents": re.compile(r"\s*0( +\d+)+\s*"),
+    "runs": re.compile(r"( *\d+:\d+(:[1-9]\d*)? *| *\| *)*"),
+}
+_WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
+
+
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Layout:
     body, _, skew = f" {text}".partition(" skew ")
@@ -309,27 +317,33 @@ def _parse(text: str) -> Layout:
 def _token(token: str, text: str) -> Dim:
     if token == ".":
         return WHOLE
-    order, parens, inner = "contiguous", False, token
+    order, parens, inner, given = "contiguous", False, token, ""
     if token.endswith(")"):
         order, _, inner = token[:-1].partition("(")
+        inner, _, given = inner.partition(";")
         order, parens = order or "contiguous", True
-    if order not in _ORDERS:
-        near = difflib.get_close_matches(order, _ORDERS, 1) or ["zigzag"]
+    if order not in ORDERS:
+        near = difflib.get_close_matches(order, ORDERS[:3], 1) or ["zigzag"]
         raise _bad(
             text,
-            f"unknown order {order!r}; there are {', '.join(_ORDERS)}",
+            f"unknown order {order!r}; there are {', '.join(ORDERS)}",
             re.sub(rf"\b{order}\(", f"{near[0]}(", text),
         )
     parts: list[str | int] = []
+    ordered = order != "contiguous"
     for word in inner.split():
-        if word.isdigit() and int(word) > 1 and parens:
+        if word.isdigit() and int(word) > (not ordered) and parens:
             parts.append(int(word))
         elif _NAME.match(word):
             parts.append(word)
         else:
             raise _bad(text, f"{word!r} is no axis name", "x ... y")
-    if not parts or (order != "contiguous" and any(isinstance(p, int) for p in parts)):
+    if not parts or (ordered and isinstance(parts[-1], int)):
         raise _bad(text, f"{token!r} names no axis", ". ...")
+    if bool(given) != (order in ("documents", "runs")) or (given and not _GIVEN[order].fullmatch(given)):
+        raise _bad(text, f"{order} is written {_WRITTEN.get(order, order + '(s)')}", f". {_WRITTEN.get(order, 's')}")
+    if given:
+        order = f"{order}; {' '.join(given.split())}"
     while parts and isinstance(parts[-1], int):
         parts.pop()  # a trailing factor says nothing
     return Dim(tuple(parts), order)
@@ -383,18 +397,18 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
             )
     me = layout.resolve(len(shape))
     for d, (dim, n) in enumerate(zip(me.dims, shape, strict=True)):
-        if dim.order == "contiguous":
-            ways = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.parts)
-        else:
-            ways = math.prod(sizes[a] for a in dim.axes) * (2 if dim.order == "zigzag" else 1)
+        ways = _ways(dim, n, sizes)
         if n % ways:
             over = (
                 f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}"
                 if len(dim.parts) == 1
                 else f"{dim} ({ways} parts"
             )
+            what = f"does not divide over {over}, remainder {n % ways})"
+            if (length := declared(dim.order)) is not None:
+                what = f"does not fit {dim}, " + ("whose shares differ" if n == length else f"written for {length}")
             raise UnevenSplit(
-                f"dimension {d} of size {n} does not divide over {over}, remainder {n % ways})",
+                f"dimension {d} of size {n} {what}",
                 op=op,
                 operands={"tensor": list(shape), "layout": str(layout)},
                 mesh=sizes,
@@ -414,11 +428,25 @@ def _local_shape(
         _check(me, shape, mesh, "layout")
     out = []
     for dim, n in zip(me.dims, shape, strict=True):
-        ways = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.parts)
-        ways *= 2 if dim.order == "zigzag" else 1
         ranks = math.prod(sizes[a] for a in dim.axes)
-        out.append(-(-n // ways) * ways // ranks)
+        if declared(dim.order) is None:
+            ways = _ways(dim, n, sizes)
+            out.append(-(-n // ways) * ways // ranks)
+        else:
+            ring = math.prod(sizes[a] for a in dim.ring)
+            groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
+            out.append(block(dim.order, n // groups, ring) * groups * ring // ranks)
     return tuple(out)
+
+
+def _ways(dim: Dim, n: int, sizes: Mapping[str, int]) -> int:
+    """What a dimension's size must be a multiple of; for an order written for one length, that size."""
+    groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
+    ring = math.prod(sizes[a] for a in dim.ring)
+    if declared(dim.order) is None:
+        return groups * ring * (2 if dim.order == "zigzag" else 1)
+    whole = groups * ring * block(dim.order, n, ring)
+    return max(1, whole) if n == whole else n + 1
 
 
 def _slice(index: Sequence[int]) -> Any:

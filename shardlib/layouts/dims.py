@@ -2,7 +2,8 @@
 
 A dimension of size n is read as digits: its parts in order (an axis counts the axis size, an
 integer itself), then an unsplit rest.  A rank holds the positions whose axis digits are its
-coordinates, in increasing order; zigzag and striped are other orders.
+coordinates, in increasing order.  Other orders (orders.py) deal the positions of a sequence to the
+ranks of its last axes; what stands before the last integer are then groups, each in that order.
 """
 
 import itertools
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.errors import MeshError
+from shardlib.layouts.orders import Run, dealt
 
-__all__ = ["WHOLE", "Dim", "Sizes", "axis_sizes", "coordinates", "indices", "positions", "skewed"]
+__all__ = ["WHOLE", "Dim", "Sizes", "axis_sizes", "coordinates", "indices", "positions", "ring_runs", "skewed"]
 
 Sizes = Mapping[str, int]
 
@@ -33,10 +35,21 @@ class Dim:
     def is_split(self) -> bool:
         return bool(self.parts)
 
+    @property
+    def ring(self) -> tuple[str, ...]:
+        """The axes among whose ranks an order deals positions: those after the last integer."""
+        return tuple(itertools.takewhile(lambda p: isinstance(p, str), reversed(self.parts)))[::-1]  # type: ignore[return-value]
+
+    @property
+    def groups(self) -> "Dim":
+        """What stands before them, as a contiguous token."""
+        return Dim(self.parts[: len(self.parts) - len(self.ring)])
+
     def __str__(self) -> str:
         body = " ".join(map(str, self.parts))
         if self.order != "contiguous":
-            return f"{self.order}({body})"
+            name, _, given = self.order.partition("; ")
+            return f"{name}({body}; {given})" if given else f"{name}({body})"
         if not self.parts:
             return "."
         return body if len(self.parts) == 1 and isinstance(self.parts[0], str) else f"({body})"
@@ -59,23 +72,26 @@ def axis_sizes(mesh: Any) -> Sizes:
     return dict(zip(names, mesh.shape, strict=True))
 
 
+def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
+    """The runs of positions that ``rank`` of a dimension's ring holds, of ``n`` in all; any length."""
+    return dealt(dim.order, n, math.prod(sizes[a] for a in dim.ring))[rank]
+
+
 def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
     """The positions of a dimension of size n that a rank holds, in the order it holds them.
 
-    Contiguous dimensions must divide; zigzag and striped ones may have any length: they are
-    then split as evenly as whole positions allow.
+    Groups and contiguous dimensions must divide; a sequence in another order may have any length.
     """
     if not dim.parts:
         return range(n)
     if dim.order != "contiguous":
-        p = math.prod(sizes[a] for a in dim.axes)
-        r = 0
-        for a in dim.axes:
-            r = r * sizes[a] + coord[a]
-        if dim.order == "striped":
-            return range(r, n, p)
-        cuts = [n * i // (2 * p) for i in range(2 * p + 1)]
-        return [*range(cuts[r], cuts[r + 1]), *range(cuts[2 * p - 1 - r], cuts[2 * p - r])]
+        groups, rank = dim.groups, 0
+        for a in dim.ring:
+            rank = rank * sizes[a] + coord[a]
+        each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
+        held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
+        starts = [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
+        return [start + i for start in starts for i in held] if len(starts) != 1 or starts[0] else held
     radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
     rest = n // math.prod(radices)
     strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]

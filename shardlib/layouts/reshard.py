@@ -200,14 +200,17 @@ def _axes(state: _State) -> set[str]:
 def _special(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int, used: set[str]
 ) -> Iterator[tuple[Step, _State]]:
-    """Into tokens with factors or another order: reorder the whole dimension, then slice."""
+    """Into tokens with factors or another order: reorder what is not split yet, then slice."""
     dims, partial, skew = state
     for d, want in enumerate(last[0]):
-        if dims[d].is_split or _plain(want) or set(want.axes) & used:
+        now = dims[d]
+        inner = Dim(want.parts[len(now.parts) :], want.order)
+        begun = _plain(now) and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
+        if not begun or _plain(want) or set(inner.axes) & used:
             continue
-        p = math.prod(sizes[a] for a in want.axes)
-        table = tuple(_table(want, shape[d], sizes))
-        step = Step("order_slice", want.axes, d, table=table, elements=here // p)
+        p = math.prod(sizes[a] for a in inner.axes)
+        table = tuple(_table(inner, shape[d] // math.prod(sizes[a] for a in now.axes), sizes))
+        step = Step("order_slice", inner.axes, d, table=table, elements=here // p)
         yield step, ((*dims[:d], want, *dims[d + 1 :]), partial, skew)
 
 

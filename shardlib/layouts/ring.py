@@ -1,17 +1,19 @@
-"""Ring layout: a sequence dimension split over one axis, in one of three orders.
+"""Ring layout: a sequence dimension split over one axis or several, in one of five orders.
 
 ``positions`` is the one source of where a rank's tokens stand: rotary embeddings, masks, label
 shifts and loss weights read it.
 
-Source: Li et al., arXiv 2105.13120; zigzag and striped orders balance causal attention.
+Source: Li et al., arXiv 2105.13120; the orders are those of orders.py.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import LayoutSyntax
 from shardlib.layouts.base import Layout
-from shardlib.layouts.dims import Dim, positions
+from shardlib.layouts.dims import Dim
+from shardlib.layouts.orders import ORDERS, Run, block, dealt
 
 __all__ = ["Ring"]
 
@@ -20,33 +22,95 @@ __all__ = ["Ring"]
 class Ring:
     """Dimension ``dim`` split over ``axis``; the order is part of the layout's value.
 
+    ``axis``      a mesh axis, or several, major first.
+    ``schedule``  contiguous, zigzag, striped; documents, each in zigzag order, with their borders
+                  in ``cu_seqlens``; or the ranges of positions that each rank is to hold.
+
     >>> Ring("s").layout, Ring("s", schedule="zigzag").layout
     (Layout('. s ...'), Layout('. zigzag(s) ...'))
     >>> Ring("s", schedule="zigzag").positions(0, 8, 2)
     [0, 1, 6, 7]
-    >>> [list(Ring("s", schedule="striped").positions(r, 5, 2)) for r in range(2)]
+    >>> [Ring("s", schedule="striped").positions(r, 5, 2) for r in range(2)]
     [[0, 2, 4], [1, 3]]
+    >>> Ring("s", schedule="documents", cu_seqlens=(0, 5, 8)).layout
+    Layout('. documents(s; 0 5 8) ...')
+    >>> Ring("s", schedule=([range(0, 2), range(6, 8)], [range(2, 6)])).layout
+    Layout('. runs(s; 0:2 6:8 | 2:6) ...')
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     dim: int = 1
-    schedule: str = "contiguous"
+    schedule: str | Sequence[Sequence[range]] = "contiguous"
+    cu_seqlens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("contiguous", "zigzag", "striped"):
+        axis = self.axis if isinstance(self.axis, str) else tuple(self.axis)
+        object.__setattr__(self, "axis", axis)
+        if self.cu_seqlens is not None:
+            object.__setattr__(self, "cu_seqlens", tuple(int(n) for n in self.cu_seqlens))
+        if not isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", tuple(tuple(rank) for rank in self.schedule))
+        self.order  # noqa: B018  raises what is wrong
+
+    @property
+    def order(self) -> str:
+        """The order as a layout's text says it."""
+        if not isinstance(self.schedule, str):
+            _check_cover(self.schedule)
+            return "runs; " + " | ".join(
+                " ".join(f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank) or "0:0"
+                for rank in self.schedule
+            )
+        if self.schedule not in ORDERS[:4]:
             raise LayoutSyntax(
-                f"unknown schedule {self.schedule!r}; there are contiguous, zigzag, striped",
+                f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges per rank",
                 op="Ring",
                 fix=f"sl.Ring({self.axis!r}, schedule='zigzag')",
             )
+        if (self.schedule == "documents") != (self.cu_seqlens is not None):
+            raise LayoutSyntax(
+                "documents, and they alone, need their borders",
+                op="Ring",
+                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
+            )
+        if self.cu_seqlens is None:
+            return self.schedule
+        borders = list(self.cu_seqlens)
+        if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
+            raise LayoutSyntax(
+                f"borders of documents start at 0 and rise, not {borders}",
+                op="Ring",
+                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens={tuple(sorted({0, 1, *map(abs, borders)}))})",
+            )
+        return "documents; " + " ".join(map(str, borders))
 
     @property
     def layout(self) -> Layout:
-        dims = (*[Dim()] * self.dim, Dim((self.axis,), self.schedule))
+        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+        dims = (*[Dim()] * self.dim, Dim(axes, self.order))
         return Layout(dims, ellipsis=len(dims))
 
-    def positions(self, rank: int, length: int, size: int) -> Sequence[int]:
-        """Global positions held by ``rank`` of ``size``, for any length: also shorter than the ring."""
-        if self.schedule == "contiguous":
-            return range(length * rank // size, length * (rank + 1) // size)
-        return positions(Dim((self.axis,), self.schedule), length, {self.axis: size}, {self.axis: rank})
+    def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:
+        """The (start, stride, length) runs that ``rank`` of ``size`` holds, for any length: also shorter
+        than the ring."""
+        return dealt(self.order, length, size)[rank]
+
+    def positions(self, rank: int, length: int, size: int) -> list[int]:
+        """Global positions held by ``rank`` of ``size``, in the order it holds them."""
+        return [i for run in self.runs(rank, length, size) for i in run.positions]
+
+    def block(self, length: int, size: int) -> int:
+        """Positions that each rank has room for: more than it holds where the length does not divide."""
+        return block(self.order, length, size)
+
+
+def _check_cover(schedule: Sequence[Sequence[range]]) -> None:
+    held = sorted(i for rank in schedule for r in rank for i in r)
+    if held != list(range(len(held))):
+        wrong = next((i for i, (a, b) in enumerate(zip(held, range(len(held)), strict=True)) if a != b), 0)
+        what = f"{held[wrong]} twice" if wrong and held[wrong] == held[wrong - 1] else f"{wrong} by nobody"
+        raise LayoutSyntax(
+            f"the ranges hold position {what}",
+            op="Ring",
+            fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
+        )

@@ -18,10 +18,13 @@ from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule
 
 __all__ = ["view_layout"]
 
-_Digits = list[tuple[str | None, int]]  # (axis or None, radix), major first
+_Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
 
 
 def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
+    if dim.order != "contiguous":  # its ring is one digit, which nothing cuts
+        groups = _digits(dim.groups, size, mesh)[:-1] if dim.groups.parts else []
+        return [*groups, (Dim(dim.ring, dim.order), size // math.prod(r for _, r in groups))]
     out: _Digits = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
     rest = size // max(1, math.prod(r for _, r in out))
     return [*out, (None, rest)]
@@ -59,8 +62,6 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
         taken: _Digits = []
         need = n
         while i < len(shape) and (have < n or (len(digits) == 1 and digits[0][0] is None and have % n)):
-            if layout.dims[i].order != "contiguous":
-                return f"dimension {i} is ordered {layout.dims[i]}, which only a view that keeps it allows"
             for axis, radix in _digits(layout.dims[i], shape[i], mesh):
                 if axis is None and digits and digits[-1][0] is None:
                     digits[-1] = (None, digits[-1][1] * radix)  # unsplit digits are one
@@ -79,9 +80,12 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
                 digits.insert(0, (None, radix // need))
                 need = 1
             else:
-                what = f"axis {axis!r} (size {radix})" if axis else f"a factor {radix}"
+                what = f"axis {axis!r} (size {radix})" if isinstance(axis, str) else f"a factor {radix}"
+                what = f"a sequence split {axis}" if isinstance(axis, Dim) else what
                 return f"{what} does not fit into a dimension of size {n}"
         have //= n
+        if any(isinstance(a, Dim) for a, _ in taken[:-1]):
+            return f"a sequence split {next(a for a, _ in taken if isinstance(a, Dim))} has no dimension after it"
         while digits and digits[0] == (None, 1):
             digits.pop(0)
         if all(a is None and r == 1 for a, r in digits):
@@ -117,10 +121,15 @@ def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mes
 
 def _dim(digits: _Digits) -> Dim:
     """Digits as a token: unsplit digits before the last axis are factors, those after it the rest."""
-    last = max((k for k, (a, _) in enumerate(digits) if a), default=-1)
+    if digits and isinstance(digits[-1][0], Dim):
+        ring = digits[-1][0]
+        groups = _dim([*digits[:-1], ("", 1)]).parts[:-1]
+        between = (1,) if groups and isinstance(groups[-1], str) else ()
+        return Dim((*groups, *between, *ring.parts), ring.order)
+    last = max((k for k, (a, _) in enumerate(digits) if a is not None), default=-1)
     parts: list[str | int] = []
     for axis, radix in digits[: last + 1]:
-        if axis is not None:
+        if isinstance(axis, str):
             parts.append(axis)
         elif radix > 1:
             if parts and isinstance(parts[-1], int):
