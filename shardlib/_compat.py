@@ -15,6 +15,7 @@ from shardlib.errors import Unsupported
 
 __all__ = [
     "all_gather_single",
+    "attention_op",
     "dtensor_handlers",
     "is_strided",
     "no_redistribution",
@@ -71,3 +72,34 @@ def is_strided(placement: Any) -> bool:
     nothing breaks when it goes.
     """
     return type(placement).__name__ == "_StridedShard"
+
+
+_ATTENTION = {  # op -> the leading names of its arguments
+    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p is_causal "
+    "attn_mask scale",
+    "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
+    "_scaled_dot_product_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q "
+    "max_k dropout_p is_causal philox_seed philox_offset scale",
+    "_scaled_dot_product_efficient_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+    "_scaled_dot_product_efficient_attention_backward": "grad_out_ query key value attn_bias out logsumexp philox_seed "
+    "philox_offset dropout_p grad_input_mask is_causal scale",
+    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal "
+    "return_debug_mask scale",
+    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset "
+    "attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+}
+
+
+def attention_op(name: str) -> Callable[..., Any] | None:
+    """One of aten's fused attention ops, which give the log-sum-exp that a ring merges by; None where it changed.
+
+    Seen in 2.11, 2.13 and 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
+    When one goes, or its arguments change: the kernel that needs it is not offered, and the math
+    block of ops/attention/kernels.py runs.
+    """
+    op = getattr(torch.ops.aten, name, None)
+    if op is None:
+        return None
+    found = [a.name for a in op.default._schema.arguments]
+    return op if found == _ATTENTION[name].split() else None

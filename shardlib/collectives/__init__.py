@@ -6,6 +6,7 @@ from shardlib.collectives.api import (
     all_to_all,
     axis_index,
     axis_size,
+    each_rank,
     pbroadcast,
     pick,
     pmax,
@@ -27,6 +28,6 @@ from shardlib.collectives.stacked import Stacked
 
 __all__ = [
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
-    "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice",
+    "each_rank", "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice",
     "psum", "psum_scatter", "pvary", "shift", "start", "trace", "unwrap", "wrap",
 ]  # fmt: skip

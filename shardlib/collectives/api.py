@@ -5,7 +5,7 @@ axis size in the costs below.  Gradients are exact adjoints of the map that all 
 together.  A one-sized axis moves nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from shardlib.errors import RankMismatch, ShardError, UnevenSplit
 from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
 __all__ = [
-    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "pbroadcast", "pick", "pmax", "pmean",
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "each_rank", "pbroadcast", "pick", "pmax", "pmean",
     "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "unwrap", "wrap",
 ]  # fmt: skip
 
@@ -35,6 +35,18 @@ def wrap(raw: Tensor, mesh: Mesh) -> Tensor:
 def unwrap(local: Tensor) -> Tensor:
     """The storage of a local block."""
     return local.ranks if type(local) is Stacked else local
+
+
+def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
+    """(coordinate, view) of every rank that this process plays; view(raw) is that rank's block of a storage.
+
+    For local code that differs in more than values from rank to rank; what it writes to the views stays.
+    """
+    if mesh.kind != "stacked":
+        yield mesh.coord or dict.fromkeys(mesh.names, 0), lambda raw: raw
+        return
+    for rank, coord in enumerate(stacked.coordinates(mesh)):
+        yield coord, lambda raw, rank=rank: raw[rank]
 
 
 # ---------------------------------------------------------------- one path for all of them

@@ -29,7 +29,7 @@ from shardlib.errors import (
     UnknownAxis,
 )
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, skewed
-from shardlib.layouts.orders import ORDERS, block, declared, parse_runs
+from shardlib.layouts.orders import ORDERS, block, declared
 from shardlib.layouts.reshard import ReshardPlan
 
 __all__ = ["Layout"]

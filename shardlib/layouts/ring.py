@@ -76,11 +76,12 @@ class Ring:
         if self.cu_seqlens is None:
             return self.schedule
         borders = list(self.cu_seqlens)
+        better = tuple(sorted({0, 1, *map(abs, borders)}))
         if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
             raise LayoutSyntax(
                 f"borders of documents start at 0 and rise, not {borders}",
                 op="Ring",
-                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens={tuple(sorted({0, 1, *map(abs, borders)}))})",
+                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens={better})",
             )
         return "documents; " + " ".join(map(str, borders))
 

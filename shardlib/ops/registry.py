@@ -37,22 +37,24 @@ __all__ = [
 class Cost:
     """Per rank: bytes received, messages, and bytes of temporaries at the peak.
 
-    ``along``  (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
+    ``along``    (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
+    ``compute``  seconds of computing, where algorithms for one operation differ in that.
     """
 
     bytes: Fraction | int = 0
     messages: int = 0
     memory: Fraction | int = 0
     along: tuple[tuple[tuple[str, ...], Fraction | int, int], ...] = ()
+    compute: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        memory = max(self.memory, other.memory)
-        return Cost(self.bytes + other.bytes, self.messages + other.messages, memory, self.along + other.along)
+        memory, compute = max(self.memory, other.memory), self.compute + other.compute
+        return Cost(self.bytes + other.bytes, self.messages + other.messages, memory, self.along + other.along, compute)
 
     def seconds(self, links: Mapping[str, Link] | None = None) -> float:
         """Alpha-beta time; a movement over several axes runs at the slowest's pace."""
         usual, links = Link(), links or {}
-        total = usual.alpha * self.messages + usual.beta * float(self.bytes)
+        total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
         for axes, nbytes, messages in self.along:
             met = [links.get(a, usual) for a in axes]
             total += (max((k.alpha for k in met), default=usual.alpha) - usual.alpha) * messages

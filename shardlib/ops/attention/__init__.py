@@ -1,0 +1,1 @@
+"""Attention whose sequence is split: plans, and what carries them out."""

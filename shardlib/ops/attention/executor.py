@@ -1,0 +1,275 @@
+"""Carrying out a plan of routes: transfers posted ahead, kernel calls, merges.
+
+Storage here is raw (``[ranks, *block]`` under simulate), so that each rank can make its own calls.
+Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import each_rank, ppermute, start, unwrap, wrap
+from shardlib.layouts.orders import Run
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.attention.kernels import Block, Kernel, merge, wide
+from shardlib.ops.attention.masks import At, Mask
+from shardlib.ops.attention.pieces import Piece
+from shardlib.ops.attention.plan import Pairs, Parcel, Plan
+from shardlib.ops.dropout import keep_mask
+
+__all__ = ["Job", "Local", "backward", "forward", "positions"]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One attention but for its tensors.
+
+    ``axes``   the ring's mesh axes, major first.     ``at``  coordinate -> global batch entries and heads.
+    ``whole``  (heads, length of q, length of k) of the global tensors, which dropout is keyed by.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    plan: Plan
+    mask: Mask
+    scale: float
+    kernel: Kernel
+    at: Callable[[dict[str, int]], At]
+    whole: tuple[int, int, int]
+    dropout: float = 0.0
+    seed: int = 0
+
+    def index(self, coord: dict[str, int]) -> int:
+        """A rank's place on the ring."""
+        out = 0
+        for a in self.axes:
+            out = out * self.mesh.axes[a] + coord[a]
+        return out
+
+
+@lru_cache(maxsize=1024)
+def _positions(runs: tuple[Run, ...]) -> Tensor:
+    parts = [torch.arange(r.start, r.last + 1, r.stride) for r in runs]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """The global positions of a block's rows."""
+    return _positions(runs).to("cpu" if device.type == "meta" else device)
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """One rank's queries: what turns a piece of the plan into a block for the kernel."""
+
+    job: Job
+    coord: dict[str, int]
+    q: Tensor
+    q_at: Tensor
+    bias: Tensor | None
+
+    def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
+        """The block of a piece; k, v and their positions k_at from the row that the piece counts from."""
+        q0, q1, k0, k1, kind = piece
+        q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
+        bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
+        keep = None
+        if self.job.dropout:
+            at = self.job.at(self.coord)
+            heads, s, t = self.job.whole
+            row = (at.batch[:, None] * heads + at.heads)[:, :, None, None] * s + q_at[:, None]
+            dropout, seed = self.job.dropout, self.job.seed
+
+            def keep(r0: int, r1: int) -> Tensor:
+                kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, dropout)
+                return kept / (1 - dropout) if dropout < 1 else kept * 0.0
+
+        q, k, v = self.q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+        return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
+
+    def _bias(self, q0: int, q1: int, q_at: Tensor, k_at: Tensor, masked: bool) -> Tensor | None:
+        dtype = wide(self.q.dtype)
+        out = None
+        if self.bias is not None:
+            rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., q0:q1, :]
+            out = rows if rows.shape[-1] == 1 else rows.index_select(-1, k_at)
+            if out.dtype == torch.bool:
+                out = _additive(out, dtype)
+            out = out.to(dtype)
+        if not masked and not self.job.mask.biased:
+            return out
+        at = self.job.at(self.coord)
+        scores = self.job.mask.scores(q_at, k_at, at)
+        if scores is not None:
+            scores = scores.to(self.q.device, dtype)
+            out = scores if out is None else out + scores
+        allowed = self.job.mask.allowed(q_at, k_at, at) if masked else None
+        if allowed is not None:
+            allowed = allowed.to(self.q.device)
+            out = _additive(allowed, dtype) if out is None else out.masked_fill(~allowed, float("-inf"))
+        return out
+
+    def attend(self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fold the calls' results into out and lse."""
+        for piece in calls:
+            o, new = self.job.kernel.forward(self.block(piece, k, v, k_at))
+            merge(out[:, :, piece.q0 : piece.q1], lse[:, :, piece.q0 : piece.q1], o, new.to(lse.dtype))
+
+    def attend_back(
+        self,
+        calls: tuple[Piece, ...],
+        k: Tensor,
+        v: Tensor,
+        k_at: Tensor,
+        given: tuple[Tensor, Tensor | None, Tensor, Tensor],
+        sums: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    ) -> None:
+        """Add the calls' gradients to sums = (dq, dk, dv, dbias); given = (dout, dlse, out, lse)."""
+        dq, dk, dv, dbias = sums
+        for piece in calls:
+            q0, q1, k0, k1, _ = piece
+            dout, dlse, out, lse = (None if x is None else x[:, :, q0:q1] for x in given)
+            block = self.block(piece, k, v, k_at)
+            g = self.job.kernel.backward(block, dout, dlse, out, lse, dbias is not None)
+            dq[:, :, q0:q1] += g.q
+            dk[:, :, k0:k1] += g.k
+            dv[:, :, k0:k1] += g.v
+            if dbias is not None and g.bias is not None:
+                rows = dbias if dbias.shape[-2] == 1 else dbias[..., q0:q1, :]
+                at = torch.zeros(1, dtype=torch.int64) if rows.shape[-1] == 1 else k_at[k0:k1]
+                rows.index_add_(-1, at.to(rows.device), g.bias.sum_to_size(*rows.shape[:-1], len(at)).to(rows.dtype))
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def _locals(job: Job, q: Tensor, bias: Tensor | None) -> list[tuple[int, Local, Callable[[Tensor], Tensor]]]:
+    out = []
+    for coord, view in each_rank(job.mesh):
+        i = job.index(coord)
+        q_at = positions(job.plan.q_runs[i], q.device)
+        out.append((i, Local(job, coord, view(q), q_at, None if bias is None else view(bias)), view))
+    return out
+
+
+class _Travel:
+    """The parcels under way: posted as soon as their sender has them, dropped when nobody needs them."""
+
+    def __init__(self, job: Job, kv: Tensor) -> None:
+        self.job, self.parcels = job, job.plan.parcels
+        self.held = {(n, 0): kv.narrow(-2, p.lo, p.hi - p.lo) for n, p in enumerate(self.parcels)}
+        self.coming: dict[tuple[int, int], Callable[[], Tensor]] = {}
+
+    def post(self, step: int) -> None:
+        """Send on what is held at ``step``."""
+        for n, parcel in enumerate(self.parcels):
+            for later, since in enumerate(parcel.since, 1):
+                if since == step:
+                    self.coming[n, later] = send(self.job, self.held[n, step], parcel.hops(later))
+
+    def arrive(self, step: int) -> None:
+        """Wait for what arrives at ``step``."""
+        for n, parcel in enumerate(self.parcels):
+            self.held.pop((n, step - 1), None)
+            if step <= len(parcel.at):
+                self.held[n, step] = self.coming.pop((n, step))()
+
+
+def send(job: Job, raw: Tensor, pairs: Pairs) -> Callable[[], Tensor]:
+    """Post a transfer; call the result to wait for what comes (zeros where nothing does)."""
+    if not pairs:
+        return lambda: torch.zeros_like(raw)
+    with bind(job.mesh):
+        pending = start(ppermute, wrap(raw, job.mesh), job.axes, pairs)
+    return lambda: unwrap(pending.wait())
+
+
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out [.., h, lq, e] in the sums' dtype, and lse [.., h, lq]."""
+    plan, dtype, d = job.plan, wide(q.dtype), k.shape[-1]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
+    workers = _locals(job, q, bias)
+    kv = torch.cat([k, v], -1) if plan.parcels else None  # one transfer for both
+    travel = None if kv is None else _Travel(job, kv)
+    for step in range(plan.steps + 1):
+        if travel is not None:
+            travel.post(step)
+        for i, local, view in workers:
+            if step == 0:
+                at = positions(plan.k_runs[i], q.device)
+                local.attend(plan.own(i), view(k), view(v), at, view(out), view(lse))
+                continue
+            for n, parcel in enumerate(plan.parcels):
+                owner, calls = plan.calls(parcel, step, i)
+                if calls and travel is not None:
+                    block = view(travel.held[n, step])
+                    at = positions(plan.k_runs[owner], q.device)[parcel.lo : parcel.hi]
+                    local.attend(calls, block[..., :d], block[..., d:], at, view(out), view(lse))
+        if travel is not None and step < plan.steps:
+            travel.arrive(step + 1)
+    return out, lse
+
+
+def backward(
+    job: Job,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, dbias; given = (dout, dlse, out, lse)."""
+    plan, dtype, d = job.plan, wide(q.dtype), k.shape[-1]
+    dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    dkv = k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=dtype)
+    dbias = bias.new_zeros(bias.shape, dtype=dtype) if wants_bias and bias is not None else None
+    workers = _locals(job, q, bias)
+    kv = torch.cat([k, v], -1) if plan.parcels else None
+    travel = None if kv is None else _Travel(job, kv)
+    stops: dict[int, Callable[[], Tensor]] = {}
+    homes: list[tuple[Parcel, Callable[[], Tensor]]] = []
+    for step in range(plan.steps + 2 if plan.parcels else 1):
+        if travel is not None and step <= plan.steps:
+            travel.post(step)
+        came, homes = homes, []
+        if step == 0:
+            for i, local, view in workers:
+                at, mine = positions(plan.k_runs[i], q.device), view(dkv)
+                sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
+                local.attend_back(plan.own(i), view(k), view(v), at, _viewed(given, view), sums)
+        for n, parcel in enumerate(plan.parcels):
+            if step < 1 or step > len(parcel.at) or travel is None:
+                continue
+            block = travel.held[n, step]
+            part = torch.zeros_like(block, dtype=dtype, memory_format=torch.contiguous_format)
+            for i, local, view in workers:
+                owner, calls = plan.calls(parcel, step, i)
+                if calls:
+                    at = positions(plan.k_runs[owner], q.device)[parcel.lo : parcel.hi]
+                    kv_, mine = view(block), view(part)
+                    sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
+                    local.attend_back(calls, kv_[..., :d], kv_[..., d:], at, _viewed(given, view), sums)
+            if n in stops:
+                part += stops.pop(n)()
+            if pairs := parcel.stops(step + 1):
+                stops[n] = send(job, part, pairs)
+            if pairs := parcel.homes(step + 1):
+                homes.append((parcel, send(job, part, pairs)))
+        for parcel, wait in came:
+            dkv[..., parcel.lo : parcel.hi, :] += wait()
+        if travel is not None and step < plan.steps:
+            travel.arrive(step + 1)
+    return dq, dkv[..., :d], dkv[..., d:], dbias
+
+
+def _viewed(
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor], view: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    dout, dlse, out, lse = given
+    return view(dout), None if dlse is None else view(dlse), view(out), view(lse)

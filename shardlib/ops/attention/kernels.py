@@ -1,0 +1,328 @@
+"""One block of attention: a rectangle of scores, with the log-sum-exp that blocks are merged by.
+
+Every kernel is ``forward(block) -> out, lse`` and ``backward(block, ...) -> dq, dk, dv, dbias``.
+Whatever a kernel's own convention for rows that see nothing, here they have out 0 and lse -inf, and
+backward is fed something finite for them.  The math block takes everything: dropout, learned bias,
+a gradient of lse, values wider than keys, any dtype and device.
+
+Source: the merge is the online softmax of arXiv 1805.02867; the backward is FlashAttention's,
+arXiv 2205.14135, appendix B, with delta = rowsum(dO out) - dlse.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib._compat import attention_op
+
+__all__ = ["KERNELS", "Block", "Grads", "Kernel", "merge", "pick", "wide"]
+
+
+@dataclass
+class Block:
+    """q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]: heads of keys are shared by h / g heads of queries.
+
+    ``causal``  square and lower triangular.     ``bias``  added to the scores, -inf where not allowed.
+    ``keep``    rows -> what the probabilities of those rows are multiplied with (dropout).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    bias: Tensor | None
+    scale: float
+    keep: Callable[[int, int], Tensor] | None = None
+
+
+class Grads(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute a block."""
+
+    name: str
+    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    backward: Callable[..., Grads]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over blocks are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Fold a block's result into what earlier blocks gave, in place.
+
+    out [b, h, m, e] and lse [b, h, m] become those of the softmax over both.  Rows that saw nothing
+    on either side stay 0 and -inf.
+
+    >>> out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -math.inf)
+    >>> merge(out, lse, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1))
+    >>> merge(out, lse, 3 * torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1))
+    >>> out.item(), round(lse.exp().item(), 6)
+    (2.0, 2.0)
+    """
+    both = torch.logaddexp(lse, new_lse)
+    share = (new_lse - both).exp_().nan_to_num_(0.0)
+    out.mul_((lse - both).exp_().nan_to_num_(0.0).unsqueeze(-1))
+    out.addcmul_(new_out.to(out.dtype), share.to(out.dtype).unsqueeze(-1))
+    lse.copy_(both)
+
+
+# ---------------------------------------------------------------- the math block
+
+_ROWS = 256  # rows of scores held at once
+
+
+def _heads(x: Tensor, groups: int) -> Tensor:
+    """[.., h, m, n] -> [.., g, h / g, m, n]; one head for all stays one."""
+    if x.ndim < 3 or x.shape[-3] == 1:
+        return x.unsqueeze(-3) if x.ndim > 2 else x
+    return x.unflatten(-3, (groups, x.shape[-3] // groups))
+
+
+def _scores(b: Block, q: Tensor, k: Tensor, r0: int, r1: int) -> Tensor:
+    s = torch.matmul(q[:, :, :, r0:r1] * b.scale, k.mT)  # [b, g, h/g, rows, n]
+    if b.bias is not None:
+        bias = b.bias if b.bias.shape[-2] == 1 else b.bias[..., r0:r1, :]
+        s = s + _heads(bias.to(s.dtype), k.shape[1])
+    if b.causal:
+        s = s.masked_fill(_above(r0, r1, s), -math.inf)
+    return s
+
+
+def _above(r0: int, r1: int, s: Tensor) -> Tensor:
+    return torch.arange(r0, r1, device=s.device)[:, None] < torch.arange(s.shape[-1], device=s.device)
+
+
+def _math_forward(b: Block) -> tuple[Tensor, Tensor]:
+    dtype, g = wide(b.q.dtype), b.k.shape[1]
+    q, k, v = _heads(b.q.to(dtype), g), b.k.to(dtype).unsqueeze(2), b.v.to(dtype).unsqueeze(2)
+    outs, lses = [], []
+    for r0 in range(0, b.q.shape[2], _ROWS):
+        r1 = min(r0 + _ROWS, b.q.shape[2])
+        s = _scores(b, q, k, r0, r1)
+        lse = torch.logsumexp(s, -1)
+        p = (s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+        if b.keep is not None:
+            p = p * _heads(b.keep(r0, r1).to(dtype), g)
+        outs.append(torch.matmul(p, v).flatten(1, 2))
+        lses.append(lse.flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _math_backward(
+    b: Block, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wants_bias: bool = False
+) -> Grads:
+    dtype, g = wide(b.q.dtype), b.k.shape[1]
+    q, k, v = _heads(b.q.to(dtype), g), b.k.to(dtype).unsqueeze(2), b.v.to(dtype).unsqueeze(2)
+    dout, out = _heads(dout.to(dtype), g), _heads(out.to(dtype), g)
+    delta = (dout * out).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(dtype).unflatten(1, (g, -1))
+    lse = lse.masked_fill(lse == -math.inf, 0.0).to(dtype).unflatten(1, (g, -1))
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dbias = b.bias.new_zeros(b.bias.shape, dtype=dtype) if wants_bias and b.bias is not None else None
+    for r0 in range(0, b.q.shape[2], _ROWS):
+        r1 = min(r0 + _ROWS, b.q.shape[2])
+        p = (_scores(b, q, k, r0, r1) - lse[..., r0:r1, None]).exp_()
+        keep = None if b.keep is None else _heads(b.keep(r0, r1).to(dtype), g)
+        dp = torch.matmul(dout[..., r0:r1, :], v.mT)
+        used = p if keep is None else p * keep
+        dp = dp if keep is None else dp * keep
+        dv += torch.matmul(used.mT, dout[..., r0:r1, :]).sum(2, keepdim=True)
+        ds = p * (dp - delta[..., r0:r1, None])
+        if dbias is not None:
+            rows = dbias if dbias.shape[-2] == 1 else dbias[..., r0:r1, :]
+            rows += ds.flatten(1, 2).sum_to_size(rows.shape)
+        dq[..., r0:r1, :] = torch.matmul(ds, k) * b.scale
+        dk += torch.matmul(ds.mT, q[..., r0:r1, :]).sum(2, keepdim=True) * b.scale
+    return Grads(dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dbias)
+
+
+# ---------------------------------------------------------------- aten's kernels
+
+
+def _empty(bias: Tensor | None) -> Tensor | None:
+    """Rows that see nothing.  [.., m, n] -> [.., m]."""
+    return None if bias is None else (bias == -math.inf).all(-1)
+
+
+def _settled(out: Tensor, lse: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+    if empty is None:
+        return out, lse
+    return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -math.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+_CPU = attention_op("_scaled_dot_product_flash_attention_for_cpu")
+_CPU_BACK = attention_op("_scaled_dot_product_flash_attention_for_cpu_backward")
+_FLASH = attention_op("_scaled_dot_product_flash_attention")
+_FLASH_BACK = attention_op("_scaled_dot_product_flash_attention_backward")
+_EFFICIENT = attention_op("_scaled_dot_product_efficient_attention")
+_EFFICIENT_BACK = attention_op("_scaled_dot_product_efficient_attention_backward")
+_CUDNN = attention_op("_scaled_dot_product_cudnn_attention")
+_CUDNN_BACK = attention_op("_scaled_dot_product_cudnn_attention_backward")
+
+
+def _cpu_forward(b: Block) -> tuple[Tensor, Tensor]:
+    assert _CPU is not None
+    out, lse = _CPU(b.q, b.k, b.v, 0.0, b.causal, attn_mask=_four(b.bias), scale=b.scale)
+    return _settled(out, lse, _empty(b.bias))
+
+
+def _cpu_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+    assert _CPU_BACK is not None
+    bias = _four(b.bias)
+    return Grads(*_CPU_BACK(dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal, attn_mask=bias, scale=b.scale))
+
+
+def _four(bias: Tensor | None) -> Tensor | None:
+    """With four dimensions; the kernels broadcast batch and heads."""
+    return None if bias is None else bias[(None,) * (4 - bias.ndim)]
+
+
+_NO_SEED = torch.zeros(2, dtype=torch.int64)
+
+
+def _flash_forward(b: Block) -> tuple[Tensor, Tensor]:
+    assert _FLASH is not None
+    return _FLASH(b.q, b.k, b.v, 0.0, b.causal, scale=b.scale)[:2]
+
+
+def _flash_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+    assert _FLASH_BACK is not None
+    seed = _NO_SEED.to(b.q.device)
+    m, n = b.q.shape[2], b.k.shape[2]
+    return Grads(
+        *_FLASH_BACK(dout, b.q, b.k, b.v, out, _finite(lse), None, None, m, n, 0.0, b.causal, seed, seed, scale=b.scale)
+    )
+
+
+def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
+    """Keys and values with a head for each head of the queries, for kernels that do not share."""
+    r = b.q.shape[1] // b.k.shape[1]
+    return (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)
+
+
+def _folded(x: Tensor, r: int) -> Tensor:
+    return x if r == 1 else x.unflatten(1, (-1, r)).sum(2)
+
+
+def _expanded(b: Block) -> Tensor | None:
+    """The bias in the queries' dtype, its last dimension padded in memory to what the kernels load at once."""
+    if b.bias is None:
+        return None
+    n = b.bias.shape[-1]
+    bias = F.pad(b.bias.to(b.q.dtype), (0, -n % 16))[..., :n]
+    return bias.expand(b.q.shape[0], b.q.shape[1], b.q.shape[2], n)
+
+
+def _efficient_forward(b: Block) -> tuple[Tensor, Tensor]:
+    assert _EFFICIENT is not None
+    k, v, _ = _shared(b)
+    out, lse, *_ = _EFFICIENT(b.q, k, v, _expanded(b), True, 0.0, b.causal, scale=b.scale)
+    return _settled(out, lse[..., : b.q.shape[2]], _empty(b.bias))
+
+
+def _efficient_backward(
+    b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
+) -> Grads:
+    assert _EFFICIENT_BACK is not None
+    k, v, r = _shared(b)
+    lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))  # the kernel's rows come in 32s
+    seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
+    asked = [True, True, True, False]
+    dq, dk, dv, _ = _EFFICIENT_BACK(
+        dout, b.q, k, v, _expanded(b), out, lse, seed, seed, 0.0, asked, b.causal, scale=b.scale
+    )
+    return Grads(dq, _folded(dk, r), _folded(dv, r))
+
+
+def _cudnn_forward(b: Block) -> tuple[Tensor, Tensor]:
+    assert _CUDNN is not None
+    k, v, _ = _shared(b)
+    out, lse, *_ = _CUDNN(b.q, k, v, _expanded(b), True, 0.0, b.causal, False, scale=b.scale)
+    return _settled(out, lse.squeeze(-1) if lse.ndim == 4 else lse, _empty(b.bias))
+
+
+def _cudnn_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+    assert _CUDNN_BACK is not None
+    k, v, r = _shared(b)
+    seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
+    m, n = b.q.shape[2], b.k.shape[2]
+    dq, dk, dv = _CUDNN_BACK(
+        dout, b.q, k, v, out, _finite(lse).unsqueeze(-1), seed, seed, _expanded(b), None, None, m, n, 0.0, b.causal,
+        scale=b.scale,
+    )  # fmt: skip
+    return Grads(dq, _folded(dk, r), _folded(dv, r))
+
+
+KERNELS = {
+    "math": Kernel("math", _math_forward, _math_backward),
+    "cpu": Kernel("cpu", _cpu_forward, _cpu_backward),
+    "flash": Kernel("flash", _flash_forward, _flash_backward),
+    "efficient": Kernel("efficient", _efficient_forward, _efficient_backward),
+    "cudnn": Kernel("cudnn", _cudnn_forward, _cudnn_backward),
+}
+_PRESENT = {
+    "math": True,
+    "cpu": None not in (_CPU, _CPU_BACK),
+    "flash": None not in (_FLASH, _FLASH_BACK),
+    "efficient": None not in (_EFFICIENT, _EFFICIENT_BACK),
+    "cudnn": None not in (_CUDNN, _CUDNN_BACK),
+}
+
+
+def unfit(name: str, q: Tensor, v: Tensor, biased: bool, special: bool) -> str:
+    """Why a kernel cannot compute such blocks; "" if it can.
+
+    ``biased``   some block has a bias or a mask.
+    ``special``  dropout, a learned bias or a gradient of lse is asked for.
+    """
+    if name == "math":
+        return ""
+    if not _PRESENT[name]:
+        return "this torch has other arguments for it"
+    if special:
+        return "dropout, a learned bias and a gradient of lse need the math block"
+    if q.shape[-1] != v.shape[-1]:
+        return "values must be as wide as keys"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if name == "cpu":
+        return "" if q.device.type in ("cpu", "meta") else "it runs on CPUs"
+    if q.device.type != "cuda":
+        return "it runs on CUDA"
+    if name == "flash":
+        if not half:
+            return "it takes half precision"
+        if q.shape[-1] % 8 or q.shape[-1] > 256:
+            return "it takes heads of a multiple of 8 up to 256"
+        return "it takes no mask" if biased else ""
+    if name == "cudnn":
+        return "" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 else "it takes half precision, heads up to 128"
+    return "" if q.dtype != torch.float64 and q.shape[-1] % 8 == 0 else "it takes fp32 and less, heads a multiple of 8"
+
+
+def pick(q: Tensor, v: Tensor, biased: bool, special: bool) -> Kernel:
+    """The fastest kernel that fits."""
+    for name in ("cpu", "flash", "efficient", "math"):
+        if not unfit(name, q, v, biased, special):
+            return KERNELS[name]
+    raise AssertionError("the math block takes everything")
+
+

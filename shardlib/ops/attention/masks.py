@@ -1,0 +1,339 @@
+"""Masks as values in global positions: who may look at whom, whatever the layout.
+
+A mask answers twice.  ``relation`` looks at two runs of positions and says, in constant time,
+which differences q - k are allowed between them, so that the plan can skip what is empty and run
+what is full without a mask.  ``allowed`` gives the booleans where that is not enough.
+Masks combine with ``&``: allowed by both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.layouts.orders import Run
+
+__all__ = [
+    "ALiBi", "At", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
+]  # fmt: skip
+
+
+class Relation(NamedTuple):
+    """Between two runs: allowed where lo <= q - k <= hi; unless ``exact``, only there and not everywhere there."""
+
+    lo: float = float("-inf")
+    hi: float = float("inf")
+    exact: bool = True
+
+    def __and__(self, other: "Relation") -> "Relation":
+        return Relation(max(self.lo, other.lo), min(self.hi, other.hi), self.exact and other.exact)
+
+
+EVERYTHING = Relation()
+NOTHING = Relation(float("inf"), float("-inf"))
+SOMETHING = Relation(exact=False)
+
+
+class At(NamedTuple):
+    """Which batch entries and heads (of the queries) the rows of a block are: global indices."""
+
+    batch: Tensor
+    heads: Tensor
+
+
+class Mask:
+    """Everything may look at everything, unless a subclass says otherwise."""
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        """What is allowed between two runs."""
+        return EVERYTHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        """q [nq], k [nk] global positions -> booleans that broadcast to [b, h, nq, nk]; None: all of them."""
+        return None
+
+    def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        """What is added to the scores, broadcast as ``allowed``; None: nothing."""
+        return None
+
+    def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions of q and of k at which the relation may change: runs are cut there."""
+        return (), ()
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        """Raise ShardError if the mask is for other sizes."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether ``scores`` adds anything."""
+        return False
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Allowed by both.
+
+        >>> Causal() & Window(3) & Full()
+        Causal() & Window(left=3, right=None)
+        """
+        if not isinstance(other, Mask):
+            other = MaskMod(other)
+        parts = tuple(m for m in (*_parts(self), *_parts(other)) if not isinstance(m, Full))
+        return parts[0] if len(parts) == 1 else _All(parts) if parts else Full()
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, _All) else (mask,)
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """No mask."""
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Each position sees itself and what is before it: k <= q."""
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        return Relation(lo=0)
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        return q[:, None] >= k
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Sliding window: q - left <= k <= q + right; None: no bound on that side.
+
+    >>> Window(2).allowed(torch.tensor([5]), torch.arange(8), None)
+    tensor([[False, False, False,  True,  True,  True,  True,  True]])
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        lo = float("-inf") if self.right is None else -self.right
+        hi = float("inf") if self.left is None else self.left
+        return Relation(lo, hi)
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        back = q[:, None] - k
+        lo, hi, _ = self.relation(Run(0, 1, 1), Run(0, 1, 1))
+        return (back >= lo) & (back <= hi)
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """Causal, but everyone sees the first ``length`` positions (a prefix language model)."""
+
+    length: int
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        return EVERYTHING if k.last < self.length else Relation(lo=0, exact=k.start >= self.length)
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        return (q[:, None] >= k) | (k < self.length)
+
+    def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
+        return (), (self.length,)
+
+
+@dataclass(frozen=True)
+class Padding(Mask):
+    """Keys at or beyond the length are not seen: one length, or one per batch entry.
+
+    >>> Padding([3, 5]).lengths
+    (3, 5)
+    """
+
+    lengths: Any
+
+    def __post_init__(self) -> None:
+        given = self.lengths.tolist() if isinstance(self.lengths, Tensor) else self.lengths
+        object.__setattr__(self, "lengths", (int(given),) if isinstance(given, int) else tuple(map(int, given)))
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        if k.last < min(self.lengths):
+            return EVERYTHING
+        return NOTHING if k.start >= max(self.lengths) else SOMETHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        lengths = torch.tensor(self.lengths, device=k.device)
+        lengths = lengths if len(self.lengths) == 1 else lengths[at.batch]
+        return (k < lengths[:, None])[:, None, None, :]
+
+    def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
+        return (), sorted(set(self.lengths)) if len(set(self.lengths)) <= 8 else ()
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        if len(self.lengths) not in (1, batch):
+            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "shardlib.Padding(lengths=7)")
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Only within one document.
+
+    ``documents``  borders ``cu_seqlens`` (0, 5, 9, ...), the same for every batch entry; or a tensor
+                   of document numbers [s] or [b, s].
+    ``keys``       the same of the keys, if they are another sequence.
+
+    >>> Documents((0, 2, 5)).allowed(torch.arange(3), torch.arange(3), None).int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+
+    documents: Any
+    keys: Any = None
+    _q: "_Numbers" = field(init=False, repr=False, compare=False)
+    _k: "_Numbers" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        q = _Numbers.of(self.documents)
+        object.__setattr__(self, "_q", q)
+        object.__setattr__(self, "_k", q if self.keys is None else _Numbers.of(self.keys))
+        object.__setattr__(self, "documents", q.value)
+        object.__setattr__(self, "keys", None if self.keys is None else self._k.value)
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        (q_low, q_high), (k_low, k_high) = self._q.range(q), self._k.range(k)
+        if bool((q_low > k_high).all() or (k_low > q_high).all()):
+            return NOTHING
+        same = bool(((q_low == q_high) & (k_low == k_high) & (q_low == k_low)).all())
+        return EVERYTHING if same else SOMETHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        a, b = self._q.numbers.to(q.device), self._k.numbers.to(k.device)
+        a, b = (t if t.shape[0] == 1 else t[at.batch] for t in (a, b))
+        same = a[:, q, None] == b[:, None, k]
+        return same[0] if same.shape[0] == 1 else same[:, None]
+
+    def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self._q.borders, self._k.borders
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        for numbers, n in ((self._q, q), (self._k, k)):
+            rows, length = numbers.numbers.shape
+            if length != n or rows not in (1, batch):
+                raise _misfit(
+                    self,
+                    f"documents of {rows} x {length} positions for {batch} x {n}",
+                    f"shardlib.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class _Numbers:
+    """Document numbers [1 or b, s], their borders where one row says it all, and a value to compare by."""
+
+    numbers: Tensor
+    borders: tuple[int, ...]
+    value: Any
+
+    @staticmethod
+    def of(given: Any) -> "_Numbers":
+        if isinstance(given, tuple) and given and isinstance(given[0], tuple):  # a value, seen again
+            given = torch.tensor(given)
+        if isinstance(given, Tensor):
+            numbers = given.detach().cpu().reshape(-1, given.shape[-1])
+            value = tuple(map(tuple, numbers.tolist()))
+            changes = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
+            return _Numbers(numbers, tuple(changes.tolist()) if len(changes) <= 1024 else (), value)
+        borders = tuple(int(b) for b in given)
+        if borders[:1] != (0,) or list(borders) != sorted(borders):
+            raise ShardError(
+                f"borders of documents start at 0 and rise, not {borders}",
+                op="Documents",
+                fix="shardlib.Documents((0, 5, 9))",
+            )
+        lengths = torch.tensor([b - a for a, b in zip(borders, borders[1:], strict=False)], dtype=torch.int64)
+        return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders)
+
+    def range(self, run: Run) -> tuple[Tensor, Tensor]:
+        held = self.numbers[:, run.start : run.last + 1 : run.stride]
+        return held.amin(1), held.amax(1)
+
+
+@dataclass(frozen=True)
+class MaskMod(Mask):
+    """Any rule: ``function(b, h, q, k)`` of global indices, in tensors that broadcast, to booleans."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        return SOMETHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        return self.function(at.batch[:, None, None, None], at.heads[:, None, None], q[:, None], k)
+
+
+@dataclass(frozen=True)
+class ALiBi(Mask):
+    """Adds -slope |q - k| to the scores of each head (arXiv 2108.12409)."""
+
+    slopes: Any
+
+    def __post_init__(self) -> None:
+        given = self.slopes.tolist() if isinstance(self.slopes, Tensor) else self.slopes
+        object.__setattr__(self, "slopes", tuple(map(float, given)))
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+    def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=q.device)[at.heads]
+        return -slopes[:, None, None] * (q[:, None] - k).abs()
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        if len(self.slopes) != heads:
+            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"shardlib.ALiBi([0.5] * {heads})")
+
+
+@dataclass(frozen=True)
+class _All(Mask):
+    """Allowed by every part."""
+
+    parts: tuple[Mask, ...]
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        out = EVERYTHING
+        for part in self.parts:
+            out &= part.relation(q, k)
+        return out
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        return _combined([m.allowed(q, k, at) for m in self.parts], torch.Tensor.__and__)
+
+    def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        return _combined([m.scores(q, k, at) for m in self.parts], torch.Tensor.__add__)
+
+    def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
+        q, k = zip(*(m.cuts() for m in self.parts), strict=True)
+        return sorted({c for cuts in q for c in cuts}), sorted({c for cuts in k for c in cuts})
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        for part in self.parts:
+            part.check(batch, heads, q, k)
+
+    @property
+    def biased(self) -> bool:
+        return any(m.biased for m in self.parts)
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.parts))
+
+
+def _combined(values: list[Tensor | None], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    out = None
+    for value in values:
+        out = value if out is None else out if value is None else join(out, value)
+    return out
+
+
+def _misfit(mask: Mask, what: str, fix: str) -> ShardError:
+    return ShardError(what, op=type(mask).__name__, operands={"mask": repr(mask)[:200]}, fix=fix)
