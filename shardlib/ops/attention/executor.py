@@ -1,4 +1,7 @@
-"""Carrying out a plan of routes: transfers posted ahead, kernel calls, merges.
+"""Carrying out a plan of routes, whose keys travel: transfers posted ahead, kernel calls, merges.
+
+Every engine (this file, gathered.py, ulysses.py, passq.py, rsa.py) is ``forward(job, q, k, v, bias, sink) ->
+out, lse, saved`` and ``backward(job, saved, bias, sink, given, wants_bias) -> dq, dk, dv, dbias``.
 
 Storage here is raw (``[ranks, *block]`` under simulate), so that each rank can make its own calls.
 Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
@@ -20,7 +23,10 @@ from shardlib.ops.attention.pieces import Piece
 from shardlib.ops.attention.plan import Pairs, Parcel, Plan
 from shardlib.ops.dropout import keep_mask
 
-__all__ = ["Job", "Local", "backward", "forward", "positions"]
+__all__ = ["Given", "Job", "Local", "backward", "fold_sink", "forward", "locals_of", "positions", "send", "started", "viewed"]
+
+Given = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""(dout, dlse, out, lse) of a rank's rows; dlse None where nobody asked for lse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,7 @@ class Local:
     q: Tensor
     q_at: Tensor
     bias: Tensor | None
+    heads: tuple[int, int] | None = None  # which of the rank's heads of queries these are, if not all
 
     def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
         """The block of a piece; k, v and their positions k_at from the row that the piece counts from."""
@@ -78,7 +85,7 @@ class Local:
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
         keep = None
         if self.job.dropout:
-            at = self.job.at(self.coord)
+            at = self._at()
             heads, s, t = self.job.whole
             row = (at.batch[:, None] * heads + at.heads)[:, :, None, None] * s + q_at[:, None]
             dropout, seed = self.job.dropout, self.job.seed
@@ -89,6 +96,10 @@ class Local:
 
         q, k, v = self.q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
         return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
+
+    def _at(self) -> At:
+        at = self.job.at(self.coord)
+        return at if self.heads is None else At(at.batch, at.heads[slice(*self.heads)])
 
     def _bias(self, q0: int, q1: int, q_at: Tensor, k_at: Tensor, masked: bool) -> Tensor | None:
         dtype = wide(self.q.dtype)
@@ -101,7 +112,7 @@ class Local:
             out = out.to(dtype)
         if not masked and not self.job.mask.biased:
             return out
-        at = self.job.at(self.coord)
+        at = self._at()
         scores = self.job.mask.scores(q_at, k_at, at)
         if scores is not None:
             scores = scores.to(self.q.device, dtype)
@@ -124,7 +135,7 @@ class Local:
         k: Tensor,
         v: Tensor,
         k_at: Tensor,
-        given: tuple[Tensor, Tensor | None, Tensor, Tensor],
+        given: Given,
         sums: tuple[Tensor, Tensor, Tensor, Tensor | None],
     ) -> None:
         """Add the calls' gradients to sums = (dq, dk, dv, dbias); given = (dout, dlse, out, lse)."""
@@ -138,16 +149,23 @@ class Local:
             dk[:, :, k0:k1] += g.k
             dv[:, :, k0:k1] += g.v
             if dbias is not None and g.bias is not None:
-                rows = dbias if dbias.shape[-2] == 1 else dbias[..., q0:q1, :]
-                at = torch.zeros(1, dtype=torch.int64) if rows.shape[-1] == 1 else k_at[k0:k1]
-                rows.index_add_(-1, at.to(rows.device), g.bias.sum_to_size(*rows.shape[:-1], len(at)).to(rows.dtype))
+                self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
+
+    def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
+        """Add the gradient of some rows' scores with the keys at ``k_at``."""
+        into = dbias if dbias.shape[-2] == 1 else dbias[..., rows, :]
+        at = torch.zeros(1, dtype=torch.int64) if into.shape[-1] == 1 else k_at
+        into.index_add_(-1, at.to(into.device), grad.sum_to_size(*into.shape[:-1], len(at)).to(into.dtype))
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def _locals(job: Job, q: Tensor, bias: Tensor | None) -> list[tuple[int, Local, Callable[[Tensor], Tensor]]]:
+def locals_of(
+    job: Job, q: Tensor, bias: Tensor | None = None
+) -> list[tuple[int, Local, Callable[[Tensor], Tensor]]]:
+    """(place on the ring, the rank's queries, how to see its block of a storage) of every rank played here."""
     out = []
     for coord, view in each_rank(job.mesh):
         i = job.index(coord)
@@ -188,12 +206,28 @@ def send(job: Job, raw: Tensor, pairs: Pairs) -> Callable[[], Tensor]:
     return lambda: unwrap(pending.wait())
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out [.., h, lq, e] in the sums' dtype, and lse [.., h, lq]."""
-    plan, dtype, d = job.plan, wide(q.dtype), k.shape[-1]
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
-    workers = _locals(job, q, bias)
+def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows that have seen nothing yet."""
+    dtype = wide(q.dtype)
+    return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
+
+
+def fold_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """The sink's share of each softmax, once, after all merges: out shrinks in place, the new lse is returned."""
+    if sink is None:
+        return lse
+    both = torch.logaddexp(lse, sink.to(lse.dtype))
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    return both
+
+
+def forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """out [.., h, lq, e] in the sums' dtype, lse [.., h, lq]; saves q, k, v."""
+    plan, d = job.plan, k.shape[-1]
+    out, lse = started(q, v.shape[-1])
+    workers = locals_of(job, q, bias)
     kv = torch.cat([k, v], -1) if plan.parcels else None  # one transfer for both
     travel = None if kv is None else _Travel(job, kv)
     for step in range(plan.steps + 1):
@@ -212,24 +246,18 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> t
                     local.attend(calls, block[..., :d], block[..., d:], at, view(out), view(lse))
         if travel is not None and step < plan.steps:
             travel.arrive(step + 1)
-    return out, lse
+    return out, fold_sink(out, lse, sink), (q, k, v)
 
 
 def backward(
-    job: Job,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    given: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    wants_bias: bool,
+    job: Job, saved: tuple[Tensor, ...], bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv, dbias; given = (dout, dlse, out, lse)."""
-    plan, dtype, d = job.plan, wide(q.dtype), k.shape[-1]
+    """dq, dk, dv, dbias in the sums' dtype."""
+    (q, k, v), plan, dtype, d = saved, job.plan, wide(saved[0].dtype), saved[1].shape[-1]
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dkv = k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=dtype)
     dbias = bias.new_zeros(bias.shape, dtype=dtype) if wants_bias and bias is not None else None
-    workers = _locals(job, q, bias)
+    workers = locals_of(job, q, bias)
     kv = torch.cat([k, v], -1) if plan.parcels else None
     travel = None if kv is None else _Travel(job, kv)
     stops: dict[int, Callable[[], Tensor]] = {}
@@ -242,7 +270,7 @@ def backward(
             for i, local, view in workers:
                 at, mine = positions(plan.k_runs[i], q.device), view(dkv)
                 sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
-                local.attend_back(plan.own(i), view(k), view(v), at, _viewed(given, view), sums)
+                local.attend_back(plan.own(i), view(k), view(v), at, viewed(given, view), sums)
         for n, parcel in enumerate(plan.parcels):
             if step < 1 or step > len(parcel.at) or travel is None:
                 continue
@@ -254,7 +282,7 @@ def backward(
                     at = positions(plan.k_runs[owner], q.device)[parcel.lo : parcel.hi]
                     kv_, mine = view(block), view(part)
                     sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
-                    local.attend_back(calls, kv_[..., :d], kv_[..., d:], at, _viewed(given, view), sums)
+                    local.attend_back(calls, kv_[..., :d], kv_[..., d:], at, viewed(given, view), sums)
             if n in stops:
                 part += stops.pop(n)()
             if pairs := parcel.stops(step + 1):
@@ -268,8 +296,7 @@ def backward(
     return dq, dkv[..., :d], dkv[..., d:], dbias
 
 
-def _viewed(
-    given: tuple[Tensor, Tensor | None, Tensor, Tensor], view: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
+    """One rank's rows of them."""
     dout, dlse, out, lse = given
     return view(dout), None if dlse is None else view(dlse), view(out), view(lse)

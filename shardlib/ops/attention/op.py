@@ -23,13 +23,15 @@ from shardlib.layouts import Dim, Layout, Ring
 from shardlib.layouts.dims import ring_runs
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Link, Mesh, current_mesh
-from shardlib.ops.attention import executor
+from shardlib.ops.attention import executor, gathered, passq, rsa, ulysses
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import KERNELS, pick, unfit, wide
 from shardlib.ops.attention.masks import At, Full, Mask, MaskMod
-from shardlib.ops.attention.plan import Plan, Sizes, both_ways, double_ring, halo, ring
+from shardlib.ops.attention import plan as plans
+from shardlib.ops.attention.plan import Plan, Sizes
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import Cost, Match, case_of, choose, rule
+from shardlib.ops.registry import algorithm as pinned
 from shardlib.placing import reshard
 from shardlib.tensor import PaddedTensor, ShardedTensor, partial_escape, replicated, typeof, vary
 
@@ -74,53 +76,119 @@ def _matched(case: AttentionCase, plan: Plan, note: str = "") -> Match:
 
 @rule("attention", name="ring")
 def _ring(case: AttentionCase) -> Match | str:
-    return _matched(case, ring(case.q_runs, case.k_runs, case.mask, case.rows))
+    return _matched(case, plans.ring(case.q_runs, case.k_runs, case.mask, case.rows))
 
 
 @rule("attention", name="ring_bidirectional")
 def _both_ways(case: AttentionCase) -> Match | str:
-    return _matched(case, both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
+    return _matched(case, plans.both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
 
 
 @rule("attention", name="halo")
 def _halo(case: AttentionCase) -> Match | str:
     try:
-        return _matched(case, halo(case.q_runs, case.k_runs, case.mask, case.rows))
+        return _matched(case, plans.halo(case.q_runs, case.k_runs, case.mask, case.rows))
     except Unsupported as error:
         return error.message
 
 
 @rule("attention", name="double_ring")
-def _double_ring(case: AttentionCase) -> Match | str:
+def _double_ring(case: AttentionCase, inner: int | None = None) -> Match | str:
     p = len(case.q_runs)
-    inner = max((i for i in range(2, math.isqrt(p) + 1) if p % i == 0), default=0)
-    if not inner:
-        return f"a ring of {p} has no rings within"
-    return _matched(case, double_ring(case.q_runs, case.k_runs, case.mask, case.rows, inner), f"inner rings of {inner}")
+    if inner is None:
+        inner = max((i for i in range(2, math.isqrt(p) + 1) if p % i == 0), default=0)
+        if not inner:
+            return f"a ring of {p} has no rings within"
+    return _matched(case, plans.double_ring(case.q_runs, case.k_runs, case.mask, case.rows, inner), f"of {inner}")
 
 
-_WITH_NUMBER: dict[str, Callable[..., Plan]] = {"double_ring": lambda case, n: double_ring(
-    case.q_runs, case.k_runs, case.mask, case.rows, n)}  # fmt: skip
-_ENGINES: dict[str, Any] = {"routes": executor}
+def _travels(case: AttentionCase) -> str:
+    """Why there is nothing to gather or to swap; "" if there is."""
+    return "" if case.rows or len(case.q_runs) == 1 else "the keys are whole already"
+
+
+@rule("attention", name="allgather")
+def _allgather(case: AttentionCase, heads: int | None = None) -> Match | str:
+    heads = min(case.sizes.g if heads is None else heads, case.sizes.g)
+    if heads < 1:
+        return "at least one head is gathered at a time"
+    return _travels(case) or _matched(case, plans.allgather(case.q_runs, case.k_runs, case.mask, heads))
+
+
+def _swap(case: AttentionCase, inner: int) -> Match | str:
+    if case.biased:
+        return "a bias is held by the rows of its ring, and here rows change places; ALiBi is a mask"
+    z = case.sizes
+    plan = plans.ulysses(case.q_runs, case.k_runs, case.mask, z.g, z.lk, inner)
+    return _travels(case) or _matched(case, plan)
+
+
+@rule("attention", name="ulysses")
+def _ulysses(case: AttentionCase) -> Match | str:
+    return _swap(case, len(case.q_runs))
+
+
+@rule("attention", name="usp")
+def _usp(case: AttentionCase) -> Match | str:
+    sizes = [n for n in (dict(case.mesh)[a] for a in case.axes) if n > 1]
+    if len(sizes) < 2:
+        return "it needs a sequence split over two axes: heads over the inner, a ring over the outer"
+    return _swap(case, sizes[-1])
+
+
+@rule("attention", name="pass_q")
+def _pass_q(case: AttentionCase) -> Match | str:
+    if case.biased:
+        return "a bias is held by the rows of its ring, and here rows travel; ALiBi is a mask"
+    return _travels(case) or _matched(case, plans.pass_q(case.q_runs, case.k_runs, case.mask))
+
+
+@rule("attention", name="rsa")
+def _rsa(case: AttentionCase) -> Match | str:
+    return _travels(case) or _matched(case, plans.rsa(case.q_runs, case.k_runs, case.mask))
+
+
+@rule("attention", name="canonical")
+def _canonical(case: AttentionCase, tile: int = 64) -> Match | str:
+    if case.biased:
+        return "a bias is held by the rows of its ring, and here all rows are gathered; ALiBi is a mask"
+    return _travels(case) or _matched(case, plans.canonical(case.q_runs, case.k_runs, case.mask, tile))
+
+
+_WITH_NUMBER: dict[str, Callable[[AttentionCase, int], Match | str]] = {
+    "double_ring": _double_ring,
+    "allgather": _allgather,
+    "canonical": _canonical,
+}
+_ENGINES: dict[str, tuple[Any, Any]] = {
+    "routes": (executor.forward, executor.backward),
+    "allgather": (gathered.forward, gathered.backward),
+    "canonical": (gathered.canonical_forward, gathered.canonical_backward),
+    "ulysses": (ulysses.forward, ulysses.backward),
+    "passq": (passq.forward, passq.backward),
+    "rsa": (rsa.forward, rsa.backward),
+}
 
 
 def _planned(case: AttentionCase, algorithm: str) -> Plan:
     """The plan asked for by name ("auto": the cheapest; "double_ring(2)": with a number)."""
-    from shardlib.ops.registry import algorithm as pinned
-
-    name, number = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm).groups() if algorithm else ("", None)  # type: ignore[union-attr]
-    if number is not None:
-        if name not in _WITH_NUMBER:
-            raise ShardError(
-                f"{name!r} takes no number; these do: {', '.join(_WITH_NUMBER)}",
-                op="ring_attention",
-                fix=f'algorithm="{name}"',
-            )
-        return _WITH_NUMBER[name](case, int(number))
-    if name == "auto":
+    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm)
+    name, number = found.groups() if found else (algorithm, None)
+    if name == "auto" and number is None:
         return choose("attention", case, lambda: case).run  # type: ignore[return-value]
-    with pinned(attention=name):
-        return choose("attention", case, lambda: case).run  # type: ignore[return-value]
+    if number is None:
+        with pinned(attention=name):
+            return choose("attention", case, lambda: case).run  # type: ignore[return-value]
+    if name not in _WITH_NUMBER:
+        raise ShardError(
+            f"{name!r} takes no number; these do: {', '.join(_WITH_NUMBER)}", op="ring_attention",
+            fix='algorithm="double_ring(2)"',
+        )  # fmt: skip
+    match = _WITH_NUMBER[name](case, int(number))
+    if isinstance(match, str):
+        raise NoRule(f"{algorithm} does not fit: {match}", op="ring_attention", operands=case.operands(),
+                     mesh=dict(case.mesh), fix=f'algorithm="{name}"')  # fmt: skip
+    return match.run  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- autograd
@@ -134,30 +202,27 @@ class _Attend(torch.autograd.Function):
         ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = executor.forward(job, q, k, v, bias)
-        if sink is not None:
-            both = torch.logaddexp(lse, sink.to(lse.dtype))
-            out.mul_((lse - both).exp_().unsqueeze(-1))
-            lse = both
+        out, lse, saved = _ENGINES[job.plan.engine][0](job, q, k, v, bias, sink)
         out = out.to(q.dtype)
         ctx.job = job
-        ctx.save_for_backward(q, k, v, bias, sink, out, lse)
+        ctx.save_for_backward(bias, sink, out, lse, *saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (q, k, v, bias, sink, out, lse), job, (dout, dlse) = ctx.saved_tensors, ctx.job, grads
+        (bias, sink, out, lse, *saved), job, (dout, dlse) = ctx.saved_tensors, ctx.job, grads
         if dout is None and dlse is None:
             return (None,) * 6
         dout = torch.zeros_like(out) if dout is None else dout
         wants = bias is not None and ctx.needs_input_grad[4]
-        dq, dk, dv, dbias = executor.backward(job, q, k, v, bias, (dout, dlse, out, lse), wants)
+        back = _ENGINES[job.plan.engine][1]
+        dq, dk, dv, dbias = back(job, tuple(saved), bias, sink, (dout, dlse, out, lse), wants)
         dsink = None
         if sink is not None and ctx.needs_input_grad[5]:
             flow = -(dout.to(lse.dtype) * out).sum(-1)
             flow = flow if dlse is None else flow + dlse
             dsink = ((sink.to(lse.dtype) - lse).exp() * flow).sum_to_size(sink.shape).to(sink.dtype)
-        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dbias is None else dbias.to(bias.dtype), dsink
+        return None, *(x.to(out.dtype) for x in (dq, dk, dv)), None if dbias is None else dbias.to(bias.dtype), dsink
 
 
 # ---------------------------------------------------------------- the operation

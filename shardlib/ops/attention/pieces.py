@@ -3,6 +3,7 @@
 Each pair of runs is empty (skipped), full, causal, or masked; full neighbours become one call.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -46,7 +47,7 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
     """
     if not q or not k:
         return ()
-    if q == k and len(q) > 1:
+    if q == k and len(q) > 1 and all(a.last < b.start for a, b in itertools.pairwise(q)):
         hull = Run(q[0].start, 1, q[-1].last - q[0].start + 1)
         if mask.relation(hull, hull) == (0, math.inf, True):
             n = sum(run.length for run in q)

@@ -20,7 +20,10 @@ from shardlib.ops.attention.masks import Mask
 from shardlib.ops.attention.pieces import Piece, narrowed, pieces
 from shardlib.ops.registry import Cost, moving
 
-__all__ = ["Parcel", "Plan", "Sizes", "both_ways", "double_ring", "halo", "ring"]
+__all__ = [
+    "Heads", "Parcel", "Plan", "Sizes", "allgather", "both_ways", "canonical", "double_ring", "halo", "pass_q", "ring",
+    "rsa", "ulysses",
+]  # fmt: skip
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -109,8 +112,10 @@ class Plan:
     k_runs: tuple[tuple[Run, ...], ...]
     mask: Mask
     parcels: tuple[Parcel, ...] = ()
-    group: int = 0  # allgather: heads of keys gathered at a time
-    inner: int = 1  # usp: ranks among which heads and sequence change places
+    engine: str = "routes"
+    number: int = 0  # allgather: heads of keys gathered at a time; canonical: rows of a tile; ulysses: heads of keys
+    sub: "Plan | None" = None  # ulysses, usp: what runs while the sequence is less split
+    rows: int = 0  # of a block of keys, padding included
 
     @property
     def p(self) -> int:
@@ -133,61 +138,157 @@ class Plan:
         return owner, pieces(self.q_runs[rank], narrowed(self.k_runs[owner], parcel.lo, parcel.hi), self.mask)
 
     def areas(self) -> tuple[tuple[int, ...], ...]:
-        """Scores computed, per step and rank."""
-        out = [tuple(sum(c.area for c in self.own(r)) for r in range(self.p))]
-        for step in range(1, self.steps + 1):
-            out.append(
-                tuple(
-                    sum(c.area for parcel in self.parcels for c in self.calls(parcel, step, r)[1])
-                    for r in range(self.p)
-                )
+        """Scores computed for each head, per step and rank."""
+        p = range(self.p)
+        if self.engine == "rsa":
+            keys = sum(run.length for runs in self.k_runs for run in runs)
+            return (tuple(sum(run.length for run in runs) * keys for runs in self.q_runs),)
+        if self.sub is not None:
+            u = self.p // self.sub.p
+            return tuple(tuple(-(-step[r // u] // u) for r in p) for step in self.sub.areas())
+        if self.engine in ("allgather", "canonical"):
+            twice = 2 if self.engine == "canonical" else 1
+            return (tuple(twice * sum(c.area for o in p for c in pieces(self.q_runs[r], self.k_runs[o], self.mask))
+                          for r in p),)  # fmt: skip
+        if self.engine == "passq":
+            return tuple(
+                tuple(sum(c.area for c in pieces(self.q_runs[(r - t) % self.p], self.k_runs[r], self.mask)) for r in p)
+                for t in p
             )
+        out = [tuple(sum(c.area for c in self.own(r)) for r in p)]
+        for step in range(1, self.steps + 1):
+            out.append(tuple(sum(c.area for m in self.parcels for c in self.calls(m, step, r)[1]) for r in p))
         return tuple(out)
 
     def forward(self, sizes: Sizes, axes: tuple[str, ...] = ()) -> Cost:
         """Bytes and messages of the forward pass."""
-        return _sum(self._move(parcel, parcel.hops(t), sizes, sizes.itemsize, axes) for parcel, t in self._stops())
+        return _sum(moving(axes, n, m) for n, m in _MOVES[self.engine](self, sizes)[0])
 
     def backward(self, sizes: Sizes, axes: tuple[str, ...] = ()) -> Cost:
-        """Of the backward pass: keys and values again, and their gradients in ``sizes.wide`` bytes."""
-        grads = (
-            self._move(parcel, pairs, sizes, sizes.wide, axes)
-            for parcel in self.parcels
-            for t in range(2, len(parcel.at) + 2)
-            for pairs in (parcel.stops(t), parcel.homes(t))
-        )
-        return self.forward(sizes, axes) + _sum(grads)
+        """Of the backward pass; sums travel in ``sizes.wide`` bytes per element."""
+        return _sum(moving(axes, n, m) for n, m in _MOVES[self.engine](self, sizes)[1])
 
     def seconds(self, sizes: Sizes, link: Link, flops: float) -> float:
-        """Estimate of forward and backward: the slower of transfer and compute at each step."""
+        """Estimate of forward and backward: on routes, the slower of transfer and compute at each step."""
+        per_score = sizes.b * sizes.h * 2 * (sizes.d + sizes.e) / flops
+        areas = [max(area) * per_score for area in self.areas()]
+        if self.engine != "routes":
+            moved = self.forward(sizes) + self.backward(sizes)
+            return 3.5 * sum(areas) + link.alpha * moved.messages + link.beta * float(moved.bytes)
         total = 0.0
-        per_score = sizes.b * sizes.h * 2 * (sizes.d + sizes.e)
-        areas = self.areas()
-        for step, area in enumerate(areas):
-            compute = max(area) * per_score / flops
-            sent = _sum(
-                self._move(parcel, parcel.hops(step + 1), sizes, sizes.itemsize, ())
-                for parcel in self.parcels
-                if step < len(parcel.at)
-            )
-            grads = _sum(
-                self._move(parcel, pairs, sizes, sizes.wide, ())
-                for parcel in self.parcels
-                for pairs in (parcel.stops(step + 1), parcel.homes(step + 1))
-            )
-            wire = link.alpha * sent.messages + link.beta * float(sent.bytes)
-            back = wire + link.alpha * grads.messages + link.beta * float(grads.bytes)
-            total += max(compute, wire) + max(2.5 * compute, back)
+        for step, compute in enumerate(areas, 1):
+            sent = _seconds(link, [_hop(self, m, m.hops(step), sizes, sizes.itemsize) for m in self.parcels
+                                   if step <= len(m.at)])  # fmt: skip
+            back = _seconds(link, [_hop(self, m, pairs, sizes, sizes.wide) for m in self.parcels
+                                   for pairs in (m.stops(step), m.homes(step))])  # fmt: skip
+            total += max(compute, sent) + max(2.5 * compute, sent + back)
         return total
 
-    def _stops(self) -> list[tuple[Parcel, int]]:
-        return [(parcel, t) for parcel in self.parcels for t in range(1, len(parcel.at) + 1)]
 
-    def _move(self, parcel: Parcel, pairs: Pairs, sizes: Sizes, itemsize: int, axes: tuple[str, ...]) -> Cost:
-        if not pairs:
-            return Cost()
-        nbytes = (parcel.hi - parcel.lo) * sizes.b * sizes.g * (sizes.d + sizes.e) * itemsize
-        return moving(axes, Fraction(nbytes * len(pairs), self.p), 1)
+_Move = tuple[Fraction | int, int]  # bytes received per rank, messages
+_Moves = tuple[list[_Move], list[_Move]]  # forward, backward
+
+
+def _seconds(link: Link, moves: list[_Move]) -> float:
+    return sum(link.alpha * m + link.beta * float(n) for n, m in moves)
+
+
+def _hop(plan: Plan, parcel: Parcel, pairs: Pairs, z: Sizes, itemsize: int) -> _Move:
+    nbytes = (parcel.hi - parcel.lo) * z.b * z.g * (z.d + z.e) * itemsize
+    return Fraction(nbytes * len(pairs), plan.p), int(bool(pairs))
+
+
+def _routes(plan: Plan, z: Sizes) -> _Moves:
+    out = [_hop(plan, m, m.hops(t), z, z.itemsize) for m in plan.parcels for t in range(1, len(m.at) + 1)]
+    back = [
+        _hop(plan, m, pairs, z, z.wide)
+        for m in plan.parcels
+        for t in range(2, len(m.at) + 2)
+        for pairs in (m.stops(t), m.homes(t))
+    ]
+    return out, [*out, *back]
+
+
+def _gathered(plan: Plan, z: Sizes) -> _Moves:
+    if plan.p == 1:
+        return [], []
+    groups = [min(plan.number, z.g - g) for g in range(0, z.g, plan.number)]
+    rows = (plan.p - 1) * z.b * z.lk * (z.d + z.e)
+    out: list[_Move] = [(rows * n * z.itemsize, plan.p - 1) for n in groups]
+    return out, [*out, *((rows * n * z.wide, plan.p - 1) for n in groups)]
+
+
+def _canonical(plan: Plan, z: Sizes) -> _Moves:
+    if plan.p == 1:
+        return [], []
+    q, m = (plan.p - 1) * z.b * z.h * z.lq, plan.p - 1
+    k = (plan.p - 1) * z.b * z.g * z.lk
+    out: list[_Move] = [(q * z.d * z.itemsize, m), (k * z.d * z.itemsize, m), (k * z.e * z.itemsize, m)]
+    return out, [*out, (q * z.e * z.itemsize, m), (q * z.e * z.itemsize, m), (q * z.wide, m)]
+
+
+def _swapped(plan: Plan, z: Sizes) -> _Moves:
+    assert plan.sub is not None
+    u = plan.p // plan.sub.p
+    heads = Heads.of(z.h, z.g, u)
+    sent = len(heads.sent) or z.g
+    keys_wide = z.wide if heads.sent else z.itemsize
+
+    def swap(heads: int, rows: int, width: int, itemsize: int) -> list[_Move]:
+        return [(Fraction((u - 1) * z.b * heads * rows * width * itemsize, u), u - 1)] if u > 1 else []
+
+    q = u * heads.each
+    between = Sizes(z.b, heads.each, sent // u, 0, max(map(_length, plan.sub.k_runs)), z.d, z.e, z.itemsize, z.wide)
+    out, back = _routes(plan.sub, between)
+    whole = swap(q, z.lq, z.e, z.itemsize), swap(q, z.lq, 1, z.wide)
+    out = [*swap(q, z.lq, z.d, z.itemsize), *swap(sent, z.lk, z.d + z.e, z.itemsize), *out, *whole[0], *whole[1]]
+    back = [*whole[0], *back, *swap(q, z.lq, z.d, z.itemsize), *swap(sent, z.lk, z.d + z.e, keys_wide)]
+    return out, back
+
+
+def _passed(plan: Plan, z: Sizes) -> _Moves:
+    rows, n = z.b * z.h * z.lq, plan.p - 1
+    out: list[_Move] = [(rows * z.d * z.itemsize, 1), (rows * (z.e + 1) * z.wide, 1)] * n
+    packed, lse, dq = rows * (z.d + 2 * z.e) * z.itemsize, rows * z.wide, rows * z.d * z.wide
+    return out, [(packed, 1), (lse, 1), (dq, 1)] * n
+
+
+def _published(plan: Plan, z: Sizes) -> _Moves:
+    rows, n = z.b * z.g * z.lk, plan.p - 1
+    rounds: list[_Move] = [(rows * z.d * z.itemsize, 1), (rows * z.e * z.itemsize, 1)] * n
+    scattered: list[_Move] = [(n * rows * z.d * z.wide, n), (n * rows * z.e * z.wide, n)] if n else []
+    return rounds, [*rounds, *scattered]
+
+
+_MOVES = {
+    "routes": _routes,
+    "allgather": _gathered,
+    "canonical": _canonical,
+    "ulysses": _swapped,
+    "passq": _passed,
+    "rsa": _published,
+}
+
+
+class Heads(NamedTuple):
+    """How heads are dealt to u ranks: ``each`` of the queries' (made-up ones last); the heads of keys sent to
+    the ranks in turn, () if each rank simply gets its part."""
+
+    each: int
+    sent: tuple[int, ...]
+
+    @staticmethod
+    def of(h: int, g: int, u: int) -> "Heads":
+        """
+        >>> Heads.of(8, 4, 2), Heads.of(8, 2, 4), Heads.of(6, 3, 4)
+        (Heads(each=4, sent=()), Heads(each=2, sent=(0, 0, 1, 1)), Heads(each=2, sent=(0, 0, 1, 1, 2, 2, 2, 2)))
+        """
+        each, shared = -(-h // u), h // g
+        if h % u == 0 and g % u == 0:
+            return Heads(each, ())
+        if h % u == 0 and shared % each == 0:
+            return Heads(each, tuple(m * each // shared for m in range(u)))
+        return Heads(each, tuple(min(i, h - 1) // shared for i in range(u * each)))
 
 
 def _sum(costs: "itertools.chain[Cost] | Sequence[Cost] | object") -> Cost:
@@ -202,8 +303,12 @@ def _sum(costs: "itertools.chain[Cost] | Sequence[Cost] | object") -> Cost:
 _Runs = tuple[tuple[Run, ...], ...]
 
 
+def _length(runs: Sequence[Run]) -> int:
+    return sum(run.length for run in runs)
+
+
 def _rows(k_runs: _Runs) -> int:
-    return max((sum(run.length for run in runs) for runs in k_runs), default=0)
+    return max(map(_length, k_runs), default=0)
 
 
 def ring(q_runs: _Runs, k_runs: _Runs, mask: Mask, rows: int | None = None) -> Plan:
@@ -317,3 +422,53 @@ def halo(q_runs: _Runs, k_runs: _Runs, mask: Mask, rows: int | None = None) -> P
             fix='algorithm="ring_bidirectional"',
         )
     return replace(plan, algorithm="halo")
+
+
+# ---------------------------------------------------------------- other engines
+
+
+def allgather(q_runs: _Runs, k_runs: _Runs, mask: Mask, heads: int) -> Plan:
+    """Keys and values of ``heads`` heads gathered at a time (gathered.py)."""
+    return Plan(f"allgather({heads})", q_runs, k_runs, mask, engine="allgather", number=heads)
+
+
+def canonical(q_runs: _Runs, k_runs: _Runs, mask: Mask, tile: int = 64) -> Plan:
+    """Everything gathered, computed in tiles in global order (gathered.py)."""
+    return Plan("canonical", q_runs, k_runs, mask, engine="canonical", number=tile)
+
+
+def ulysses(q_runs: _Runs, k_runs: _Runs, mask: Mask, heads: int, rows: int, inner: int) -> Plan:
+    """Heads and sequence change places among ``inner`` neighbours; keys ring round what is left (ulysses.py)."""
+    p = len(q_runs)
+    q_less, k_less = (tuple(_union(runs[i : i + inner]) for i in range(0, p, inner)) for runs in (q_runs, k_runs))
+    sub = both_ways(q_less, k_less, mask, None)
+    return Plan("ulysses" if inner == p else "usp", q_runs, k_runs, mask, (), "ulysses", heads, sub, rows)
+
+
+def _union(shares: _Runs) -> tuple[Run, ...]:
+    """The positions of several ranks as few runs, in rising order where they are stretches."""
+    runs = sorted(run for share in shares for run in share)
+    if not runs:
+        return ()
+    first, last = min(r.start for r in runs), max(r.last for r in runs)
+    if last - first + 1 == _length(runs):
+        return (Run(first, 1, last - first + 1),)
+    out: list[Run] = []
+    for run in runs:
+        if out and out[-1].stride == run.stride == 1 and out[-1].last + 1 == run.start:
+            out[-1] = Run(out[-1].start, 1, out[-1].length + run.length)
+        else:
+            out.append(run)
+    return tuple(out)
+
+
+def pass_q(q_runs: _Runs, k_runs: _Runs, mask: Mask) -> Plan:
+    """Queries travel instead of keys (passq.py)."""
+    route = ring(q_runs, k_runs, mask, 1).parcels
+    return Plan("pass_q", q_runs, k_runs, mask, route, engine="passq")
+
+
+def rsa(q_runs: _Runs, k_runs: _Runs, mask: Mask) -> Plan:
+    """The two rounds of Ring Self-Attention (rsa.py)."""
+    route = ring(q_runs, k_runs, mask, 1).parcels
+    return Plan("rsa", q_runs, k_runs, mask, route, engine="rsa")
