@@ -40,6 +40,19 @@ from shardlib.layouts import (
     Row,
 )
 from shardlib.mesh import Link, Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
+from shardlib.ops.attention import (
+    ALiBi,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Padding,
+    Prefix,
+    Window,
+    attention_plan,
+    mask_mod,
+    ring_attention,
+)
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, saving, why
 from shardlib.optim import (
@@ -68,14 +81,15 @@ from shardlib.visualize import draw, visualize
 __version__ = "0.1.0"
 
 __all__ = [
-    "Col", "Cost", "Layout", "Layout25D", "Layout2D", "Layout2p5D", "Layout3D", "Link", "Match", "Mesh",
-    "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "ShardError", "ShardedTensor", "Transform", "adam",
-    "adamw", "algorithm", "all_gather", "all_to_all", "apply_updates", "axis_index", "axis_size", "chain",
-    "choose", "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm",
-    "explain", "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion",
-    "load", "lower_bound", "make_mesh", "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax",
+    "ALiBi", "Causal", "Col", "Cost", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
+    "Layout3D", "Link", "Mask", "Match", "Mesh", "Padding", "Partial", "Prefix", "Replicated", "ReshardPlan", "Ring",
+    "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
+    "all_to_all", "apply_updates", "attention_plan", "axis_index", "axis_size", "chain", "choose",
+    "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
+    "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion", "load",
+    "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax",
     "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "recipes", "record",
-    "reshard", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard", "shard_map", "shift",
-    "simulate", "start", "to_dtensor", "trace", "typeof", "unshard", "use_mesh", "value_and_grad", "visualize",
-    "why", "zero",
+    "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard", "shard_map",
+    "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard", "use_mesh", "value_and_grad",
+    "visualize", "why", "zero",
 ]  # fmt: skip

@@ -76,8 +76,8 @@ def is_strided(placement: Any) -> bool:
 
 _ATTENTION = {  # op -> the leading names of its arguments
     "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p is_causal "
-    "attn_mask scale",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
+    "is_causal attn_mask scale",
     "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
     "_scaled_dot_product_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q "
     "max_k dropout_p is_causal philox_seed philox_offset scale",

@@ -375,11 +375,23 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
     return replicated(x, mesh)
 
 
+class _Copies(torch.autograd.Function):
+    """A copy for each simulated rank; their cotangents are the same, and so is the original's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        return x.unsqueeze(0).expand(count, *x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][0], None
+
+
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     """A tensor that every rank holds, as it is."""
-    raw = x
+    raw: Any = x
     if mesh.kind == "stacked":
-        raw = x.unsqueeze(0).expand(mesh.size, *x.shape)
+        raw = _Copies.apply(x, mesh.size)
     elif mesh.kind == "record" and x.device.type != "meta":
         raw = x.to("meta")
     return ShardedTensor(raw, Layout.parse("...").resolve(x.ndim), x.shape, mesh)

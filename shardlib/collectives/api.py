@@ -20,8 +20,9 @@ from shardlib.errors import RankMismatch, ShardError, UnevenSplit
 from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
 __all__ = [
-    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "each_rank", "pbroadcast", "pick", "pmax", "pmean",
-    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start", "unwrap", "wrap",
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "each_rank", "pbroadcast", "pick", "pmax",
+    "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start",
+    "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]

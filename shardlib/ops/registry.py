@@ -72,7 +72,7 @@ class Match:
     """An algorithm that fits a case."""
 
     out: Layout
-    run: Callable[..., Any]
+    run: Any  # how to run it: a function, or for attention a plan
     forward: Cost = Cost()
     backward: Cost = Cost()
     note: str = ""

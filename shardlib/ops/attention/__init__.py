@@ -1,1 +1,19 @@
 """Attention whose sequence is split: plans, and what carries them out."""
+
+from shardlib.ops.attention.masks import (
+    ALiBi,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Padding,
+    Prefix,
+    Window,
+)
+from shardlib.ops.attention.masks import MaskMod as mask_mod
+from shardlib.ops.attention.op import attention_plan, ring_attention
+
+__all__ = [
+    "ALiBi", "Causal", "Documents", "Full", "Mask", "Padding", "Prefix", "Window", "attention_plan", "mask_mod",
+    "ring_attention",
+]  # fmt: skip

@@ -23,7 +23,19 @@ from shardlib.ops.attention.pieces import Piece
 from shardlib.ops.attention.plan import Pairs, Parcel, Plan
 from shardlib.ops.dropout import keep_mask
 
-__all__ = ["Given", "Job", "Local", "backward", "fold_sink", "forward", "locals_of", "positions", "send", "started", "viewed"]
+__all__ = [
+    "Given",
+    "Job",
+    "Local",
+    "backward",
+    "fold_sink",
+    "forward",
+    "locals_of",
+    "positions",
+    "send",
+    "started",
+    "viewed",
+]
 
 Given = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """(dout, dlse, out, lse) of a rank's rows; dlse None where nobody asked for lse."""
@@ -83,16 +95,18 @@ class Local:
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
-        keep = None
+        keep: Callable[[int, int], Tensor] | None = None
         if self.job.dropout:
             at = self._at()
             heads, s, t = self.job.whole
             row = (at.batch[:, None] * heads + at.heads)[:, :, None, None] * s + q_at[:, None]
-            dropout, seed = self.job.dropout, self.job.seed
+            dropout, seed, dtype = self.job.dropout, self.job.seed, wide(self.q.dtype)
 
-            def keep(r0: int, r1: int) -> Tensor:
+            def kept_rows(r0: int, r1: int) -> Tensor:
                 kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, dropout)
-                return kept / (1 - dropout) if dropout < 1 else kept * 0.0
+                return kept.to(dtype).div_(1 - dropout) if dropout < 1 else kept.to(dtype).zero_()
+
+            keep = kept_rows
 
         q, k, v = self.q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
         return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
@@ -162,9 +176,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def locals_of(
-    job: Job, q: Tensor, bias: Tensor | None = None
-) -> list[tuple[int, Local, Callable[[Tensor], Tensor]]]:
+def locals_of(job: Job, q: Tensor, bias: Tensor | None = None) -> list[tuple[int, Local, Callable[[Tensor], Tensor]]]:
     """(place on the ring, the rank's queries, how to see its block of a storage) of every rank played here."""
     out = []
     for coord, view in each_rank(job.mesh):

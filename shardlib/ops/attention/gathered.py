@@ -16,6 +16,7 @@ from shardlib.mesh import bind
 from shardlib.ops.attention.executor import Given, Job, Local, fold_sink, locals_of, positions, started, viewed
 from shardlib.ops.attention.kernels import wide
 from shardlib.ops.attention.pieces import pieces
+from shardlib.ops.attention.twice import whole
 
 __all__ = ["backward", "canonical_backward", "canonical_forward", "forward"]
 
@@ -48,7 +49,7 @@ class _Groups:
 
 def _heads(x: Tensor | None, g0: int, g1: int, r: int) -> Tensor | None:
     """The heads of queries that share the heads g0:g1 of keys; one head for all stays."""
-    return x if x is None or x.shape[1] == 1 and r * g1 > 1 else x[:, g0 * r : g1 * r]
+    return x if x is None or (x.shape[1] == 1 and r * g1 > 1) else x[:, g0 * r : g1 * r]
 
 
 def _part(local: Local, g0: int, g1: int, r: int) -> Local:
@@ -102,20 +103,6 @@ def backward(
 # ---------------------------------------------------------------- the same bits for every ring
 
 
-def _whole(job: Job, x: Tensor, runs: tuple[tuple[Run, ...], ...], dim: int = 2) -> Tensor:
-    """Gathered over the ring, in the order of positions, without padding."""
-    with bind(job.mesh):
-        x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
-    at = dim - x.ndim + (1 if job.mesh.kind == "stacked" else 0)
-    room = x.shape[at] // len(runs)
-    row = [0] * sum(run.length for share in runs for run in share)
-    for owner, share in enumerate(runs):
-        held = [i for run in share for i in run.positions]
-        for n, i in enumerate(held):
-            row[i] = owner * room + n
-    return x.index_select(at, torch.tensor(row, device=x.device))
-
-
 def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
     """The tiles of 0..n that hold some of these positions."""
     wanted = sorted({i // size for run in runs for i in run.positions})
@@ -125,16 +112,16 @@ def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
 def canonical_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> _Out:
     """Whole tiles of queries against all tiles of keys, in order."""
     plan = job.plan
-    wholes = _whole(job, q, plan.q_runs), _whole(job, k, plan.k_runs), _whole(job, v, plan.k_runs)
+    wholes = whole(job, q, plan.q_runs), whole(job, k, plan.k_runs), whole(job, v, plan.k_runs)
     s, t = wholes[0].shape[-2], wholes[1].shape[-2]
     out, lse = started(q, v.shape[-1])
     for i, local, view in locals_of(job, q):
         every, ones = started(view(wholes[0]), v.shape[-1])
-        whole = Local(job, local.coord, view(wholes[0]), torch.arange(s), None)
+        all_rows = Local(job, local.coord, view(wholes[0]), torch.arange(s), None)
         keys, values, k_at = view(wholes[1]), view(wholes[2]), torch.arange(t)
         for a in _tiles(plan.q_runs[i], s, plan.number):
             for b in _tiles((Run(0, 1, t),), t, plan.number):
-                whole.attend(_moved(pieces((a,), (b,), plan.mask), a, b), keys, values, k_at, every, ones)
+                all_rows.attend(_moved(pieces((a,), (b,), plan.mask), a, b), keys, values, k_at, every, ones)
         at = positions(plan.q_runs[i], q.device)
         view(out)[:, :, : len(at)] = every[:, :, at]
         view(lse)[:, :, : len(at)] = ones[:, :, at]
@@ -151,8 +138,8 @@ def canonical_backward(
     """dq from all tiles of keys, dk and dv from all tiles of queries: each sum in global order, on its owner."""
     (q, k, v), plan, dtype = saved, job.plan, wide(saved[0].dtype)
     dout, dlse, out, lse = given
-    qs, ks, vs = _whole(job, q, plan.q_runs), _whole(job, k, plan.k_runs), _whole(job, v, plan.k_runs)
-    whole = tuple(None if x is None else _whole(job, x, plan.q_runs) for x in (dout, dlse, out, lse))
+    qs, ks, vs = whole(job, q, plan.q_runs), whole(job, k, plan.k_runs), whole(job, v, plan.k_runs)
+    rows = tuple(None if x is None else whole(job, x, plan.q_runs) for x in (dout, dlse, out, lse))
     s, t = qs.shape[-2], ks.shape[-2]
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     for i, local, view in locals_of(job, q):
@@ -163,7 +150,7 @@ def canonical_backward(
             for a in _tiles(mine, s, plan.number):
                 for b in _tiles(theirs, t, plan.number):
                     calls = _moved(pieces((a,), (b,), plan.mask), a, b)
-                    every.attend_back(calls, keys, values, k_at, viewed(whole, view), (*sums, None))  # type: ignore[arg-type]
+                    every.attend_back(calls, keys, values, k_at, viewed(rows, view), (*sums, None))  # type: ignore[arg-type]
             if mine is plan.q_runs[i]:
                 at = positions(plan.q_runs[i], q.device)
                 view(dq)[:, :, : len(at)] = sums[0][:, :, at]

@@ -314,7 +314,9 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, special: bool) -> str:
             return "it takes heads of a multiple of 8 up to 256"
         return "it takes no mask" if biased else ""
     if name == "cudnn":
-        return "" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 else "it takes half precision, heads up to 128"
+        return (
+            "" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 else "it takes half precision, heads up to 128"
+        )
     return "" if q.dtype != torch.float64 and q.shape[-1] % 8 == 0 else "it takes fp32 and less, heads a multiple of 8"
 
 
@@ -324,5 +326,3 @@ def pick(q: Tensor, v: Tensor, biased: bool, special: bool) -> Kernel:
         if not unfit(name, q, v, biased, special):
             return KERNELS[name]
     raise AssertionError("the math block takes everything")
-
-

@@ -6,6 +6,7 @@ what is full without a mask.  ``allowed`` gives the booleans where that is not e
 Masks combine with ``&``: allowed by both.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -170,7 +171,7 @@ class Padding(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.lengths) not in (1, batch):
-            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "shardlib.Padding(lengths=7)")
+            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "sl.Padding(lengths=7)")
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Documents(Mask):
                 raise _misfit(
                     self,
                     f"documents of {rows} x {length} positions for {batch} x {n}",
-                    f"shardlib.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
+                    f"sl.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
                 )
 
 
@@ -248,9 +249,9 @@ class _Numbers:
             raise ShardError(
                 f"borders of documents start at 0 and rise, not {borders}",
                 op="Documents",
-                fix="shardlib.Documents((0, 5, 9))",
+                fix="sl.Documents((0, 5, 9))",
             )
-        lengths = torch.tensor([b - a for a, b in zip(borders, borders[1:], strict=False)], dtype=torch.int64)
+        lengths = torch.tensor([b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64)
         return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders)
 
     def range(self, run: Run) -> tuple[Tensor, Tensor]:
@@ -291,7 +292,7 @@ class ALiBi(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.slopes) != heads:
-            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"shardlib.ALiBi([0.5] * {heads})")
+            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"sl.ALiBi([0.5] * {heads})")
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardlib.border import as_dtensor, from_dtensor
-from shardlib.collectives import Stacked, unwrap, wrap
+from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, NoRule, PlainTensor, RankMismatch, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.layouts.dims import ring_runs
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Link, Mesh, current_mesh
-from shardlib.ops.attention import executor, gathered, passq, rsa, ulysses
+from shardlib.ops.attention import executor, gathered, passq, rsa, twice, ulysses
+from shardlib.ops.attention import plan as plans
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import KERNELS, pick, unfit, wide
 from shardlib.ops.attention.masks import At, Full, Mask, MaskMod
-from shardlib.ops.attention import plan as plans
 from shardlib.ops.attention.plan import Plan, Sizes
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import Cost, Match, case_of, choose, rule
 from shardlib.ops.registry import algorithm as pinned
-from shardlib.placing import reshard
 from shardlib.tensor import PaddedTensor, ShardedTensor, partial_escape, replicated, typeof, vary
 
 __all__ = ["AttentionCase", "attention_plan", "ring_attention"]
@@ -68,7 +67,9 @@ def _matched(case: AttentionCase, plan: Plan, note: str = "") -> Match:
     forward, backward = plan.forward(case.sizes, case.axes), plan.backward(case.sizes, case.axes)
     links = dict(case.links)
     slowest = max((links.get(a, Link()) for a in case.axes), key=lambda k: k.beta, default=Link())
-    moved = Cost(forward.bytes + backward.bytes, forward.messages + backward.messages, 0, forward.along + backward.along)
+    moved = Cost(
+        forward.bytes + backward.bytes, forward.messages + backward.messages, 0, forward.along + backward.along
+    )
     hidden = plan.seconds(case.sizes, slowest, case.rate) - moved.seconds(links)
     forward = Cost(forward.bytes, forward.messages, forward.memory, forward.along, hidden)
     return Match(Layout(), plan, forward, backward, note)
@@ -155,7 +156,7 @@ def _canonical(case: AttentionCase, tile: int = 64) -> Match | str:
     return _travels(case) or _matched(case, plans.canonical(case.q_runs, case.k_runs, case.mask, tile))
 
 
-_WITH_NUMBER: dict[str, Callable[[AttentionCase, int], Match | str]] = {
+_WITH_NUMBER: dict[str, Any] = {
     "double_ring": _double_ring,
     "allgather": _allgather,
     "canonical": _canonical,
@@ -175,10 +176,10 @@ def _planned(case: AttentionCase, algorithm: str) -> Plan:
     found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm)
     name, number = found.groups() if found else (algorithm, None)
     if name == "auto" and number is None:
-        return choose("attention", case, lambda: case).run  # type: ignore[return-value]
+        return choose("attention", case, lambda: case).run
     if number is None:
         with pinned(attention=name):
-            return choose("attention", case, lambda: case).run  # type: ignore[return-value]
+            return choose("attention", case, lambda: case).run
     if name not in _WITH_NUMBER:
         raise ShardError(
             f"{name!r} takes no number; these do: {', '.join(_WITH_NUMBER)}", op="ring_attention",
@@ -188,7 +189,7 @@ def _planned(case: AttentionCase, algorithm: str) -> Plan:
     if isinstance(match, str):
         raise NoRule(f"{algorithm} does not fit: {match}", op="ring_attention", operands=case.operands(),
                      mesh=dict(case.mesh), fix=f'algorithm="{name}"')  # fmt: skip
-    return match.run  # type: ignore[return-value]
+    return match.run
 
 
 # ---------------------------------------------------------------- autograd
@@ -215,6 +216,16 @@ class _Attend(torch.autograd.Function):
             return (None,) * 6
         dout = torch.zeros_like(out) if dout is None else dout
         wants = bias is not None and ctx.needs_input_grad[4]
+        if torch.is_grad_enabled():  # a gradient of this gradient will be asked for
+            if job.plan.engine == "ulysses":
+                raise Unsupported(
+                    "a gradient of a gradient needs the operands as they lay",
+                    op="ring_attention",
+                    mesh=job.mesh,
+                    fix='algorithm="ring"',
+                )
+            q, k, v = saved[:3]
+            return None, *twice.gradients(job, (q, k, v, bias, sink), (dout, dlse, out, lse))
         back = _ENGINES[job.plan.engine][1]
         dq, dk, dv, dbias = back(job, tuple(saved), bias, sink, (dout, dlse, out, lse), wants)
         dsink = None
@@ -243,6 +254,7 @@ def ring_attention(
     return_lse: bool = False,
     algorithm: str = "auto",
     kernel: str = "auto",
+    canonical: bool | int = False,
 ) -> Any:
     """Attention over a sequence that is split over a ring of ranks; the dense result and gradients.
 
@@ -258,6 +270,8 @@ def ring_attention(
     ``return_lse`` also give log-sum-exp of the scores [b, h, s], differentiable.
     ``algorithm``  "auto": the cheapest plan; ``sl.why("attention", q, k, v)`` lists them.
     ``kernel``     "auto", "math", "cpu", "flash", "efficient", "cudnn".
+    ``canonical``  the same bits, out and gradients, for every ring size and layout: everything is gathered
+                   and computed in tiles of 64 rows (or of ``canonical`` rows), twice the work.
 
     Rows that see nothing give 0, with gradient 0.
     Moves:  what the plan says: ``sl.attention_plan(...)``.
@@ -272,9 +286,11 @@ def ring_attention(
     >>> torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
     True
     """
+    if canonical:
+        algorithm = "canonical" if canonical is True else f"canonical({int(canonical)})"
     if any(isinstance(t, DTensor) for t in (q, k, v)):
         q, k, v = (from_dtensor(t) if isinstance(t, DTensor) else t for t in (q, k, v))
-        given = locals() | {}
+        given = locals()
         out = _attend(**{n: given[n] for n in _NAMES})
         return tuple(map(as_dtensor, out)) if return_lse else as_dtensor(out)
     blocks = not isinstance(q, ShardedTensor)
@@ -328,7 +344,9 @@ def _attend(
     seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)) if p else 0
     at = partial(_batch_and_heads, q.sharding.resolve(4), tuple(q.size_), mesh)
     whole = (_true(q)[1], *lengths)
-    job = Job(mesh, case.axes, plan, mask, scale if scale is not None else q.shape[-1] ** -0.5, chosen, at, whole, p, seed)
+    job = Job(
+        mesh, case.axes, plan, mask, scale if scale is not None else q.shape[-1] ** -0.5, chosen, at, whole, p, seed
+    )
     raws = _met(q, k, v, case.axes)
     out, lse = _Attend.apply(job, *raws, raw_bias, raw_sink)  # type: ignore[misc]
     deferred = q.deferred | k.deferred | v.deferred
@@ -417,7 +435,8 @@ def _check(q: Any, k: Any, v: Any) -> None:
         if len(t.size_) != 4:
             raise RankMismatch(
                 f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
-                op="ring_attention", operands=operands, mesh=mesh, fix=f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)",
+                op="ring_attention", operands=operands, mesh=mesh,
+                fix=f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)",
             )  # fmt: skip
         if t.sharding.partial:
             raise partial_escape("ring_attention", t)
@@ -506,7 +525,9 @@ def _met(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, axes: tuple[str, 
 def _frame(q: ShardedTensor, last: int) -> ShardedTensor:
     """A value laid out as the scores [b, h, s, last]."""
     dims = q.sharding.resolve(4).dims
-    return ShardedTensor(q.raw[..., :1], Layout((*dims[:3], Dim())), torch.Size((*q.size_[:3], last)), q.mesh, q.deferred)
+    return ShardedTensor(
+        q.raw[..., :1], Layout((*dims[:3], Dim())), torch.Size((*q.size_[:3], last)), q.mesh, q.deferred
+    )
 
 
 def _aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
@@ -548,5 +569,3 @@ def _aligned_sink(q: ShardedTensor, sink: Tensor) -> Tensor:
 def _batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]) -> At:
     batch, heads, *_ = layout.indices(shape, mesh, coord)
     return At(torch.tensor(list(batch)), torch.tensor(list(heads)))
-
-

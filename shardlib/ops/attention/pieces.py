@@ -86,7 +86,7 @@ def _cut(runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[int, Run]]:
             if run.start < c <= run.last:
                 marks.add(-(-(c - run.start) // run.stride))
         edges = sorted(marks)
-        for a, b in zip(edges, edges[1:], strict=False):
+        for a, b in itertools.pairwise(edges):
             out.append((at + a, Run(run.start + run.stride * a, run.stride, b - a)))
         at += run.length
     return out
@@ -143,7 +143,9 @@ def _merged(found: list[Piece]) -> list[Piece]:
             out.append(p)
     rows: list[Piece] = []
     for p in out:
-        above = next((i for i, r in enumerate(rows) if r.kind == p.kind == "full" and r.q1 == p.q0 and r[2:4] == p[2:4]), -1)
+        above = next(
+            (i for i, r in enumerate(rows) if r.kind == p.kind == "full" and r.q1 == p.q0 and r[2:4] == p[2:4]), -1
+        )
         if above >= 0:
             rows[above] = rows[above]._replace(q1=p.q1)
         else:

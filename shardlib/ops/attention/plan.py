@@ -338,9 +338,7 @@ def double_ring(
     at, since = [], []
     for step in range(1, p):
         outer, turn = divmod(step, inner)
-        at.append(
-            tuple((j // inner + outer) % (p // inner) * inner + (j % inner + turn) % inner for j in range(p))
-        )
+        at.append(tuple((j // inner + outer) % (p // inner) * inner + (j % inner + turn) % inner for j in range(p)))
         since.append(step - 1 if turn else step - inner)
     rows = _rows(k_runs) if rows is None else rows
     parcels = (Parcel(0, rows, tuple(at), tuple(since)),) if at and rows else ()

@@ -58,7 +58,9 @@ def forward(
             owner, n = _owner(job, step, i), len(local.q_at)
             at = positions(plan.k_runs[owner], q.device)
             whole = local.block(Piece(0, n, 0, len(at), "masked"), view(block), view(block), at)
-            s = torch.matmul(_grouped(whole.q.to(dtype) * job.scale, g), whole.k.to(dtype).unsqueeze(2).mT).flatten(1, 2)
+            s = torch.matmul(_grouped(whole.q.to(dtype) * job.scale, g), whole.k.to(dtype).unsqueeze(2).mT).flatten(
+                1, 2
+            )
             s = s if whole.bias is None else s + whole.bias
             view(scores)[:, :, :n, owner * lk : owner * lk + len(at)] = s
     lse = torch.logsumexp(scores, -1)

@@ -51,9 +51,7 @@ def test_each_gradient_gets_home_from_every_stop(p: int, n: int, order: str, mas
     runs = dealt(order, n, p)
     for plan in (ring(runs, runs, mask), both_ways(runs, runs, mask)):
         for parcel in plan.parcels:
-            home = [
-                (o, parcel.place(t - 1, o)) for t in range(2, len(parcel.at) + 2) for _, o in parcel.homes(t)
-            ]
+            home = [(o, parcel.place(t - 1, o)) for t in range(2, len(parcel.at) + 2) for _, o in parcel.homes(t)]
             assert sorted(o for o, _ in home) == [o for o in range(p) if parcel.place(1, o) is not None]
             for t in range(1, len(parcel.at) + 2):
                 for pairs in ((parcel.hops(t) if t <= len(parcel.at) else ()), parcel.stops(t), parcel.homes(t)):
@@ -82,7 +80,9 @@ def test_a_halo_moves_the_window_whatever_the_ring(p: int) -> None:
     rows = 7 * Fraction(p - 1, p)
     assert plan.forward(SIZES).bytes == rows * SIZES.b * SIZES.g * 32 * 4
     wide = halo(runs, runs, Window(40, 0)) if p > 4 else None  # reaches past a neighbour
-    assert wide is None or wide.forward(SIZES).bytes == SIZES.b * SIZES.g * 32 * 4 * Fraction(32 * (p - 1) + 8 * (p - 2), p)
+    assert wide is None or wide.forward(SIZES).bytes == SIZES.b * SIZES.g * 32 * 4 * Fraction(
+        32 * (p - 1) + 8 * (p - 2), p
+    )
 
 
 def test_a_halo_is_refused_where_all_see_all() -> None:
