@@ -21,10 +21,10 @@ from typing import Any
 from torch import nn
 
 from shardlib.errors import Unsupported
-from shardlib.layouts import Layout
+from shardlib.layouts import Layout, Ring
 from shardlib.mesh import as_mesh
 
-__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "roles", "tesseract"]
+__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "ring", "roles", "tesseract"]
 
 _OUT = re.compile(
     r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv|query_key_value|Wqkv|fc1|fc_in|w1|w3"
@@ -151,6 +151,49 @@ def cube3d(
         "patch": (f"{z} ...", z),
     }
     return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[y]), f"{rows} .", f"{wide} .")
+
+
+def ring(
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    axis: str = "s",
+    schedule: str = "zigzag",
+    data: str = "data",
+    weights: Recipe | None = None,
+) -> Recipe:
+    """Sequence parallelism: activations ``data zigzag(s) .``, attention round a ring, weights whole.
+
+    ``schedule``  contiguous, zigzag (balances causal attention) or striped.
+    ``weights``   another recipe for the same model, whose weights and batch this one keeps: the sequence is
+                  split on top of it, as ring x 2D with ``weights=optimus2d(model)``.
+
+    Source: arXiv 2105.13120.
+
+    >>> import shardlib as sl
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> with sl.simulate(data=2, s=4):
+    ...     rules = ring(mlp)
+    >>> rules, rules.tokens
+    ([('*', '...')], 'data zigzag(s)')
+    >>> with sl.simulate(x=2, y=2, s=2):
+    ...     rules = ring(mlp, weights=optimus2d(mlp))
+    >>> rules[0], rules.tokens
+    (('0.weight', 'y x'), 'x zigzag(s)')
+    """
+    token = Ring(axis, 0, schedule).layout.dims[0]
+    if weights is None:
+        where = f"{_batch(mesh, data, axis)} {token}"
+        return Recipe([("*", "...")], where, where)
+    as_mesh(mesh).axis_size(axis)
+    tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
+    if tokens[1].is_split or axis in {a for d in (*tokens, *labels) for a in d.axes}:
+        raise Unsupported(
+            f"the other recipe splits the sequence already: {weights.tokens!r}",
+            op="recipe",
+            fix="sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
+        )
+    return Recipe(weights, f"{tokens[0]} {token}", f"{labels[0]} {token}")
 
 
 def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:

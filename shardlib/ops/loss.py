@@ -110,8 +110,9 @@ def cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None)
             mesh=mesh,
             fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
         )
-    if not target.sharding.axes and row.is_split:
-        target = reshard(target, Layout(dims=(row,)))  # cut, nothing moves
+    rows = Layout(dims=(row,))
+    if target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.size_), mesh):
+        target = reshard(target, rows)  # cut, nothing moves
     grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
     if target.sharding.resolve(1).dims[0] != row or grouped:
         raise ImplicitCommunication(

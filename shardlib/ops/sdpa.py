@@ -1,7 +1,7 @@
-"""Scaled dot product attention with batch and heads split: local on every rank.
+"""Scaled dot product attention: local where the sequence is whole, round a ring where it is split.
 
 Where there are fewer heads of keys than ranks, keys and values are whole and each rank takes the
-heads that its queries use.  Splitting the sequence needs a ring, which is another family of rules.
+heads that its queries use.
 """
 
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.errors import ImplicitCommunication
+from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.ops.attention import Causal, Full, ring_attention
 from shardlib.ops.elementwise import aligned
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof
@@ -20,9 +21,9 @@ __all__ = ["scaled_dot_product_attention"]
 
 @implements(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """q, k, v [B, H, S, D] with B and H split alike; S and D whole.
+    """q, k, v [B, H, S, D] with B and H split alike and D whole; S whole, or split in all three.
 
-    Dropout inside the kernel would draw by rank: it is refused, use F.dropout on the output.
+    A split sequence goes to ``ring_attention``, and so does dropout, which is drawn by global position there.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -32,6 +33,8 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     operands = {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
     tokens = q.sharding.resolve(len(q.size_)).dims
     k, v = (_heads_of(q, t, given.get("enable_gqa", False)) for t in (k, v))
+    if len(tokens) == 4 and (tokens[2].is_split or given.get("dropout_p", 0.0)):
+        return _round_a_ring(q, k, v, given)
     for t in (q, k, v):
         if t.sharding.partial:
             raise partial_escape("scaled_dot_product_attention", t)
@@ -46,12 +49,12 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
                 fix=f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
             )
     if given.get("dropout_p", 0.0):
-        raise ImplicitCommunication(
-            "dropout inside attention would draw differently on every layout",
+        raise Unsupported(
+            "dropout of the probabilities takes [batch, heads, sequence, size]",
             op="scaled_dot_product_attention",
             operands=operands,
             mesh=mesh,
-            fix="F.scaled_dot_product_attention(q, k, v, dropout_p=0.0)",
+            fix="F.scaled_dot_product_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
         )
     mask = given.pop("attn_mask", None)
     if mask is not None:
@@ -62,6 +65,23 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     raw = local_call(func, mesh, (q.raw, k.raw, v.raw), given)
     deferred = q.deferred | k.deferred | v.deferred
     return ShardedTensor(raw, q.sharding, torch.Size((*q.size_[:-1], v.size_[-1])), mesh, deferred)
+
+
+def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]) -> ShardedTensor:
+    """The arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
+    if q.size_[1] != k.size_[1] and not given.get("enable_gqa"):
+        raise ShardError(
+            f"{q.size_[1]} heads of queries and {k.size_[1]} of keys",
+            op="scaled_dot_product_attention",
+            operands={"query": typeof(q), "key": typeof(k)},
+            mesh=q.mesh,
+            fix="F.scaled_dot_product_attention(q, k, v, enable_gqa=True)",
+        )
+    mask, bias = Causal() if given.get("is_causal") else Full(), given.get("attn_mask")
+    if bias is not None and len(bias.shape) < 2:
+        bias = bias.reshape(*[1] * (2 - len(bias.shape)), *bias.shape)
+    dropout = given.get("dropout_p", 0.0)
+    return ring_attention(q, k, v, mask=mask, bias=bias, dropout=dropout, scale=given.get("scale"))
 
 
 def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
