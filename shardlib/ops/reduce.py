@@ -49,6 +49,17 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
 
 
+@implements(Tensor.any, torch.any, Tensor.all, torch.all)
+def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
+    x, dim, keepdim, _ = _arguments(args, kwargs)
+    if x.sharding.partial:
+        raise partial_escape(func.__name__, x)
+    if func.__name__ == "any":
+        return (x != 0).long().sum(dim, keepdim=keepdim) > 0
+    return (x == 0).long().sum(dim, keepdim=keepdim) == 0
+
+
 @implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local maximum; over split dimensions a pmax as well (then without a gradient)."""
@@ -101,7 +112,7 @@ def _locally(x: ShardedTensor, dim: int, name: str) -> int:
 @implements(
     torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.topk, Tensor.topk, torch.sort, Tensor.sort,
     torch.argsort, Tensor.argsort, torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.flip,
-    Tensor.flip, torch.roll, Tensor.roll, Tensor.any, torch.any, Tensor.all, torch.all, torch.prod, Tensor.prod,
+    Tensor.flip, torch.roll, Tensor.roll, torch.prod, Tensor.prod,
 )  # fmt: skip
 def along(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions along one dimension that is whole on every rank."""
@@ -117,7 +128,7 @@ def along(func: Any, args: Any, kwargs: Any) -> Any:
         dims: tuple[int, ...] = tuple(range(len(x.size_)))
     else:
         dims = tuple(_locally(x, d, name) for d in (dim if isinstance(dim, tuple | list) else (dim,)))
-        reduces = name in ("argmax", "argmin", "max", "min", "any", "all", "prod")
+        reduces = name in ("argmax", "argmin", "max", "min", "prod")
     out = local_call(func, x.mesh, (x.raw, *args[1:]), kwargs)
     keepdim = kwargs.get("keepdim", len(args) > where + 1 and args[where + 1] is True)
 

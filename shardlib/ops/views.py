@@ -9,12 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, typeof
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
 
 __all__ = ["view_layout"]
 
@@ -361,7 +362,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, Tensor | list) for i in index):
-        raise no_rule(func, (x,), kwargs, "indexing by a tensor; sl.unshard(x) first, or use F.embedding")
+        return _picked(x, index)
     named = sum(i is not None and i is not Ellipsis for i in index)
     fill = [slice(None)] * (len(x.size_) - named)
     if Ellipsis in index:
@@ -396,6 +397,51 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(
         raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred
     )
+
+
+def _picked(x: ShardedTensor, index: tuple[Any, ...]) -> ShardedTensor:
+    """Indexing by tensors, all of it whole on every rank."""
+    values = [lift(torch.as_tensor(i), x.mesh, "getitem") if isinstance(i, Tensor | list) else i for i in index]
+    split = [v for v in (x, *values) if isinstance(v, ShardedTensor) and (v.sharding.axes or v.sharding.partial)]
+    if split:
+        raise ImplicitCommunication(
+            "indexing by a tensor takes a value and indices that every rank holds whole; F.embedding takes split ones",
+            op="getitem",
+            operands={"tensor": typeof(x)} | {f"index {i}": typeof(v) for i, v in enumerate(values)
+                                              if isinstance(v, ShardedTensor)},
+            mesh=x.mesh,
+            fix="sl.reshard(x, '...')",
+        )  # fmt: skip
+    raws = tuple(v.raw if isinstance(v, ShardedTensor) else v for v in values)
+    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, raws), {})
+    shape = raw.shape[1:] if x.mesh.kind == "stacked" else raw.shape
+    return ShardedTensor(raw, Layout((Dim(),) * len(shape)), shape, x.mesh, x.deferred)
+
+
+@implements(F.pad)
+def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Runs where the padded dimensions are whole."""
+    given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
+    x, widths = given.pop("input"), list(given.pop("pad"))
+    ndim = len(x.size_)
+    dims = x.sharding.resolve(ndim).dims
+    if x.sharding.partial and given.get("value"):
+        raise partial_escape("pad", x)
+    changed = [ndim - 1 - i // 2 for i, w in enumerate(widths) if w]
+    cut = next((d for d in changed if dims[d].is_split), None)
+    if cut is not None:
+        raise ImplicitCommunication(
+            f"padding dimension {cut}, which is split {dims[cut]}, would move blocks",
+            op="pad",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.reshard(x, {_with(x, cut, '.')!r})",
+        )
+    raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
+    size = list(x.size_)
+    for i, w in enumerate(widths):
+        size[ndim - 1 - i // 2] += w
+    return ShardedTensor(raw, Layout(dims, x.sharding.partial), torch.Size(size), x.mesh, x.deferred)
 
 
 def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
@@ -465,6 +511,8 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         values = [unsqueeze(torch.unsqueeze, (v, (rest[0] if rest else 0)), {}) for v in values]
     elif any(v.size_ != (0,) for v in values):
         values = [v for v in values if v.size_ != (0,)]  # as torch does
+    if len(values) == 1:
+        return values[0]
     dim = (rest[0] if rest else 0) % len(values[0].size_)
     values = _alike(values, dim)
     first = values[0]
