@@ -66,6 +66,7 @@ class ShardedTensor(torch.Tensor):
     ``sharding``  its Layout.     ``mesh``  its Mesh.
     ``deferred``  mesh axes over which a replicated value's gradient is left unsummed.
     ``yields``    the layout that a product with this weight must give, if it matters.
+    ``folded``    of a matrix whose rows were several dimensions until a view: their sizes.
     """
 
     raw: Tensor
@@ -73,6 +74,7 @@ class ShardedTensor(torch.Tensor):
     mesh: Mesh
     deferred: frozenset[str]
     yields: Layout | None = None
+    folded: tuple[int, ...] | None = None
 
     @staticmethod
     def __new__(

@@ -71,33 +71,60 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
 }
 
 
-def gap(model: str, recipe: str) -> tuple[float, float]:
-    """Largest relative difference of the logits and of any gradient, on the mesh in scope."""
+RECIPES: dict[str, Callable[[nn.Module], Any]] = {
+    **{name: getattr(sl.recipes, name) for name in MESHES},
+    "sequence": lambda m: sl.recipes.megatron1d(m, sequence=True),
+    "ring": sl.recipes.ring,
+    "striped": lambda m: sl.recipes.ring(m, schedule="striped"),
+    "ring x 1d": lambda m: sl.recipes.ring(m, weights=sl.recipes.megatron1d(m)),
+    "ring x 2d": lambda m: sl.recipes.ring(m, weights=sl.recipes.optimus2d(m)),
+}
+WIDER = {
+    "sequence": {"x": 2},
+    "ring": {"data": 2, "s": 4},
+    "striped": {"s": 2},
+    "ring x 1d": {"x": 2, "s": 2},
+    "ring x 2d": {"x": 2, "y": 2, "s": 2},
+    "cube3d": {"x": 1, "y": 2, "z": 2},
+}
+SEEN = torch.ones(8, 8, dtype=torch.int64)
+SEEN[1, 5:] = SEEN[3, :2] = 0
+
+
+def gap(model: str, recipe: str, **more: Tensor) -> tuple[float, float]:
+    """Largest relative difference of the logits (of the loss, given labels) and of any gradient."""
     make, inputs, _ = MODELS[model]
     torch.manual_seed(0)
     module = make().double().eval()
-    want = module(**inputs).logits
+    answer = "loss" if "labels" in more else "logits"
+    want = getattr(module(**inputs, **more), answer)
     cotangent = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
     (want * cotangent).sum().backward()
     dense = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    rules = getattr(sl.recipes, recipe)(module)
-    batch = rules.tokens.removesuffix(" .")
-    apply, params = sl.parallelize(module, rules, inputs={n: f"{batch} ..." for n in inputs})
+    rules = RECIPES[recipe](module)
+    places = {"input_ids": rules.tokens, "pixel_values": f"{batch_of(rules.tokens)} ..."}
+    places = {n: places[n] for n in inputs} | {n: f"{batch_of(rules.labels)} ." for n in more if n == "labels"}
+    apply, params = sl.parallelize(module, rules, inputs=places)
 
     def loss(p: Any) -> tuple[Tensor, Tensor]:
-        logits = apply(p, **inputs).logits
+        logits = getattr(apply(p, **inputs, **more), answer)
         return (logits * sl.shard(cotangent, logits.sharding)).sum(), logits
 
     (_, logits), grads = sl.value_and_grad(loss, has_aux=True)(params)
     assert all(grads[n].sharding == params[n].sharding for n in params)
     assert all(torch.equal(before[n], p) for n, p in module.named_parameters()), "the module changed"
-    assert any(p.sharding.axes for p in params.values())
+    assert any(p.sharding.axes for p in params.values()) or "(s)" in rules.tokens
     top = max(float(g.abs().max()) for g in dense.values())
     errors = [
         float((sl.unshard(grads[n]) - g).abs().max()) / max(float(g.abs().max()), 1e-3 * top) for n, g in dense.items()
     ]
     return float((sl.unshard(logits).detach() - want.detach()).abs().max() / want.detach().abs().max()), max(errors)
+
+
+def batch_of(text: str) -> str:
+    """The token of the batch dimension."""
+    return str(sl.Layout.parse(text).dims[0])
 
 
 @pytest.mark.parametrize("recipe", MESHES)
@@ -109,6 +136,44 @@ def test_an_unmodified_module_equals_dense(model: str, recipe: str) -> None:
                 gap(model, recipe)
             return
         assert max(gap(model, recipe)) < MODELS[model][2]
+
+
+@pytest.mark.parametrize("recipe", WIDER)
+@pytest.mark.parametrize("model", ["gpt2", "llama, two heads of keys", "bert"])
+def test_a_split_sequence_and_one_sized_axes_equal_dense(model: str, recipe: str) -> None:
+    with sl.simulate(**WIDER[recipe]):
+        assert max(gap(model, recipe)) < MODELS[model][2]
+
+
+@pytest.mark.parametrize("recipe", ["optimus2d", "ring x 2d"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
+def test_attention_masks_and_causal_losses_equal_dense(model: str, recipe: str) -> None:
+    """transformers casts logits to fp32 for the loss."""
+    with sl.simulate(**(WIDER | MESHES)[recipe]):
+        assert max(gap(model, recipe, attention_mask=SEEN)) < MODELS[model][2]
+        assert max(gap(model, recipe, labels=IDS)) < 2e-6
+
+
+def test_dropout_draws_the_same_under_every_recipe() -> None:
+    """Of embeddings, residuals and attention probabilities."""
+
+    def logits(recipe: str, seed: int = 5, **mesh: int) -> Tensor:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
+        )
+        module = transformers.GPT2LMHeadModel(config).double().train()
+        assert config.attn_pdrop > 0
+        with sl.simulate(**mesh):
+            rules = RECIPES[recipe](module)
+            apply, params = sl.parallelize(module, rules, inputs={"input_ids": rules.tokens})
+            torch.manual_seed(seed)
+            return sl.unshard(apply(params, input_ids=IDS).logits).detach()
+
+    one = logits("megatron1d", x=1)
+    assert (logits("megatron1d", 6, x=1) - one).abs().max() > 1e-3
+    for recipe, mesh in {**MESHES, "ring": {"s": 4}}.items():
+        assert (logits(recipe, **mesh) - one).abs().max() < 1e-12
 
 
 def test_every_matrix_of_a_cube_is_split_over_all_of_it() -> None:

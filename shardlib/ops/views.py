@@ -116,7 +116,10 @@ def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mes
         if dims[j] == bare[i] and new[j] == shape[i]:
             dims[j] = d
         elif dims[j].order == "contiguous":
-            dims[j] = Dim((*dims[j].parts, *(a for a in d.axes if mesh[a] == 1)))
+            first = next((k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1), len(d.parts))
+            ones = [a for a in d.axes if mesh[a] == 1]
+            lead = [a for a in ones if a in d.parts[:first]]
+            dims[j] = Dim((*lead, *dims[j].parts, *(a for a in ones if a not in lead)))
     return Layout(tuple(dims), layout.partial)
 
 
@@ -178,7 +181,10 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
         )
     layout, local = found
     raw = local_call(func, x.mesh, (x.raw, local), {})
-    return ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
+    out = ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
+    if len(new) == 2 < len(x.size_) and new[-1] == x.size_[-1]:
+        out.folded = tuple(x.size_[:-1])
+    return out
 
 
 @implements(Tensor.view, Tensor.reshape, torch.reshape)

@@ -259,6 +259,11 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
     mesh = x.mesh
+    if x.folded and (w.yields or any(isinstance(p, int) for p in x.sharding.dims[0].parts)):
+        unfolded = x.view(
+            *x.folded, x.size_[-1]
+        )  # the weight's rule speaks of these dimensions, and groups of rows too
+        return product_of(unfolded, w, out).view(x.size_[0], w.size_[-1])  # type: ignore[return-value]
     if x.raw.dtype != w.raw.dtype:
         raise ShardError(
             "operands have different dtypes",
