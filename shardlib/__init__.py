@@ -50,6 +50,7 @@ from shardlib.ops.attention import (
     Prefix,
     Window,
     attention_plan,
+    linformer_attention,
     mask_mod,
     ring_attention,
 )
@@ -74,6 +75,7 @@ from shardlib.optim import (
 from shardlib.parallelize import parallelize
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.plan import choose, lower_bound, probe
+from shardlib.sequence import shard_sequence
 from shardlib.shard_map import shard_map
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 from shardlib.visualize import draw, visualize
@@ -86,10 +88,10 @@ __all__ = [
     "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
     "all_to_all", "apply_updates", "attention_plan", "axis_index", "axis_size", "chain", "choose",
     "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
-    "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "lion", "load",
-    "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast", "pick", "pmax",
-    "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "recipes", "record",
-    "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard", "shard_map",
-    "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard", "use_mesh", "value_and_grad",
-    "visualize", "why", "zero",
+    "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "linformer_attention",
+    "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
+    "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "recipes",
+    "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard",
+    "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
+    "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

@@ -15,6 +15,12 @@ def s(layout: str, *shape: int) -> sl.ShardedTensor:
 
 
 # (what is wrong, the call, the error's class, what it says, names for the fix)
+def ring() -> sl.ShardedTensor:
+    return s(". . rows .", 2, 2, 4, 4)
+
+
+QKV = {n: ring for n in "qkv"}
+
 MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], Any]]]] = [
     ("axis not in the mesh", lambda: s("row .", 4, 4), "UnknownAxis", "unknown axis 'row'; this mesh has rows, y", {}),
     ("axis used twice", lambda: s("y y", 4, 4), "AxisReused", "axis 'y' is used twice", {}),
@@ -45,7 +51,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("attention with heads apart", lambda: F.scaled_dot_product_attention(s(". y . .", 2, 2, 4, 4), s(". rows . .", 2, 2, 4, 4), s(". rows . .", 2, 2, 4, 4)), "ImplicitCommunication", "batch and heads are split alike", {n: (lambda: s(". y . .", 2, 2, 4, 4)) for n in "qkv"} | {"F": lambda: F}),
     ("loss with targets elsewhere", lambda: F.cross_entropy(s("rows y", 4, 4), sl.shard(torch.zeros(4, dtype=torch.int64), "y")), "ImplicitCommunication", "not split the same way", {"logits": lambda: s("rows y", 4, 4), "target": lambda: sl.shard(torch.zeros(4, dtype=torch.int64), "y"), "F": lambda: F}),
     ("a function without a rule", lambda: torch.linalg.svdvals(s(". .", 4, 4)), "NoRule", "no rule for linalg_svdvals", {"x": lambda: s(". .", 4, 4), "linalg_svdvals": lambda: lambda t: t * 1}),
-    ("indexing by a tensor", lambda: s(". .", 4, 4)[torch.tensor([1])], "NoRule", "indexing by a tensor", {"x": lambda: s(". .", 4, 4), "__getitem__": lambda: lambda t: t * 1}),
+    ("indexing a split tensor by a tensor", lambda: s("rows .", 4, 4)[torch.tensor([1])], "ImplicitCommunication", "that every rank holds whole", {"x": lambda: s("rows .", 4, 4)}),
     ("a Python value of a split tensor", lambda: s("rows", 4).tolist(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
     ("numpy of a sharded tensor", lambda: s("rows", 4).numpy(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
     ("backward of a matrix", lambda: s("rows .", 4, 4).requires_grad_().backward(), "ShardError", "no scalar", {"x": lambda: s("rows .", 4, 4).requires_grad_()}),
@@ -57,6 +63,23 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("an unknown algorithm", lambda: sl.algorithm(matmul="canon").__enter__(), "ShardError", "unknown algorithm 'canon'", {}),
     ("an unknown operation", lambda: sl.why("matmull", 1, 2), "ShardError", "unknown operation 'matmull'", {"a": lambda: s("rows .", 4, 4), "b": lambda: s(". .", 4, 4)}),
     ("shard_map of another layout", lambda: sl.shard_map(lambda v: v, in_layouts="rows", out_layouts="rows")(s(".", 4)), "ShardError", "laid out ., not rows", {"x": lambda: s(".", 4)}),
+    ("attention over an unknown algorithm", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rnig"), "ShardError", "unknown algorithm 'rnig'", QKV),
+    ("an algorithm with a number it does not take", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rsa(2)"), "ShardError", "'rsa' takes no number", QKV),
+    ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm="double_ring(3)"), "Unsupported", "an inner ring of 3 does not divide", QKV),
+    ("a bias that Ulysses would drop", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(4, 4), algorithm="ulysses"), "NoRule", "rows change places", QKV),
+    ("USP over one axis", lambda: sl.ring_attention(*[ring()] * 3, algorithm="usp"), "NoRule", "split over two axes", QKV),
+    ("an unknown kernel", lambda: sl.ring_attention(*[ring()] * 3, kernel="fast"), "ShardError", "unknown kernel 'fast'", QKV),
+    ("a kernel of another device", lambda: sl.ring_attention(*[ring()] * 3, kernel="flash"), "Unsupported", "it runs on CUDA", QKV),
+    ("a kernel without dropout", lambda: sl.ring_attention(*[ring()] * 3, kernel="cpu", dropout=0.1), "Unsupported", "need the math block", QKV),
+    ("dropout above one", lambda: sl.ring_attention(*[ring()] * 3, dropout=1.5), "ShardError", "dropout is a probability", QKV),
+    ("a sink of another size", lambda: sl.ring_attention(*[ring()] * 3, sink=torch.zeros(3)), "ShardError", "one score for each of 2 heads", QKV),
+    ("a bias of another size", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(3, 4)), "ShardError", "a bias is [.., 4, 4]", QKV),
+    ("documents of another length", lambda: sl.ring_attention(*[ring()] * 3, mask=sl.Documents((0, 3))), "ShardError", "documents of 1 x 3 positions", QKV),
+    ("slopes for other heads", lambda: sl.ring_attention(*[ring()] * 3, mask=sl.ALiBi([0.5])), "ShardError", "1 slopes for 2 heads", QKV),
+    ("keys split over another axis", lambda: sl.ring_attention(ring(), *[s(". . y .", 2, 2, 4, 4)] * 2), "ImplicitCommunication", "over the same axes", QKV),
+    ("a sequence that lies otherwise than asked", lambda: sl.ring_attention(*[ring()] * 3, layout=sl.Ring("rows", schedule="striped")), "ImplicitCommunication", "split rows, not striped(rows)", QKV),
+    ("plain tensors in attention", lambda: sl.ring_attention(*[torch.zeros(2, 2, 4, 4)] * 3), "PlainTensor", "local blocks need their layout", {n: (lambda: torch.zeros(2, 2, 4, 4)) for n in "qkv"}),
+    ("a projection of another length", lambda: sl.linformer_attention(*[ring()] * 3, torch.zeros(2, 3)), "ShardError", "a projection is [r, 4]", QKV),
     ("a simulated DTensor", lambda: sl.to_dtensor(s("rows", 4)), "Unsupported", "simulated ranks have no DTensor", {"x": lambda: s("rows", 4)}),
 ]  # fmt: skip
 

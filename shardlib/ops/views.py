@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, replicated, typeof
 
 __all__ = ["view_layout"]
 
@@ -407,7 +407,10 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 def _picked(x: ShardedTensor, index: tuple[Any, ...]) -> ShardedTensor:
     """Indexing by tensors, all of it whole on every rank."""
-    values = [lift(torch.as_tensor(i), x.mesh, "getitem") if isinstance(i, Tensor | list) else i for i in index]
+    values = [torch.as_tensor(i) if isinstance(i, Tensor | list) else i for i in index]
+    values = [
+        replicated(v, x.mesh) if isinstance(v, Tensor) and not isinstance(v, ShardedTensor) else v for v in values
+    ]
     split = [v for v in (x, *values) if isinstance(v, ShardedTensor) and (v.sharding.axes or v.sharding.partial)]
     if split:
         raise ImplicitCommunication(

@@ -1,5 +1,6 @@
 """Attention whose sequence is split: plans, and what carries them out."""
 
+from shardlib.ops.attention.linformer import linformer_attention
 from shardlib.ops.attention.masks import (
     ALiBi,
     Causal,
@@ -14,6 +15,6 @@ from shardlib.ops.attention.masks import MaskMod as mask_mod
 from shardlib.ops.attention.op import attention_plan, ring_attention
 
 __all__ = [
-    "ALiBi", "Causal", "Documents", "Full", "Mask", "Padding", "Prefix", "Window", "attention_plan", "mask_mod",
-    "ring_attention",
+    "ALiBi", "Causal", "Documents", "Full", "Mask", "Padding", "Prefix", "Window", "attention_plan",
+    "linformer_attention", "mask_mod", "ring_attention",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ case (positions, mask, sizes) with a plan and its cost.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from shardlib.ops.attention.plan import Plan, Sizes
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import Cost, Match, case_of, choose, rule
 from shardlib.ops.registry import algorithm as pinned
-from shardlib.tensor import PaddedTensor, ShardedTensor, partial_escape, replicated, typeof, vary
+from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, partial_escape, replicated, typeof, vary
 
 __all__ = ["AttentionCase", "attention_plan", "ring_attention"]
 
@@ -171,25 +171,25 @@ _ENGINES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _planned(case: AttentionCase, algorithm: str) -> Plan:
+def _planned(case: AttentionCase, algorithm: str) -> Match:
     """The plan asked for by name ("auto": the cheapest; "double_ring(2)": with a number)."""
     found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm)
     name, number = found.groups() if found else (algorithm, None)
     if name == "auto" and number is None:
-        return choose("attention", case, lambda: case).run
+        return choose("attention", case, lambda: case)
     if number is None:
         with pinned(attention=name):
-            return choose("attention", case, lambda: case).run
+            return choose("attention", case, lambda: case)
     if name not in _WITH_NUMBER:
         raise ShardError(
             f"{name!r} takes no number; these do: {', '.join(_WITH_NUMBER)}", op="ring_attention",
-            fix='algorithm="double_ring(2)"',
+            fix='sl.ring_attention(q, k, v, algorithm="ring")',
         )  # fmt: skip
     match = _WITH_NUMBER[name](case, int(number))
     if isinstance(match, str):
         raise NoRule(f"{algorithm} does not fit: {match}", op="ring_attention", operands=case.operands(),
-                     mesh=dict(case.mesh), fix=f'algorithm="{name}"')  # fmt: skip
-    return match.run
+                     mesh=dict(case.mesh), fix='sl.ring_attention(q, k, v, algorithm="ring")')  # fmt: skip
+    return replace(match, rule=algorithm)
 
 
 # ---------------------------------------------------------------- autograd
@@ -222,7 +222,7 @@ class _Attend(torch.autograd.Function):
                     "a gradient of a gradient needs the operands as they lay",
                     op="ring_attention",
                     mesh=job.mesh,
-                    fix='algorithm="ring"',
+                    fix='sl.ring_attention(q, k, v, algorithm="ring")',
                 )
             q, k, v = saved[:3]
             return None, *twice.gradients(job, (q, k, v, bias, sink), (dout, dlse, out, lse))
@@ -331,10 +331,17 @@ def _attend(
     case = attention_case(q, k, v, mask, bias is not None)
     lengths = _true(q)[2], _true(k)[2]
     mask.check(_true(q)[0], _true(q)[1], *lengths)
-    plan = _planned(case, algorithm)
+    match = _planned(case, algorithm)
+    plan = match.run
+    if WATCHERS:
+        WATCHERS[-1].chose(match)
     p = float(dropout or 0.0)
     if not 0 <= p <= 1:
-        raise ShardError(f"dropout is a probability, not {dropout!r}", op="ring_attention", fix="dropout=0.1")
+        raise ShardError(
+            f"dropout is a probability, not {dropout!r}",
+            op="ring_attention",
+            fix="sl.ring_attention(q, k, v, dropout=0.1)",
+        )
     raw_bias = None if bias is None else _aligned_bias(q, k, bias)
     raw_sink = None if sink is None else _aligned_sink(q, sink)
     learned = raw_bias is not None and raw_bias.requires_grad
@@ -359,7 +366,9 @@ def _kernel(name: str, q: ShardedTensor, v: ShardedTensor, biased: bool, special
         return pick(q.raw, v.raw, biased, special)
     if name not in KERNELS:
         raise ShardError(
-            f"unknown kernel {name!r}; there are {', '.join(KERNELS)}", op="ring_attention", fix='kernel="math"'
+            f"unknown kernel {name!r}; there are {', '.join(KERNELS)}",
+            op="ring_attention",
+            fix='sl.ring_attention(q, k, v, kernel="math")',
         )
     if why := unfit(name, q.raw, v.raw, biased, special):
         raise Unsupported(
@@ -367,7 +376,7 @@ def _kernel(name: str, q: ShardedTensor, v: ShardedTensor, biased: bool, special
             op="ring_attention",
             operands={"q": typeof(q), "v": typeof(v)},
             mesh=q.mesh,
-            fix='kernel="math"',
+            fix='sl.ring_attention(q, k, v, kernel="math")',
         )
     return KERNELS[name]
 
@@ -387,11 +396,12 @@ def _like(q: ShardedTensor, raw: Tensor, size: Sequence[int], deferred: frozense
 def _placed(q: Any, k: Any, v: Any, layout: Any, kv_layout: Any) -> tuple[ShardedTensor, ...]:
     """Local blocks as values whose sequence is split as the layouts say."""
     if layout is None:
+        axis = next(iter(current_mesh().axes))
         raise PlainTensor(
             "local blocks need their layout; a whole tensor is sharded first",
             op="ring_attention",
             operands={"q": typeof(q)},
-            fix='sl.ring_attention(q, k, v, layout=sl.Ring("s", dim=2))',
+            fix=f"sl.ring_attention(*(sl.shard(t, sl.Ring({axis!r}, dim=2)) for t in (q, k, v)))",
         )
     mesh = q.mesh if type(q) is Stacked else current_mesh()
     out = []
@@ -436,7 +446,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
             raise RankMismatch(
                 f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
                 op="ring_attention", operands=operands, mesh=mesh,
-                fix=f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)",
+                fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
             )  # fmt: skip
         if t.sharding.partial:
             raise partial_escape("ring_attention", t)
@@ -446,7 +456,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
     if not sizes or shapes[0][3] != shapes[1][3] or shapes[1][1] == 0 or shapes[0][1] % shapes[1][1]:
         raise ShardError(
             "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
-            op="ring_attention", operands=operands, mesh=mesh, fix="sl.ring_attention(q, k, k)",
+            op="ring_attention", operands=operands, mesh=mesh, fix="sl.ring_attention(q, q, q)",
         )  # fmt: skip
     local = qd.is_split or kd.is_split or ve.is_split
     if local or not (qb == kb == vb and qh == kh == vh and ks == vs):
@@ -468,7 +478,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
     ):
         raise ImplicitCommunication(
             "each rank's heads of queries must share its heads of keys", op="ring_attention", operands=operands,
-            mesh=mesh, fix="sl.ring_attention(*(sl.reshard(t, '. . ' + seq + ' .') for t in (q, k, v)))",
+            mesh=mesh, fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
         )  # fmt: skip
 
 
@@ -512,7 +522,7 @@ def attention_plan(
     >>> plan.algorithm, plan.steps
     ('ring_bidirectional', 63)
     """
-    return _planned(attention_case(q, k, v, mask), algorithm)
+    return _planned(attention_case(q, k, v, mask), algorithm).run
 
 
 def _met(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, axes: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -540,7 +550,7 @@ def _aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
             op="ring_attention",
             operands={"q": typeof(q), "k": typeof(k), "bias": typeof(bias)},
             mesh=q.mesh,
-            fix=f"bias=torch.zeros({s}, {t})",
+            fix=f"sl.ring_attention(q, k, v, bias=torch.zeros({s}, {t}))",
         )
     if not isinstance(bias, ShardedTensor):
         if bias.shape[-2] not in (1, q.size_[2]):
@@ -559,7 +569,7 @@ def _aligned_sink(q: ShardedTensor, sink: Tensor) -> Tensor:
             op="ring_attention",
             operands={"q": typeof(q), "sink": typeof(sink)},
             mesh=q.mesh,
-            fix=f"sink=torch.zeros({q.size_[1]})",
+            fix=f"sl.ring_attention(q, k, v, sink=torch.zeros({q.size_[1]}))",
         )
     sink = sink if isinstance(sink, ShardedTensor) else replicated(sink, q.mesh)
     (_, raw), *_ = aligned("ring_attention", [_frame(q, 2), sink[:, None, None]])  # type: ignore[list-item]

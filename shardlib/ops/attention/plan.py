@@ -169,28 +169,22 @@ class Plan:
         return _sum(moving(axes, n, m) for n, m in _MOVES[self.engine](self, sizes)[1])
 
     def seconds(self, sizes: Sizes, link: Link, flops: float) -> float:
-        """Estimate of forward and backward: on routes, the slower of transfer and compute at each step."""
-        per_score = sizes.b * sizes.h * 2 * (sizes.d + sizes.e) / flops
-        areas = [max(area) * per_score for area in self.areas()]
-        if self.engine != "routes":
-            moved = self.forward(sizes) + self.backward(sizes)
-            return 3.5 * sum(areas) + link.alpha * moved.messages + link.beta * float(moved.bytes)
-        total = 0.0
-        for step, compute in enumerate(areas, 1):
-            sent = _seconds(link, [_hop(self, m, m.hops(step), sizes, sizes.itemsize) for m in self.parcels
-                                   if step <= len(m.at)])  # fmt: skip
-            back = _seconds(link, [_hop(self, m, pairs, sizes, sizes.wide) for m in self.parcels
-                                   for pairs in (m.stops(step), m.homes(step))])  # fmt: skip
-            total += max(compute, sent) + max(2.5 * compute, sent + back)
+        """Estimate of forward and backward.
+
+        On routes, transfers hide behind computing (or the other way) but for one step's worth: ranks
+        need not keep step, since what arrives is sent on before it is used.
+        """
+        areas, total = self.areas(), 0.0
+        compute = max(map(sum, zip(*areas, strict=True))) * sizes.b * sizes.h * 2 * (sizes.d + sizes.e) / flops
+        for cost, work in ((self.forward(sizes), compute), (self.backward(sizes), 2.5 * compute)):
+            wire = link.alpha * cost.messages + link.beta * float(cost.bytes)
+            hidden = self.engine == "routes" and self.steps
+            total += max(work, wire) + min(work, wire) / (self.steps + 1) if hidden else work + wire
         return total
 
 
 _Move = tuple[Fraction | int, int]  # bytes received per rank, messages
 _Moves = tuple[list[_Move], list[_Move]]  # forward, backward
-
-
-def _seconds(link: Link, moves: list[_Move]) -> float:
-    return sum(link.alpha * m + link.beta * float(n) for n, m in moves)
 
 
 def _hop(plan: Plan, parcel: Parcel, pairs: Pairs, z: Sizes, itemsize: int) -> _Move:
@@ -330,10 +324,11 @@ def double_ring(
     """
     p = len(q_runs)
     if inner < 1 or p % inner:
+        better = next(i for i in range(max(1, min(inner, p)), 0, -1) if p % i == 0)
         raise Unsupported(
             f"an inner ring of {inner} does not divide a ring of {p}",
             op="ring_attention",
-            fix=f'algorithm="double_ring({next(i for i in range(min(inner, p) or 1, 0, -1) if p % i == 0)})"',
+            fix=f'sl.ring_attention(q, k, v, algorithm="double_ring({better})")',
         )
     at, since = [], []
     for step in range(1, p):
@@ -417,7 +412,7 @@ def halo(q_runs: _Runs, k_runs: _Runs, mask: Mask, rows: int | None = None) -> P
             "a halo needs a mask that ends near the diagonal, and neighbours that hold neighbouring positions",
             op="ring_attention",
             operands={"mask": repr(mask)[:200]},
-            fix='algorithm="ring_bidirectional"',
+            fix='sl.ring_attention(q, k, v, algorithm="ring_bidirectional")',
         )
     return replace(plan, algorithm="halo")
 

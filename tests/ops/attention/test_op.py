@@ -99,7 +99,7 @@ def test_ring_attention_equals_dense(data: Any) -> None:
             out, lse = sl.ring_attention(*xs, mask=mask, bias=extra[0], sink=extra[1], dropout=p_drop, return_lse=True,
                                          algorithm=algorithm)  # fmt: skip
         case = attention_case(*xs, mask, bias is not None)
-        plan = _planned(case, algorithm)
+        plan = _planned(case, algorithm).run
         cost = plan.forward(case.sizes)
         assert (cost.bytes, cost.messages) == (forward.bytes, forward.messages)
         total = (out * sl.shard(c, ours, pad=True)).sum()

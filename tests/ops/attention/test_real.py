@@ -42,7 +42,7 @@ def worst(cases: list[tuple[str, str, int, str]]) -> list[tuple[Any, ...]]:
         lay = Ring(mesh.names, 2, schedule, (0, n // 3, n // 2, n) if schedule == "documents" else None)
         xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_() for x in (q, k, v)]
         case = attention_case(*xs, mask)
-        plan = _planned(case, algorithm)
+        plan = _planned(case, algorithm).run
         with sl.trace() as forward:
             got = sl.ring_attention(*xs, mask=mask, algorithm=algorithm)
         loss = (got * sl.shard(c, lay, pad=True)).sum()

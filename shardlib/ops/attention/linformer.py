@@ -1,0 +1,74 @@
+"""Linformer over a split sequence: keys and values projected from t positions to r, then whole everywhere.
+
+Each rank projects its own positions and one psum adds them up; attention is then local.  What moves,
+and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.
+
+Source: Wang et al., arXiv 2006.04768; with a split sequence, Li et al., arXiv 2105.13120, section 3.3.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.attention.op import ring_attention
+from shardlib.ops.padding import masked
+from shardlib.placing import reshard
+from shardlib.tensor import PaddedTensor, ShardedTensor, local_call, replicated, total, typeof, vary
+
+__all__ = ["linformer_attention"]
+
+
+def linformer_attention(
+    q: ShardedTensor,
+    k: ShardedTensor,
+    v: ShardedTensor,
+    keys: Tensor,
+    values: Tensor | None = None,
+    *,
+    dropout: float | None = None,
+    scale: float | None = None,
+) -> Any:
+    """softmax(q (E k)^T) (F v), E = ``keys`` [r, t] and F = ``values`` [r, t] (None: E): linear in the sequence.
+
+    Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e].  E and F may be learned.
+    Moves:  2 (p - 1) / p of b g r (d + e) elements forward, and again backward: nothing of s or t.
+
+    >>> import shardlib as sl
+    >>> q, e = torch.randn(1, 2, 8, 4), torch.randn(3, 8)
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(q, sl.Ring("s", dim=2))
+    ...     out = sl.unshard(linformer_attention(x, x, x, e))
+    >>> torch.allclose(out, F.scaled_dot_product_attention(q, e @ q, e @ q), atol=1e-6)
+    True
+    """
+    projected = [_projected(w, x) for w, x in ((keys, k), (values if values is not None else keys, v))]
+    mesh, axes = k.mesh, k.sharding.resolve(4).dims[2].axes
+    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, axes)  # one psum for keys and values
+    d, dims = k.size_[3], k.sharding.resolve(4).dims
+    layout = Layout((*dims[:2], Dim(), Dim()))
+    whole = ShardedTensor(both, layout, torch.Size((*k.size_[:2], keys.shape[0], d + v.size_[3])), mesh, k.deferred)
+    return ring_attention(q, whole[..., :d], whole[..., d:], dropout=dropout, scale=scale)
+
+
+def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
+    """This rank's part of w x: raw [b, g, r, d]."""
+    t = (x.true if isinstance(x, PaddedTensor) else x.size_)[2]
+    if w.ndim != 2 or w.shape[1] != t:
+        raise ShardError(
+            f"a projection is [r, {t}], not {list(w.shape)}",
+            op="linformer_attention",
+            operands={"projection": typeof(w), "projected": typeof(x)},
+            mesh=x.mesh,
+            fix=f"torch.randn(64, {t})",
+        )
+    token, room = x.sharding.resolve(4).dims[2], x.size_[2]
+    if isinstance(x, PaddedTensor):
+        x = masked(x)
+    w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
+    w = reshard(w, Layout((Dim(), token)))
+    met = vary(w.raw, x.mesh, {*x.sharding.axes, *x.deferred}.difference(w.sharding.axes, w.deferred))
+    return local_call(torch.matmul, x.mesh, (met, x.raw), {})

@@ -1,0 +1,47 @@
+"""Linformer: dense values and gradients for drawn rings and lengths; what moves does not grow with the sequence."""
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.layouts import Ring
+from tests.ops.attention.test_op import gap, normal
+
+
+def dense(q: Any, k: Any, v: Any, e: Any, f: Any) -> Any:
+    shared = q.shape[1] // k.shape[1]
+    k, v = (e @ k).repeat_interleave(shared, 1), (f @ v).repeat_interleave(shared, 1)
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 4), st.sampled_from(["contiguous", "zigzag", "striped"]))
+def test_linformer_equals_dense(s: int, t: int, p: int, schedule: str) -> None:
+    q, k, v = normal(2, 4, s, 4, seed=1), normal(2, 2, t, 4, seed=2), normal(2, 2, t, 5, seed=3)
+    e, f = normal(3, t, seed=4), normal(3, t, seed=5)
+    leaves = [x.requires_grad_() for x in (q, k, v, e, f)]
+    want, c = dense(*leaves), normal(2, 4, s, 5, seed=6)
+    grads = torch.autograd.grad((want * c).sum(), leaves)
+    with sl.simulate(data=2, s=p):
+        lay = Ring("s", 2, schedule).layout
+        lay = sl.Layout.parse("data . . .") * lay.resolve(4)
+        xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_() for x in (q, k, v)]
+        ws = [x.detach().requires_grad_() for x in (e, f)]
+        out = sl.linformer_attention(*xs, *ws)
+        (out * sl.shard(c, lay, pad=True)).sum().backward()
+        assert gap(sl.unshard(out), want.detach()) < 1e-12
+        got = [*(sl.unshard(x.grad) for x in xs), *(w.grad for w in ws)]
+        assert all(gap(a, b) < 1e-12 for a, b in zip(got, grads, strict=True))
+
+
+def test_what_moves_does_not_grow_with_the_sequence() -> None:
+    moved = []
+    for s in (16, 64):
+        with sl.simulate(s=4), sl.trace() as t:
+            q = sl.shard(normal(1, 2, s, 4, seed=1), Ring("s", 2)).requires_grad_()
+            sl.linformer_attention(q, q, q, normal(3, s, seed=4)).sum().backward()
+        moved.append(t.bytes)
+    assert moved[0] == moved[1] == 2 * Fraction(2 * 3, 4) * 2 * 3 * 8 * 8 + Fraction(2 * 3, 4) * 8
