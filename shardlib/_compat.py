@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.errors import Unsupported
 
 __all__ = [
+    "DispatchMode",
     "all_gather_single",
     "attention_op",
     "dtensor_handlers",
@@ -32,6 +34,11 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 # The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 and 2.13;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+# The base of contexts that see every aten call.  Seen in 2.11, 2.13 and 2.15 under this underscored
+# name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations, and
+# attention's peak memory is not predicted.
+DispatchMode: Any = TorchDispatchMode
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:

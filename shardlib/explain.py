@@ -39,6 +39,7 @@ class Row:
     backward: list[Event] = field(default_factory=list)
     memory: int = 0
     bound: float = 0.0
+    product: bool = False
 
     @property
     def same(self) -> tuple[Any, ...]:
@@ -83,7 +84,7 @@ class Explanation:
 
     @property
     def products(self) -> int | Fraction:
-        return Trace([e for row in self.rows if row.rule for e in row.forward]).bytes
+        return Trace([e for row in self.rows if row.product for e in row.forward]).bytes
 
     @property
     def bound(self) -> float:
@@ -209,7 +210,9 @@ class _Watch:
         if self.match is not None:
             row.rule, row.note, row.memory = self.match.rule, self.match.note, int(self.match.forward.memory)
             k, item = operands[0].size_[-1], out.raw.element_size()
-            row.bound = lower_bound(out.size_[:-1].numel(), k, out.size_[-1], self.ranks) * item
+            row.product = callable(self.match.run)  # attention's are plans
+            if row.product:
+                row.bound = lower_bound(out.size_[:-1].numel(), k, out.size_[-1], self.ranks) * item
         self.rows.append(row)
         node = out.raw.grad_fn
         if self.marks and node is not None and node not in self.nodes:

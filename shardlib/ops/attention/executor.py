@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardlib.collectives import each_rank, ppermute, start, unwrap, wrap
+from shardlib.collectives import Pending, each_rank, ppermute, start, unwrap, wrap
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.attention.kernels import Block, Kernel, merge, wide
@@ -199,6 +199,7 @@ class _Travel:
         for n, parcel in enumerate(self.parcels):
             for later, since in enumerate(parcel.since, 1):
                 if since == step:
+                    self.held[n, step] = self.held[n, step].contiguous()
                     self.coming[n, later] = send(self.job, self.held[n, step], parcel.hops(later))
 
     def arrive(self, step: int) -> None:
@@ -215,7 +216,17 @@ def send(job: Job, raw: Tensor, pairs: Pairs) -> Callable[[], Tensor]:
         return lambda: torch.zeros_like(raw)
     with bind(job.mesh):
         pending = start(ppermute, wrap(raw, job.mesh), job.axes, pairs)
-    return lambda: unwrap(pending.wait())
+    return _Sent(pending, raw)
+
+
+class _Sent:
+    """A transfer under way; holds what is sent until it is waited for, as the network does."""
+
+    def __init__(self, pending: Pending, sent: Tensor) -> None:
+        self.pending, self.sent = pending, sent
+
+    def __call__(self) -> Tensor:
+        return unwrap(self.pending.wait())
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:

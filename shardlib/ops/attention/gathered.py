@@ -44,7 +44,8 @@ class _Groups:
             return None
         g0, g1 = self.ranges[i]
         with bind(self.job.mesh):
-            return start(all_gather, wrap(self.kv[..., g0:g1, :, :], self.job.mesh), self.job.axes, dim=2)
+            block = wrap(self.kv[..., g0:g1, :, :].contiguous(), self.job.mesh)
+            return start(all_gather, block.unsqueeze(0), self.job.axes, dim=0)  # ranks first: nothing is copied
 
 
 def _heads(x: Tensor | None, g0: int, g1: int, r: int) -> Tensor | None:
@@ -59,14 +60,14 @@ def _part(local: Local, g0: int, g1: int, r: int) -> Local:
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> _Out:
     """Keys gathered over the ring, ``job.plan.number`` heads at a time."""
-    plan, d, lk, r = job.plan, k.shape[-1], k.shape[-2], q.shape[-3] // k.shape[-3]
+    plan, d, r = job.plan, k.shape[-1], q.shape[-3] // k.shape[-3]
     out, lse = started(q, v.shape[-1])
     for g0, g1, kv in _Groups(job, k, v):
         for i, local, view in locals_of(job, q, bias):
             part = _part(local, g0, g1, r)
             mine = view(out)[:, g0 * r : g1 * r], view(lse)[:, g0 * r : g1 * r]
             for owner in range(plan.p):
-                block = view(kv)[:, :, owner * lk : (owner + 1) * lk]
+                block = view(kv)[owner]
                 calls = pieces(plan.q_runs[i], plan.k_runs[owner], plan.mask)
                 part.attend(calls, block[..., :d], block[..., d:], positions(plan.k_runs[owner], q.device), *mine)
     return out, fold_sink(out, lse, sink), (q, k, v)
@@ -77,7 +78,7 @@ def backward(
 ) -> _Grads:
     """Keys gathered again; their gradients summed over the ring and scattered."""
     (q, k, v), plan, dtype = saved, job.plan, wide(saved[0].dtype)
-    d, lk, r = k.shape[-1], k.shape[-2], q.shape[-3] // k.shape[-3]
+    d, r = k.shape[-1], q.shape[-3] // k.shape[-3]
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dbias = bias.new_zeros(bias.shape, dtype=dtype) if wants_bias and bias is not None else None
     grads = []
@@ -88,14 +89,13 @@ def backward(
             dout, dlse, out, lse = (None if x is None else x[:, g0 * r : g1 * r] for x in viewed(given, view))
             mine = view(dq)[:, g0 * r : g1 * r], _heads(None if dbias is None else view(dbias), g0, g1, r)
             for owner in range(plan.p):
-                rows = slice(owner * lk, (owner + 1) * lk)
-                block, grad = view(kv)[:, :, rows], view(dkv)[:, :, rows]
+                block, grad = view(kv)[owner], view(dkv)[owner]
                 calls = pieces(plan.q_runs[i], plan.k_runs[owner], plan.mask)
                 sums = mine[0], grad[..., :d], grad[..., d:], mine[1]
                 at = positions(plan.k_runs[owner], q.device)
                 part.attend_back(calls, block[..., :d], block[..., d:], at, (dout, dlse, out, lse), sums)  # type: ignore[arg-type]
         with bind(job.mesh):
-            grads.append(unwrap(psum_scatter(wrap(dkv, job.mesh), job.axes, 2)))
+            grads.append(unwrap(psum_scatter(wrap(dkv, job.mesh), job.axes, 0).squeeze(0)))
     dkv = torch.cat(grads, -3)
     return dq, dkv[..., :d], dkv[..., d:], dbias
 

@@ -97,7 +97,7 @@ class _Swap:
 
     def _taken(self, x: Tensor, tables: Sequence[Tensor]) -> Tensor:
         """Rows of each rank's block by the table of its place on the outer ring."""
-        if all(len(t) == x.shape[-2] and bool((t == torch.arange(len(t))).all()) for t in tables):
+        if not tables:
             return x
         out = []
         for coord, view in each_rank(self.job.mesh):
@@ -132,7 +132,12 @@ def _tables(
         order = torch.tensor([row[i] for run in runs for i in run.positions], dtype=torch.int64)
         there.append(F.pad(order, (0, length - len(order))))
         back.append(torch.zeros(u * room, dtype=torch.int64).index_copy_(0, order, torch.arange(len(order))))
-    return there, back
+    return _none_if_same(there, u * room), _none_if_same(back, length)
+
+
+def _none_if_same(tables: list[Tensor], rows: int) -> list[Tensor]:
+    """No tables, where each would leave its ``rows`` rows as they are."""
+    return [] if all(len(t) == rows and torch.equal(t, torch.arange(rows)) for t in tables) else tables
 
 
 def forward(
