@@ -150,20 +150,27 @@ class Local:
         v: Tensor,
         k_at: Tensor,
         given: Given,
-        sums: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        dq: Tensor,
+        keys: Callable[[], tuple[Tensor, Tensor]],
+        dbias: Tensor | None = None,
     ) -> None:
-        """Add the calls' gradients to sums = (dq, dk, dv, dbias); given = (dout, dlse, out, lse)."""
-        dq, dk, dv, dbias = sums
+        """Add the calls' gradients to dq, to (dk, dv) = keys() and to dbias; given = (dout, dlse, out, lse).
+
+        ``keys`` is asked after the first kernel call: what it gives may still travel until then.
+        """
         for piece in calls:
             q0, q1, k0, k1, _ = piece
             dout, dlse, out, lse = (None if x is None else x[:, :, q0:q1] for x in given)
             block = self.block(piece, k, v, k_at)
             g = self.job.kernel.backward(block, dout, dlse, out, lse, dbias is not None)
             dq[:, :, q0:q1] += g.q
-            dk[:, :, k0:k1] += g.k
-            dv[:, :, k0:k1] += g.v
             if dbias is not None and g.bias is not None:
                 self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
+            dk_, dv_ = g.k, g.v
+            del g  # dq and dbias are added: make room before more comes
+            dk, dv = keys()
+            dk[:, :, k0:k1] += dk_
+            dv[:, :, k0:k1] += dv_
 
     def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
         """Add the gradient of some rows' scores with the keys at ``k_at``."""
@@ -253,6 +260,7 @@ def forward(
     workers = locals_of(job, q, bias)
     kv = torch.cat([k, v], -1) if plan.parcels else None  # one transfer for both
     travel = None if kv is None else _Travel(job, kv)
+    del kv  # held by the parcels until they have left
     for step in range(plan.steps + 1):
         if travel is not None:
             travel.post(step)
@@ -283,6 +291,7 @@ def backward(
     workers = locals_of(job, q, bias)
     kv = torch.cat([k, v], -1) if plan.parcels else None
     travel = None if kv is None else _Travel(job, kv)
+    del kv  # held by the parcels until they have left
     stops: dict[int, Callable[[], Tensor]] = {}
     homes: list[tuple[Parcel, Callable[[], Tensor]]] = []
     for step in range(plan.steps + 2 if plan.parcels else 1):
@@ -291,32 +300,51 @@ def backward(
         came, homes = homes, []
         if step == 0:
             for i, local, view in workers:
-                at, mine = positions(plan.k_runs[i], q.device), view(dkv)
-                sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
-                local.attend_back(plan.own(i), view(k), view(v), at, viewed(given, view), sums)
+                at, mine = positions(plan.k_runs[i], q.device), (view(dkv)[..., :d], view(dkv)[..., d:])
+                local.attend_back(
+                    plan.own(i), view(k), view(v), at, viewed(given, view), view(dq), lambda mine=mine: mine,
+                    None if dbias is None else view(dbias),
+                )  # fmt: skip
         for n, parcel in enumerate(plan.parcels):
             if step < 1 or step > len(parcel.at) or travel is None:
                 continue
-            block = travel.held[n, step]
-            part = torch.zeros_like(block, dtype=dtype, memory_format=torch.contiguous_format)
+            part = _Part(travel.held[n, step], dtype, stops.pop(n, None))
             for i, local, view in workers:
                 owner, calls = plan.calls(parcel, step, i)
                 if calls:
                     at = positions(plan.k_runs[owner], q.device)[parcel.lo : parcel.hi]
-                    kv_, mine = view(block), view(part)
-                    sums = view(dq), mine[..., :d], mine[..., d:], None if dbias is None else view(dbias)
-                    local.attend_back(calls, kv_[..., :d], kv_[..., d:], at, viewed(given, view), sums)
-            if n in stops:
-                part += stops.pop(n)()
+                    block = view(travel.held[n, step])
+                    local.attend_back(
+                        calls, block[..., :d], block[..., d:], at, viewed(given, view), view(dq),
+                        lambda view=view, part=part: (view(part())[..., :d], view(part())[..., d:]),
+                        None if dbias is None else view(dbias),
+                    )  # fmt: skip
             if pairs := parcel.stops(step + 1):
-                stops[n] = send(job, part, pairs)
+                stops[n] = send(job, part(), pairs)
             if pairs := parcel.homes(step + 1):
-                homes.append((parcel, send(job, part, pairs)))
+                homes.append((parcel, send(job, part(), pairs)))
+            del part
         for parcel, wait in came:
             dkv[..., parcel.lo : parcel.hi, :] += wait()
         if travel is not None and step < plan.steps:
             travel.arrive(step + 1)
     return dq, dkv[..., :d], dkv[..., d:], dbias
+
+
+class _Part:
+    """The gradient of a parcel so far: what comes from its last stop, or zeros; waited for when first asked for."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, came: Callable[[], Tensor] | None) -> None:
+        self.like, self.dtype, self.came = like, dtype, came
+        self.sum: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self.sum is None and self.came is None:
+            self.sum = torch.zeros_like(self.like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        elif self.sum is None and self.came is not None:
+            self.sum, self.came = self.came(), None
+        assert self.sum is not None
+        return self.sum
 
 
 def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:

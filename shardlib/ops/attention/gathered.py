@@ -91,9 +91,11 @@ def backward(
             for owner in range(plan.p):
                 block, grad = view(kv)[owner], view(dkv)[owner]
                 calls = pieces(plan.q_runs[i], plan.k_runs[owner], plan.mask)
-                sums = mine[0], grad[..., :d], grad[..., d:], mine[1]
-                at = positions(plan.k_runs[owner], q.device)
-                part.attend_back(calls, block[..., :d], block[..., d:], at, (dout, dlse, out, lse), sums)  # type: ignore[arg-type]
+                at, his = positions(plan.k_runs[owner], q.device), (dout, dlse, out, lse)
+                part.attend_back(
+                    calls, block[..., :d], block[..., d:], at, his, mine[0],  # type: ignore[arg-type]
+                    lambda grad=grad: (grad[..., :d], grad[..., d:]), mine[1],
+                )  # fmt: skip
         with bind(job.mesh):
             grads.append(unwrap(psum_scatter(wrap(dkv, job.mesh), job.axes, 0).squeeze(0)))
     dkv = torch.cat(grads, -3)
@@ -150,7 +152,16 @@ def canonical_backward(
             for a in _tiles(mine, s, plan.number):
                 for b in _tiles(theirs, t, plan.number):
                     calls = _moved(pieces((a,), (b,), plan.mask), a, b)
-                    every.attend_back(calls, keys, values, k_at, viewed(rows, view), (*sums, None))  # type: ignore[arg-type]
+                    grads = sums[1], sums[2]
+                    every.attend_back(
+                        calls,
+                        keys,
+                        values,
+                        k_at,
+                        viewed(rows, view),
+                        sums[0],
+                        lambda grads=grads: grads,  # type: ignore[arg-type]
+                    )
             if mine is plan.q_runs[i]:
                 at = positions(plan.q_runs[i], q.device)
                 view(dq)[:, :, : len(at)] = sums[0][:, :, at]

@@ -91,9 +91,8 @@ def backward(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     workers = locals_of(job, q)
     for i, local, view in workers:
-        sums = view(dq), view(dk), view(dv), None
-        at = positions(plan.k_runs[i], q.device)
-        local.attend_back(plan.own(i), view(k), view(v), at, viewed(given, view), sums)
+        at, keys = positions(plan.k_runs[i], q.device), (view(dk), view(dv))
+        local.attend_back(plan.own(i), view(k), view(v), at, viewed(given, view), view(dq), lambda keys=keys: keys)
     rows = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
     guests, before = _Guests(job, torch.cat([q, dout, out], -1), rows), None
     for step, (guest, numbers) in guests:
@@ -104,8 +103,8 @@ def backward(
             visitor = Local(job, local.coord, mine[..., :d], positions(plan.q_runs[owner], q.device), None)
             his = (mine[..., d : d + e], None if dlse is None else view(numbers)[..., 1], mine[..., d + e :],
                    view(numbers)[..., 0])  # fmt: skip
-            sums = view(part), view(dk), view(dv), None
-            visitor.attend_back(calls, view(k), view(v), positions(plan.k_runs[i], q.device), his, sums)
+            at, keys = positions(plan.k_runs[i], q.device), (view(dk), view(dv))
+            visitor.attend_back(calls, view(k), view(v), at, his, view(part), lambda keys=keys: keys)
         if before is not None:
             part += before()
         before = guests.onward(step, part)
