@@ -101,3 +101,15 @@ def _losses(demo: Any, args: Any) -> list[float]:
         params = sl.apply_updates(params, updates)
         out.append(loss.item())
     return out
+
+
+def test_four_processes_hold_what_one_cannot() -> None:
+    """Under one cap: the allocator stops a single process, and the ring of four trains as the dense module does."""
+    from examples.long_sequence import train
+
+    length, shape = 8192, (1, 32)
+    (alone,) = sl.launch(train, length, length, 1, 24.0, *shape, s=1)
+    assert alone == "out of memory"
+    ring = sl.launch(train, length, length, 1, 24.0, *shape, s=4)[0]
+    (dense,) = sl.launch(train, length, length, 1, None, *shape, s=1)
+    assert isinstance(ring, list) and abs(ring[0] - dense[0]) < 1e-5

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import axis_index, pmax, psum, unwrap, wrap
+from shardlib.collectives import axis_index, axis_size, pmax, psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
@@ -43,8 +43,8 @@ class _RowLoss(torch.autograd.Function):
         with bind(mesh):
             x, t = wrap(logits, mesh), wrap(target, mesh)
             x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-            padding = _padding(x, axes, classes)
-            x = x.masked_fill(padding, float("-inf"))
+            padded = classes != x.shape[-1] * (axis_size(axes) if axes else 1)
+            x = x.masked_fill(_padding(x, axes, classes), float("-inf")) if padded else x
             ignored = t == ignore
             here = t - (axis_index(axes) * x.shape[-1] if axes else 0)
             outside = (here < 0) | (here >= x.shape[-1]) | ignored
@@ -52,14 +52,17 @@ class _RowLoss(torch.autograd.Function):
             top = x.amax(-1)
             top = pmax(top, axes) if axes else top
             shifted = x - top.unsqueeze(-1)
-            exp = shifted.exp()
             picked = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-            sums = torch.stack([exp.sum(-1), picked, shifted.masked_fill(padding, 0).sum(-1)], -1)
+            flat = torch.zeros_like(top)
+            if smooth:
+                flat = (shifted.masked_fill(_padding(x, axes, classes), 0) if padded else shifted).sum(-1)
+            exp = shifted.exp_()  # in place: logits are the largest tensors of all
+            sums = torch.stack([exp.sum(-1), picked, flat], -1)
             sums = psum(sums, axes) if axes else sums
             lse = sums[..., 0].log()
             loss = lse - (1 - smooth) * sums[..., 1] - smooth / classes * sums[..., 2]
-            softmax = exp / sums[..., 0:1]
-            ctx.save_for_backward(*(unwrap(t) for t in (softmax, here, outside, ignored)))
+            exp /= sums[..., 0:1]
+            ctx.save_for_backward(*(unwrap(t) for t in (exp, here, outside, ignored)))
             ctx.dtype = logits.dtype
             return unwrap(loss.masked_fill(ignored, 0))
 
@@ -70,9 +73,11 @@ class _RowLoss(torch.autograd.Function):
         with bind(mesh):
             softmax, here, outside, ignored = (wrap(t, mesh) for t in ctx.saved_tensors)
             g = wrap(grads[0], mesh).masked_fill(ignored, 0).unsqueeze(-1)
-            hot = (~outside).unsqueeze(-1).to(softmax.dtype) * (smooth - 1)
-            flat = (softmax - smooth / classes).masked_fill(_padding(softmax, axes, classes), 0)
-            dx = torch.scatter_add(flat, -1, here.unsqueeze(-1), hot) * g
+            hot = (~outside).unsqueeze(-1).to(softmax.dtype) * (smooth - 1) * g
+            dx = softmax * g
+            if smooth:
+                dx -= (g * (smooth / classes)).masked_fill(_padding(softmax, axes, classes), 0)
+            unwrap(dx).scatter_add_(-1, unwrap(here).unsqueeze(-1), unwrap(hot))
             return unwrap(dx.to(ctx.dtype)), None, None, None, None, None, None
 
 
