@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
+from shardlib.live import Live
 from shardlib.mesh import record
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
@@ -53,6 +54,7 @@ class Explanation:
 
     ``rows``    in the order they run.
     ``bytes``   received per rank, forward and backward; ``messages`` likewise.
+    ``peak``    bytes alive at the most beside the parameters: what is saved for backward, temporaries, gradients.
     ``bound``   the least bytes that any algorithm must receive for the forward products, each alone
                 (Al Daas et al., SPAA 2022), and ``products`` what is received for them here.
     """
@@ -60,6 +62,7 @@ class Explanation:
     rows: list[Row]
     mesh: Mapping[str, int]
     parameters: int
+    peak: int
 
     @property
     def forward(self) -> Trace:
@@ -103,6 +106,7 @@ class Explanation:
             moved += f", temporaries {_size(row.memory)}" if row.memory else ""
             lines.append(moved + (f", {row.rule}" + (f": {row.note}" if row.note else "") if row.rule else ""))
         lines.append(f"parameters  {_size(self.parameters)}")
+        lines.append(f"peak        {_size(self.peak)} beside them")
         for name, t in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name:<11} {_size(t.bytes)} in {t.messages} messages")
         if self.bound:
@@ -146,12 +150,13 @@ def explain(
         both: Any = (tuple(args), kwargs)
         given = optree.tree_map(lambda x: _on_paper(x, paper), both, none_is_leaf=True)
         watch = _Watch(t, paper.size, backward)
-        with _watched(watch):
-            out = apply(ours, *given[0], **given[1])
-        if backward:
-            watch.back(out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)])  # type: ignore[arg-type]
+        with Live() as live:
+            with _watched(watch):
+                out = apply(ours, *given[0], **given[1])
+            if backward:
+                watch.back(out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)])  # type: ignore[arg-type]
     held = sum(x.raw.numel() * x.raw.element_size() for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor))  # type: ignore[arg-type]
-    return Explanation(watch.rows, sizes, held)
+    return Explanation(watch.rows, sizes, held, live.peak)
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "shardlib"
 ORDER = [  # each may import from those before it
     "errors",
     "_compat",
+    "live",
     "mesh",
     "layouts",
     "collectives",
@@ -21,6 +22,7 @@ ORDER = [  # each may import from those before it
     "border",
     "placing",
     "shard_map",
+    "sequence",
     "ops.registry",
     "ops.elementwise",
     "ops.reduce",

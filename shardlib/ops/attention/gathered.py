@@ -7,6 +7,8 @@
 Source: Llama 3, arXiv 2407.21783, section 3.3.2 (all-gather context parallelism).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,7 +143,7 @@ def canonical_backward(
     (q, k, v), plan, dtype = saved, job.plan, wide(saved[0].dtype)
     dout, dlse, out, lse = given
     qs, ks, vs = whole(job, q, plan.q_runs), whole(job, k, plan.k_runs), whole(job, v, plan.k_runs)
-    rows = tuple(None if x is None else whole(job, x, plan.q_runs) for x in (dout, dlse, out, lse))
+    rows: Any = tuple(None if x is None else whole(job, x, plan.q_runs) for x in (dout, dlse, out, lse))
     s, t = qs.shape[-2], ks.shape[-2]
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     for i, local, view in locals_of(job, q):

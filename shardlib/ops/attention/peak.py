@@ -4,13 +4,12 @@ The executor itself runs, on the meta device, as one rank of a ring of any size;
 makes counts from when it is made until it is freed.  What kernels allocate inside does not show.
 """
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib._compat import DispatchMode
+from shardlib.live import Live
 from shardlib.mesh import Mesh
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import pick
@@ -18,7 +17,7 @@ from shardlib.ops.attention.masks import At, Full
 from shardlib.ops.attention.op import _ENGINES
 from shardlib.ops.attention.plan import Plan, Sizes
 
-__all__ = ["Live", "Peak", "peak"]
+__all__ = ["Peak", "peak"]
 
 
 class Peak(NamedTuple):
@@ -31,54 +30,6 @@ class Peak(NamedTuple):
     forward: int
     backward: int
     saved: int
-
-
-class Live(DispatchMode):  # type: ignore[misc, valid-type]
-    """Bytes of storages made while it is open and still alive, and their peak; tables of integers aside.
-
-    >>> with Live() as live:
-    ...     x = torch.empty(4)
-    ...     y = torch.cat([x, x])
-    ...     del x
-    >>> live.now, live.peak
-    (32, 48)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in _tensors((args, kwargs or {})):
-            self._note(x, new=False)
-        out = func(*args, **(kwargs or {}))
-        for x in _tensors(out):
-            self._note(x, new=True)
-        return out
-
-    def _note(self, x: Tensor, new: bool) -> None:
-        storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        table = x.ndim == 1 and x.dtype == torch.int64  # of positions or rows: made once, and kept
-        nbytes = storage.nbytes() if new and not table else 0
-        self.known[key] = weakref.finalize(storage, self._free, key, nbytes)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int, nbytes: int) -> None:
-        self.known.pop(key, None)
-        self.now -= nbytes
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return [x for item in tree for x in _tensors(item)] if isinstance(tree, tuple | list) else []
 
 
 def peak(plan: Plan, sizes: Sizes, dtype: torch.dtype, rank: int = 0) -> Peak:
@@ -121,7 +72,7 @@ def _job(plan: Plan, z: Sizes, dtype: torch.dtype, rank: int) -> Job:
     mesh = Mesh({"outer": outer, "inner": plan.p // outer}, kind="record", device="meta")
     mesh.coord = dict(zip(("outer", "inner"), divmod(rank, plan.p // outer), strict=True))
     at = At(torch.arange(z.b), torch.arange(z.h))
-    lengths = (sum(run.length for runs in share for run in runs) for share in (plan.q_runs, plan.k_runs))
+    s, t = (sum(run.length for runs in share for run in runs) for share in (plan.q_runs, plan.k_runs))
     q, _, v = _blocks(z, dtype)
     kernel = pick(q, v, plan.mask.biased or not isinstance(plan.mask, Full), False)
-    return Job(mesh, ("outer", "inner"), plan, plan.mask, z.d**-0.5, kernel, lambda _: at, (z.h, *lengths))
+    return Job(mesh, ("outer", "inner"), plan, plan.mask, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

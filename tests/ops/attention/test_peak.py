@@ -8,13 +8,14 @@ import torch
 import shardlib as sl
 from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
+from shardlib.live import Live
 from shardlib.mesh import as_mesh, bind
 from shardlib.ops.attention import plan as plans
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At
 from shardlib.ops.attention.op import _ENGINES, _planned, attention_case
-from shardlib.ops.attention.peak import Live, peak
+from shardlib.ops.attention.peak import peak
 
 CASES = [
     ("contiguous", "ring", False), ("zigzag", "ring", True), ("zigzag", "ring_bidirectional", True),
