@@ -196,9 +196,6 @@ def _four(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias[(None,) * (4 - bias.ndim)]
 
 
-_NO_SEED = torch.zeros(2, dtype=torch.int64)
-
-
 def _flash_forward(b: Block) -> tuple[Tensor, Tensor]:
     assert _FLASH is not None
     return _FLASH(b.q, b.k, b.v, 0.0, b.causal, scale=b.scale)[:2]
@@ -206,7 +203,7 @@ def _flash_forward(b: Block) -> tuple[Tensor, Tensor]:
 
 def _flash_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
     assert _FLASH_BACK is not None
-    seed = _NO_SEED.to(b.q.device)
+    seed = torch.zeros(2, dtype=torch.int64, device=b.q.device)
     m, n = b.q.shape[2], b.k.shape[2]
     return Grads(
         *_FLASH_BACK(dout, b.q, b.k, b.v, out, _finite(lse), None, None, m, n, 0.0, b.causal, seed, seed, scale=b.scale)
