@@ -37,6 +37,8 @@ bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.overhead
 	$(PY) -m benchmarks.matmul
 	$(PY) -m benchmarks.family
+	$(PY) -m benchmarks.attention
+	$(PY) -m benchmarks.sequence_paper
 
 clean:
 	rm -rf $(VENV) out

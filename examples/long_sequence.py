@@ -48,7 +48,7 @@ def together(c: GPTConfig, lr: float) -> Step:
     """The same step with the sequence split over the mesh axis s; so are the position embeddings."""
     model = GPT(c)
     ring = sl.recipes.ring(model)
-    rules = [("wpe.weight", "s ."), *ring]
+    rules: Any = [("wpe.weight", "s ."), *ring]
     apply, params = sl.parallelize(model, rules, inputs={"idx": ring.tokens, "targets": ring.labels})
     tx = sl.adamw(lr, weight_decay=0.0)
     state, gradient = tx.init(params), sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets))

@@ -3,6 +3,7 @@
     python -m examples.train_gpt                              8 local processes, data=2 x=2 y=2
     python -m examples.train_gpt --mesh data=1,x=2,y=2        4 local processes
     python -m examples.train_gpt --mesh x=2,y=2,z=2 --recipe cube3d
+    python -m examples.train_gpt --mesh data=2,s=4 --recipe ring
     torchrun --nproc-per-node 8 -m examples.train_gpt
 
 Then the same steps run in one process without shardlib's layouts, and both curves are compared.
@@ -31,7 +32,7 @@ Report = dict[str, Any]
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--mesh", default="data=2,x=2,y=2", help="axis sizes, as data=2,x=2,y=2")
-    p.add_argument("--recipe", default="optimus2d", choices=["megatron1d", "optimus2d", "tesseract", "cube3d"])
+    p.add_argument("--recipe", default="optimus2d", choices=["megatron1d", "optimus2d", "tesseract", "cube3d", "ring"])
     p.add_argument("--corpus", default="topics", help="topics, stdlib, or a file")
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--batch", type=int, default=16)

@@ -42,6 +42,7 @@ from shardlib.layouts import (
 from shardlib.mesh import Link, Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
 from shardlib.ops.attention import (
     ALiBi,
+    Bias,
     Causal,
     Documents,
     Full,
@@ -83,7 +84,7 @@ from shardlib.visualize import draw, visualize
 __version__ = "0.1.0"
 
 __all__ = [
-    "ALiBi", "Causal", "Col", "Cost", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
+    "ALiBi", "Bias", "Causal", "Col", "Cost", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
     "Layout3D", "Link", "Mask", "Match", "Mesh", "Padding", "Partial", "Prefix", "Replicated", "ReshardPlan", "Ring",
     "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
     "all_to_all", "apply_updates", "attention_plan", "axis_index", "axis_size", "chain", "choose",

@@ -20,6 +20,7 @@ from shardlib.collectives.api import (
     pvary,
     shift,
     start,
+    start_ppermutes,
     unwrap,
     wrap,
 )
@@ -29,5 +30,5 @@ from shardlib.collectives.stacked import Stacked
 __all__ = [
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
     "each_rank", "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice",
-    "psum", "psum_scatter", "pvary", "shift", "start", "trace", "unwrap", "wrap",
+    "psum", "psum_scatter", "pvary", "shift", "start", "start_ppermutes", "trace", "unwrap", "wrap",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from shardlib.mesh import _SCOPE, Mesh, current_mesh
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "each_rank", "pbroadcast", "pick", "pmax",
     "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start",
-    "unwrap", "wrap",
+    "start_ppermutes", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -395,6 +395,22 @@ class Pending:
             raise ShardError("this transfer was waited for already", op="wait", fix="y = pending.wait()  # once")
         out, self._finish = self._finish(), None
         return out
+
+
+def start_ppermutes(xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]) -> list[Pending]:
+    """Post several ppermutes as one call: a batch of sends and receives that cannot wait for each other.
+
+    Each counts as its own; as with ``start``, for code that writes its own gradient.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or _SCOPE.mesh or current_mesh()
+    if mesh.kind != "dist" or mesh.axis_size(axes) == 1:
+        return [start(ppermute, x, axis, perm) for x, perm in zip(xs, perms, strict=True)]
+    tables = [_pairs(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
+    if OPEN:
+        for x, pairs in zip(xs, tables, strict=True):
+            _note("ppermute", x, mesh, axes, (pairs,))
+    return [Pending(finish) for finish in dist.ppermutes(xs, mesh, axes, tables)]
 
 
 _POSTABLE: dict[Callable[..., Tensor], Callable[..., tuple[str, tuple]]] = {  # the same checks as the synchronous form

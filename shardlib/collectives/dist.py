@@ -179,31 +179,44 @@ def place(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
 
 
 def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Finish:
+    return ppermutes([x], mesh, axes, [pairs])[0]
+
+
+def ppermutes(
+    xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], tables: Sequence[Sequence[tuple[int, int]]]
+) -> list[Finish]:
+    """Several at once: on NCCL one group call, on gloo every receive posted before any send."""
     g = group(mesh, axes)
-    tag = next(g.turns)  # also on ranks that take no part
-    source = next((s for s, d in pairs if d == g.index), None)
-    target = next((d for s, d in pairs if s == g.index), None)
-    if source == g.index:
-        return x.clone
-    x = x.contiguous()
-    out = torch.zeros_like(x) if source is None else torch.empty_like(x)
-    posts = []
-    if source is not None:
-        posts.append((dist.irecv, out, source))
-    if target is not None:
-        posts.append((dist.isend, x, target))
+    receives, sends, outs = [], [], []
+    for n, (x, pairs) in enumerate(zip(xs, tables, strict=True)):
+        tag = next(g.turns)  # also on ranks that take no part
+        source = next((s for s, d in pairs if d == g.index), None)
+        target = next((d for s, d in pairs if s == g.index), None)
+        if source == g.index:
+            outs.append(x.clone())
+            continue
+        x = x.contiguous()
+        outs.append(torch.zeros_like(x) if source is None else torch.empty_like(x))
+        if source is not None:
+            receives.append((n, dist.irecv, outs[-1], source, tag))
+        if target is not None:
+            sends.append((n, dist.isend, x, target, tag))
+    posts = [*receives, *sends]
+    works: list[tuple[int, Any]] = []
     if g.native:
-        ops = [dist.P2POp(f, t, g.ranks[peer], group=g.handle) for f, t, peer in posts]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        ops = [dist.P2POp(f, t, g.ranks[peer], group=g.handle) for _, f, t, peer, _ in posts]
+        together = dist.batch_isend_irecv(ops) if ops else []
+        works = [(n, work) for n in range(len(xs)) for work in together]
     else:
-        works = [_SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag) for f, t, peer in posts]
+        works = [(n, _SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag)) for n, f, t, peer, tag in posts]
 
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
-        return out
+    def finish(n: int) -> Tensor:
+        for of, work in works:
+            if of == n:
+                work.wait()
+        return outs[n]
 
-    return finish
+    return [lambda n=n: finish(n) for n in range(len(xs))]
 
 
 _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGroup.recv}

@@ -3,6 +3,7 @@
 from shardlib.ops.attention.linformer import linformer_attention
 from shardlib.ops.attention.masks import (
     ALiBi,
+    Bias,
     Causal,
     Documents,
     Full,
@@ -15,6 +16,6 @@ from shardlib.ops.attention.masks import MaskMod as mask_mod
 from shardlib.ops.attention.op import attention_plan, ring_attention
 
 __all__ = [
-    "ALiBi", "Causal", "Documents", "Full", "Mask", "Padding", "Prefix", "Window", "attention_plan",
+    "ALiBi", "Bias", "Causal", "Documents", "Full", "Mask", "Padding", "Prefix", "Window", "attention_plan",
     "linformer_attention", "mask_mod", "ring_attention",
 ]  # fmt: skip

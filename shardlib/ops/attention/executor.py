@@ -7,20 +7,20 @@ Storage here is raw (``[ranks, *block]`` under simulate), so that each rank can 
 Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Pending, each_rank, ppermute, start, unwrap, wrap
+from shardlib.collectives import Pending, each_rank, start_ppermutes, unwrap, wrap
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.attention.kernels import Block, Kernel, merge, wide
 from shardlib.ops.attention.masks import At, Mask
 from shardlib.ops.attention.pieces import Piece
-from shardlib.ops.attention.plan import Pairs, Parcel, Plan
+from shardlib.ops.attention.plan import Pairs, Plan
 from shardlib.ops.dropout import keep_mask
 
 __all__ = [
@@ -199,31 +199,37 @@ class _Travel:
     def __init__(self, job: Job, kv: Tensor) -> None:
         self.job, self.parcels = job, job.plan.parcels
         self.held = {(n, 0): kv.narrow(-2, p.lo, p.hi - p.lo) for n, p in enumerate(self.parcels)}
-        self.coming: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self.coming: dict[tuple[str, tuple[int, int]], Callable[[], Tensor]] = {}
 
-    def post(self, step: int) -> None:
-        """Send on what is held at ``step``."""
+    def leaving(self, step: int) -> list["Leaving"]:
+        """What is sent on of what is held at ``step``."""
+        out: list[Leaving] = []
         for n, parcel in enumerate(self.parcels):
             for later, since in enumerate(parcel.since, 1):
                 if since == step:
                     self.held[n, step] = self.held[n, step].contiguous()
-                    self.coming[n, later] = send(self.job, self.held[n, step], parcel.hops(later))
+                    out.append(("keys", (n, later), self.held[n, step], parcel.hops(later)))
+        return out
 
     def arrive(self, step: int) -> None:
         """Wait for what arrives at ``step``."""
         for n, parcel in enumerate(self.parcels):
             self.held.pop((n, step - 1), None)
             if step <= len(parcel.at):
-                self.held[n, step] = self.coming.pop((n, step))()
+                self.held[n, step] = self.coming.pop(("keys", (n, step)))()
 
 
-def send(job: Job, raw: Tensor, pairs: Pairs) -> Callable[[], Tensor]:
-    """Post a transfer; call the result to wait for what comes (zeros where nothing does)."""
-    if not pairs:
-        return lambda: torch.zeros_like(raw)
+Leaving = tuple[str, tuple[int, int], Tensor, Pairs]
+"""(what it is, which, the storage that is sent, from whom to whom)"""
+
+
+def send(job: Job, leaving: Sequence[Leaving]) -> dict[tuple[str, tuple[int, int]], Callable[[], Tensor]]:
+    """Post transfers as one call; call a result to wait for what comes (zeros where nothing does)."""
+    moving = [item for item in leaving if item[3]]
     with bind(job.mesh):
-        pending = start(ppermute, wrap(raw, job.mesh), job.axes, pairs)
-    return _Sent(pending, raw)
+        blocks = [wrap(raw, job.mesh) for _, _, raw, _ in moving]
+        pending = start_ppermutes(blocks, job.axes, [pairs for *_, pairs in moving]) if moving else []
+    return {(what, key): _Sent(p, raw) for (what, key, raw, _), p in zip(moving, pending, strict=True)}
 
 
 class _Sent:
@@ -263,7 +269,7 @@ def forward(
     del kv  # held by the parcels until they have left
     for step in range(plan.steps + 1):
         if travel is not None:
-            travel.post(step)
+            travel.coming |= send(job, travel.leaving(step))
         for i, local, view in workers:
             if step == 0:
                 at = positions(plan.k_runs[i], q.device)
@@ -292,12 +298,13 @@ def backward(
     kv = torch.cat([k, v], -1) if plan.parcels else None
     travel = None if kv is None else _Travel(job, kv)
     del kv  # held by the parcels until they have left
-    stops: dict[int, Callable[[], Tensor]] = {}
-    homes: list[tuple[Parcel, Callable[[], Tensor]]] = []
+    gradients: list[Leaving] = []  # that leave with the next step's keys, in one call
     for step in range(plan.steps + 2 if plan.parcels else 1):
-        if travel is not None and step <= plan.steps:
-            travel.post(step)
-        came, homes = homes, []
+        leaving = travel.leaving(step) if travel is not None and step <= plan.steps else []
+        coming = send(job, [*leaving, *gradients])
+        gradients = []
+        if travel is not None:
+            travel.coming |= {key: wait for key, wait in coming.items() if key[0] == "keys"}
         if step == 0:
             for i, local, view in workers:
                 at, mine = positions(plan.k_runs[i], q.device), (view(dkv)[..., :d], view(dkv)[..., d:])
@@ -308,7 +315,7 @@ def backward(
         for n, parcel in enumerate(plan.parcels):
             if step < 1 or step > len(parcel.at) or travel is None:
                 continue
-            part = _Part(travel.held[n, step], dtype, stops.pop(n, None))
+            part = _Part(travel.held[n, step], dtype, coming.pop(("stop", (n, step)), None))
             for i, local, view in workers:
                 owner, calls = plan.calls(parcel, step, i)
                 if calls:
@@ -319,13 +326,15 @@ def backward(
                         lambda view=view, part=part: (view(part())[..., :d], view(part())[..., d:]),
                         None if dbias is None else view(dbias),
                     )  # fmt: skip
-            if pairs := parcel.stops(step + 1):
-                stops[n] = send(job, part(), pairs)
-            if pairs := parcel.homes(step + 1):
-                homes.append((parcel, send(job, part(), pairs)))
+            gradients += [
+                (what, (n, step + 1), part(), pairs)
+                for what, pairs in (("stop", parcel.stops(step + 1)), ("home", parcel.homes(step + 1)))
+                if pairs
+            ]
             del part
-        for parcel, wait in came:
-            dkv[..., parcel.lo : parcel.hi, :] += wait()
+        for n, parcel in enumerate(plan.parcels):
+            if wait := coming.pop(("home", (n, step)), None):
+                dkv[..., parcel.lo : parcel.hi, :] += wait()
         if travel is not None and step < plan.steps:
             travel.arrive(step + 1)
     return dq, dkv[..., :d], dkv[..., d:], dbias

@@ -18,7 +18,7 @@ from shardlib.errors import ShardError
 from shardlib.layouts.orders import Run
 
 __all__ = [
-    "ALiBi", "At", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
+    "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
 ]  # fmt: skip
 
 
@@ -293,6 +293,45 @@ class ALiBi(Mask):
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.slopes) != heads:
             raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"sl.ALiBi([0.5] * {heads})")
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Mask):
+    """Adds a constant [.., s, t] to the scores, broadcast over batch and heads; a learned one is ``bias=``.
+
+    >>> Bias(torch.zeros(3, 3)).scores(torch.tensor([2]), torch.arange(3), None).shape
+    torch.Size([1, 3])
+    """
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if self.values.requires_grad:
+            raise ShardError(
+                "a mask is a constant, and this bias asks for a gradient",
+                op="Bias",
+                fix="sl.ring_attention(q, k, v, bias=bias)",
+            )
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+    def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
+        out = self.values
+        if out.ndim > 3 and out.shape[-4] > 1:
+            out = out[at.batch]
+        if out.ndim > 2 and out.shape[-3] > 1:
+            out = out.index_select(-3, at.heads)
+        return out.index_select(-2, q.to(out.device)).index_select(-1, k.to(out.device))
+
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+        shape = self.values.shape
+        lead = zip(reversed(shape[:-2]), (heads, batch), strict=False)
+        if not 2 <= len(shape) <= 4 or shape[-2:] != (q, k) or any(n not in (1, want) for n, want in lead):
+            raise _misfit(
+                self, f"a bias {list(shape)} for scores {[batch, heads, q, k]}", f"sl.Bias(torch.zeros({q}, {k}))"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,16 @@ class _Guests:
         """(step, the blocks that came) of every stop."""
         for parcel in self.route:
             for step in range(1, len(parcel.at) + 1):
-                coming = [send(self.job, x, parcel.hops(step)) for x in self.now]
-                self.now = [wait() for wait in coming]
+                leaving = [("guest", (n, step), x, parcel.hops(step)) for n, x in enumerate(self.now)]
+                coming = send(self.job, leaving)
+                self.now = [coming["guest", (n, step)]() for n in range(len(self.now))]
                 yield step, self.now
 
     def onward(self, step: int, sums: Tensor) -> Callable[[], Tensor]:
         """Send sums to the queries' next stop, or home from the last."""
         (parcel,) = self.route
-        return send(self.job, sums, parcel.stops(step + 1) or parcel.homes(step + 1))
+        pairs = parcel.stops(step + 1) or parcel.homes(step + 1)
+        return send(self.job, [("sums", (0, step), sums, pairs)])["sums", (0, step)]
 
     def calls(self, step: int, rank: int) -> tuple[int, tuple[Piece, ...]]:
         owner, plan = self.route[0].owner(step, rank), self.job.plan

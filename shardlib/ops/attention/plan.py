@@ -92,7 +92,7 @@ class Parcel:
         return tuple(out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Steps, transfers and kernel calls of one attention over p ranks.
 
@@ -103,8 +103,10 @@ class Plan:
     >>> zigzag = dealt("zigzag", 64, 4)
     >>> full, less = ring(zigzag, zigzag, Causal()), both_ways(zigzag, zigzag, Causal())
     >>> sizes = Sizes(1, 8, 8, 16, 16, 32, 32, 4, 4)
-    >>> full.steps, less.forward(sizes).bytes / full.forward(sizes).bytes
-    (3, Fraction(3, 4))
+    >>> full.steps, less.forward(sizes).bytes / full.forward(sizes).bytes, set(full.flops(sizes))
+    (3, Fraction(3, 4), {532480})
+    >>> full
+    Plan(ring of 4 ranks, 3 steps, 4.0 kernel calls per rank)
     """
 
     algorithm: str
@@ -125,6 +127,20 @@ class Plan:
     def steps(self) -> int:
         """Steps after the own block."""
         return max((len(parcel.at) for parcel in self.parcels), default=0)
+
+    def __repr__(self) -> str:
+        calls = sum(len(self.own(r)) for r in range(self.p)) if self.engine == "routes" else 0
+        calls += sum(len(self.calls(m, t, r)[1]) for m, t in self._stops() for r in range(self.p)) if calls else 0
+        text = f"Plan({self.algorithm} of {self.p} ranks, {self.steps} steps"
+        return text + (f", {calls / self.p:.1f} kernel calls per rank)" if calls else ")")
+
+    def _stops(self) -> list[tuple[Parcel, int]]:
+        return [(m, t) for m in self.parcels for t in range(1, len(m.at) + 1)] if self.engine == "routes" else []
+
+    def flops(self, sizes: Sizes) -> tuple[int, ...]:
+        """Per rank, of the forward pass; the backward pass takes five products for these two."""
+        per_score = sizes.b * sizes.h * 2 * (sizes.d + sizes.e)
+        return tuple(sum(areas) * per_score for areas in zip(*self.areas(), strict=True))
 
     def own(self, rank: int) -> tuple[Piece, ...]:
         """The kernel calls on the rank's own keys."""

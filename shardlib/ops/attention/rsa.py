@@ -22,9 +22,10 @@ def _round(job: Job, x: Tensor):
     """Every rank's block once: (step, block), the next one under way."""
     parcels = job.plan.parcels
     for step in range(job.plan.p if parcels else 1):
-        coming = send(job, x, parcels[0].hops(step + 1)) if parcels and step < job.plan.p - 1 else None
+        pairs = parcels[0].hops(step + 1) if parcels and step < job.plan.p - 1 else ()
+        coming = send(job, [("block", (0, step), x, pairs)])
         yield step, x
-        x = coming() if coming is not None else x
+        x = coming["block", (0, step)]() if coming else x
 
 
 def _owner(job: Job, step: int, rank: int) -> int:

@@ -16,7 +16,7 @@ from shardlib.ops.attention.op import _planned, attention_case
 from tests.ops.attention.dense import attention
 from tests.ops.attention.test_pieces import masks
 
-ALGORITHMS = ["ring", "ring_bidirectional", "double_ring(2)", "allgather", "allgather(1)", "ulysses", "usp", "pass_q",
+ALGORITHMS = ["ring", "ring_bidirectional", "double_ring", "allgather", "allgather(1)", "ulysses", "usp", "pass_q",
               "rsa", "canonical(8)", "auto"]  # fmt: skip
 SCHEDULES = ["contiguous", "zigzag", "striped", "documents", "runs"]
 
@@ -62,6 +62,8 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     mask = draw(masks(n, None if t == n else t)) if h == 3 or draw(st.booleans()) else Full()
     if draw(st.integers(0, 3)) == 0:
         mask &= sl.ALiBi([0.5 ** (i + 1) for i in range(h)])
+    if draw(st.integers(0, 3)) == 0:
+        mask &= sl.Bias(normal(*draw(st.sampled_from([(), (h,), (1, h), (b, 1)])), n, t, seed=8))
     q, k, v = normal(b, h, n, d, seed=1), normal(b, g, t, d, seed=2), normal(b, g, t, e, seed=3)
     bias = None
     if draw(st.integers(0, 3)) == 0:
@@ -72,8 +74,8 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     lse_too = draw(st.booleans())
     p_drop = draw(st.sampled_from([0.0, 0.0, 0.3]))
     algorithm = draw(st.sampled_from(ALGORITHMS))
-    if algorithm == "double_ring(2)" and p % 2:
-        algorithm = "double_ring(1)"
+    if algorithm == "double_ring":
+        algorithm = f"double_ring({draw(st.sampled_from([i for i in range(1, p + 1) if p % i == 0]))})"
     if algorithm == "usp" and len(mesh) < 2:
         algorithm = "ulysses"
     if bias is not None and algorithm in ("usp", "ulysses", "pass_q", "canonical(8)"):

@@ -31,6 +31,19 @@ def test_local_blocks_say_their_layout() -> None:
         assert gap(sl.unshard(f(*(sl.shard(x, lay) for x in (Q, K, V)))), want) < 1e-12
 
 
+def test_local_keys_may_lie_otherwise_than_queries() -> None:
+    keys = normal(2, 2, 24, 8, seed=5)
+    want, _ = attention(Q, keys, keys, sl.Causal())
+    with sl.simulate(s=4):
+        ours, theirs = Ring("s", 2, "zigzag"), Ring("s", 2, "striped")
+        f = sl.shard_map(
+            lambda q, k: sl.ring_attention(q, k, k, layout=ours, kv_layout=theirs, mask=sl.Causal()),
+            in_layouts=(". . zigzag(s) .", ". . striped(s) ."),
+            out_layouts=". . zigzag(s) .",
+        )
+        assert gap(sl.unshard(f(sl.shard(Q, ours), sl.shard(keys, theirs))), want) < 1e-12
+
+
 def dtensors() -> float:
     mesh: Any = sl.current_mesh().device_mesh
     xs = [sl.to_dtensor(sl.shard(x, ". . s .")).requires_grad_() for x in (Q, K, V)]
