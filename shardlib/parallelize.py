@@ -26,7 +26,7 @@ from shardlib.tensor import ShardedTensor, promoting, replicated
 __all__ = ["Apply", "Rules", "match_rules", "parallelize"]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
-Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str]]
+Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str] | tuple[str, ...]]
 
 
 class Apply:

@@ -6,6 +6,7 @@ what is full without a mask.  ``allowed`` gives the booleans where that is not e
 Masks combine with ``&``: allowed by both.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -202,6 +203,11 @@ class Documents(Mask):
 
     def relation(self, q: Run, k: Run) -> Relation:
         (q_low, q_high), (k_low, k_high) = self._q.range(q), self._k.range(k)
+        if self._q.rising and self._k.rising:  # plain numbers
+            if q_low > k_high or k_low > q_high:
+                return NOTHING
+            return EVERYTHING if q_low == q_high == k_low == k_high else SOMETHING
+        q_low, q_high, k_low, k_high = map(torch.as_tensor, (q_low, q_high, k_low, k_high))
         if bool((q_low > k_high).all() or (k_low > q_high).all()):
             return NOTHING
         same = bool(((q_low == q_high) & (k_low == k_high) & (q_low == k_low)).all())
@@ -234,6 +240,7 @@ class _Numbers:
     numbers: Tensor
     borders: tuple[int, ...]
     value: Any
+    rising: bool = False  # 0, 1, 2, ... between the borders
 
     @staticmethod
     def of(given: Any) -> "_Numbers":
@@ -252,9 +259,12 @@ class _Numbers:
                 fix="sl.Documents((0, 5, 9))",
             )
         lengths = torch.tensor([b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64)
-        return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders)
+        return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True)
 
-    def range(self, run: Run) -> tuple[Tensor, Tensor]:
+    def range(self, run: Run) -> tuple[Any, Any]:
+        """The least and the largest number of a run, per row."""
+        if self.rising:
+            return bisect.bisect_right(self.borders, run.start), bisect.bisect_right(self.borders, run.last)
         held = self.numbers[:, run.start : run.last + 1 : run.stride]
         return held.amin(1), held.amax(1)
 
