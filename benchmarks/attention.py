@@ -24,7 +24,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from shardlib.ops.attention.op import attention_case
+from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.peak import peak
 
 CASES = [  # name, order, causal, algorithm

@@ -1,13 +1,6 @@
-"""``ring_attention`` and the rule for scaled_dot_product_attention where the sequence is split.
+"""``ring_attention``: operands checked, a plan chosen, its engine run under autograd."""
 
-Which plan runs is the registry's choice: every algorithm is a rule for "attention" that answers a
-case (positions, mask, sizes) with a plan and its cost.
-"""
-
-import math
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,150 +11,22 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
-from shardlib.errors import ImplicitCommunication, NoRule, PlainTensor, RankMismatch, ShardError, Unsupported
+from shardlib.errors import ImplicitCommunication, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
-from shardlib.layouts.dims import ring_runs
-from shardlib.layouts.orders import Run
-from shardlib.mesh import Link, Mesh, current_mesh
+from shardlib.mesh import Mesh, current_mesh
 from shardlib.ops.attention import executor, gathered, passq, rsa, twice, ulysses
-from shardlib.ops.attention import plan as plans
+from shardlib.ops.attention.case import attention_case, true_shape
+from shardlib.ops.attention.choose import planned
 from shardlib.ops.attention.executor import Job
-from shardlib.ops.attention.kernels import KERNELS, pick, unfit, wide
+from shardlib.ops.attention.kernels import KERNELS, pick, unfit
 from shardlib.ops.attention.masks import At, Full, Mask, MaskMod
-from shardlib.ops.attention.plan import Plan, Sizes
+from shardlib.ops.attention.plan import Plan
 from shardlib.ops.elementwise import aligned
-from shardlib.ops.registry import Cost, Match, case_of, choose, rule
-from shardlib.ops.registry import algorithm as pinned
-from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, partial_escape, replicated, typeof, vary
+from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, replicated, typeof, vary
 
-__all__ = ["AttentionCase", "attention_plan", "ring_attention"]
+__all__ = ["ENGINES", "attention_plan", "ring_attention"]
 
-_RATE = {"cpu": 3e10, "meta": 3e10, "cuda": 3e14}  # flops per second that compute is priced at
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """Per rank the positions of q and of k, the mask, one rank's sizes; what else is asked for."""
-
-    q_runs: tuple[tuple[Run, ...], ...]
-    k_runs: tuple[tuple[Run, ...], ...]
-    rows: int
-    mask: Mask
-    sizes: Sizes
-    axes: tuple[str, ...]
-    mesh: tuple[tuple[str, int], ...]
-    types: tuple[str, str, str] = ("q", "k", "v")
-    biased: bool = False
-    rate: float = _RATE["cpu"]
-    links: tuple[tuple[str, Link], ...] = ()
-
-    def operands(self) -> dict[str, str]:
-        return {**dict(zip(("q", "k", "v"), self.types, strict=True)), "mask": repr(self.mask)[:200]}
-
-    def fix(self) -> tuple[str, type[NoRule]]:
-        return 'sl.ring_attention(q, k, v, algorithm="ring")', NoRule
-
-
-def _matched(case: AttentionCase, plan: Plan, note: str = "") -> Match:
-    """The plan as a candidate; what hides behind computing is not priced twice."""
-    forward, backward = plan.forward(case.sizes, case.axes), plan.backward(case.sizes, case.axes)
-    links = dict(case.links)
-    slowest = max((links.get(a, Link()) for a in case.axes), key=lambda k: k.beta, default=Link())
-    moved = Cost(
-        forward.bytes + backward.bytes, forward.messages + backward.messages, 0, forward.along + backward.along
-    )
-    hidden = plan.seconds(case.sizes, slowest, case.rate) - moved.seconds(links)
-    forward = Cost(forward.bytes, forward.messages, forward.memory, forward.along, hidden)
-    return Match(Layout(), plan, forward, backward, note)
-
-
-@rule("attention", name="ring")
-def _ring(case: AttentionCase) -> Match | str:
-    return _matched(case, plans.ring(case.q_runs, case.k_runs, case.mask, case.rows))
-
-
-@rule("attention", name="ring_bidirectional")
-def _both_ways(case: AttentionCase) -> Match | str:
-    return _matched(case, plans.both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
-
-
-@rule("attention", name="halo")
-def _halo(case: AttentionCase) -> Match | str:
-    try:
-        return _matched(case, plans.halo(case.q_runs, case.k_runs, case.mask, case.rows))
-    except Unsupported as error:
-        return error.message
-
-
-@rule("attention", name="double_ring")
-def _double_ring(case: AttentionCase, inner: int | None = None) -> Match | str:
-    p = len(case.q_runs)
-    if inner is None:
-        inner = max((i for i in range(2, math.isqrt(p) + 1) if p % i == 0), default=0)
-        if not inner:
-            return f"a ring of {p} has no rings within"
-    return _matched(case, plans.double_ring(case.q_runs, case.k_runs, case.mask, case.rows, inner), f"of {inner}")
-
-
-def _travels(case: AttentionCase) -> str:
-    """Why there is nothing to gather or to swap; "" if there is."""
-    return "" if case.rows or len(case.q_runs) == 1 else "the keys are whole already"
-
-
-@rule("attention", name="allgather")
-def _allgather(case: AttentionCase, heads: int | None = None) -> Match | str:
-    heads = min(case.sizes.g if heads is None else heads, case.sizes.g)
-    if heads < 1:
-        return "at least one head is gathered at a time"
-    return _travels(case) or _matched(case, plans.allgather(case.q_runs, case.k_runs, case.mask, heads))
-
-
-def _swap(case: AttentionCase, inner: int) -> Match | str:
-    if case.biased:
-        return "a bias is held by the rows of its ring, and here rows change places; ALiBi is a mask"
-    z = case.sizes
-    plan = plans.ulysses(case.q_runs, case.k_runs, case.mask, z.g, z.lk, inner)
-    return _travels(case) or _matched(case, plan)
-
-
-@rule("attention", name="ulysses")
-def _ulysses(case: AttentionCase) -> Match | str:
-    return _swap(case, len(case.q_runs))
-
-
-@rule("attention", name="usp")
-def _usp(case: AttentionCase) -> Match | str:
-    sizes = [n for n in (dict(case.mesh)[a] for a in case.axes) if n > 1]
-    if len(sizes) < 2:
-        return "it needs a sequence split over two axes: heads over the inner, a ring over the outer"
-    return _swap(case, sizes[-1])
-
-
-@rule("attention", name="pass_q")
-def _pass_q(case: AttentionCase) -> Match | str:
-    if case.biased:
-        return "a bias is held by the rows of its ring, and here rows travel; ALiBi is a mask"
-    return _travels(case) or _matched(case, plans.pass_q(case.q_runs, case.k_runs, case.mask))
-
-
-@rule("attention", name="rsa")
-def _rsa(case: AttentionCase) -> Match | str:
-    return _travels(case) or _matched(case, plans.rsa(case.q_runs, case.k_runs, case.mask))
-
-
-@rule("attention", name="canonical")
-def _canonical(case: AttentionCase, tile: int = 64) -> Match | str:
-    if case.biased:
-        return "a bias is held by the rows of its ring, and here all rows are gathered; ALiBi is a mask"
-    return _travels(case) or _matched(case, plans.canonical(case.q_runs, case.k_runs, case.mask, tile))
-
-
-_WITH_NUMBER: dict[str, Any] = {
-    "double_ring": _double_ring,
-    "allgather": _allgather,
-    "canonical": _canonical,
-}
-_ENGINES: dict[str, tuple[Any, Any]] = {
+ENGINES: dict[str, tuple[Any, Any]] = {
     "routes": (executor.forward, executor.backward),
     "allgather": (gathered.forward, gathered.backward),
     "canonical": (gathered.canonical_forward, gathered.canonical_backward),
@@ -169,27 +34,6 @@ _ENGINES: dict[str, tuple[Any, Any]] = {
     "passq": (passq.forward, passq.backward),
     "rsa": (rsa.forward, rsa.backward),
 }
-
-
-def _planned(case: AttentionCase, algorithm: str) -> Match:
-    """The plan asked for by name ("auto": the cheapest; "double_ring(2)": with a number)."""
-    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm)
-    name, number = found.groups() if found else (algorithm, None)
-    if name == "auto" and number is None:
-        return choose("attention", case, lambda: case)
-    if number is None:
-        with pinned(attention=name):
-            return choose("attention", case, lambda: case)
-    if name not in _WITH_NUMBER:
-        raise ShardError(
-            f"{name!r} takes no number; these do: {', '.join(_WITH_NUMBER)}", op="ring_attention",
-            fix='sl.ring_attention(q, k, v, algorithm="ring")',
-        )  # fmt: skip
-    match = _WITH_NUMBER[name](case, int(number))
-    if isinstance(match, str):
-        raise NoRule(f"{algorithm} does not fit: {match}", op="ring_attention", operands=case.operands(),
-                     mesh=dict(case.mesh), fix='sl.ring_attention(q, k, v, algorithm="ring")')  # fmt: skip
-    return replace(match, rule=algorithm)
 
 
 # ---------------------------------------------------------------- autograd
@@ -203,7 +47,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse, saved = _ENGINES[job.plan.engine][0](job, q, k, v, bias, sink)
+        out, lse, saved = ENGINES[job.plan.engine][0](job, q, k, v, bias, sink)
         out = out.to(q.dtype)
         ctx.job = job
         ctx.save_for_backward(bias, sink, out, lse, *saved)
@@ -226,7 +70,7 @@ class _Attend(torch.autograd.Function):
                 )
             q, k, v = saved[:3]
             return None, *twice.gradients(job, (q, k, v, bias, sink), (dout, dlse, out, lse))
-        back = _ENGINES[job.plan.engine][1]
+        back = ENGINES[job.plan.engine][1]
         dq, dk, dv, dbias = back(job, tuple(saved), bias, sink, (dout, dlse, out, lse), wants)
         dsink = None
         if sink is not None and ctx.needs_input_grad[5]:
@@ -324,14 +168,13 @@ def _attend(
     kernel: str,
 ) -> Any:
     mask = Full() if mask is None else mask if isinstance(mask, Mask) else MaskMod(mask)
-    _check(q, k, v)
     for name, t, asked in (("q", q, layout), ("k", k, kv_layout if kv_layout is not None else layout)):
         _check_layout(name, t, asked)
     mesh = q.mesh
     case = attention_case(q, k, v, mask, bias is not None)
-    lengths = _true(q)[2], _true(k)[2]
-    mask.check(_true(q)[0], _true(q)[1], *lengths)
-    match = _planned(case, algorithm)
+    lengths = true_shape(q)[2], true_shape(k)[2]
+    mask.check(true_shape(q)[0], true_shape(q)[1], *lengths)
+    match = planned(case, algorithm)
     plan = match.run
     if WATCHERS:
         WATCHERS[-1].chose(match)
@@ -350,7 +193,7 @@ def _attend(
     chosen = _kernel(kernel, q, v, biased, special)
     seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)) if p else 0
     at = partial(_batch_and_heads, q.sharding.resolve(4), tuple(q.size_), mesh)
-    whole = (_true(q)[1], *lengths)
+    whole = (true_shape(q)[1], *lengths)
     job = Job(
         mesh, case.axes, plan, mask, scale if scale is not None else q.shape[-1] ** -0.5, chosen, at, whole, p, seed
     )
@@ -379,10 +222,6 @@ def _kernel(name: str, q: ShardedTensor, v: ShardedTensor, biased: bool, special
             fix='sl.ring_attention(q, k, v, kernel="math")',
         )
     return KERNELS[name]
-
-
-def _true(x: ShardedTensor) -> tuple[int, ...]:
-    return tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
 
 
 def _like(q: ShardedTensor, raw: Tensor, size: Sequence[int], deferred: frozenset[str]) -> ShardedTensor:
@@ -432,82 +271,6 @@ def _check_layout(name: str, x: ShardedTensor, asked: Any) -> None:
         )
 
 
-def _check(q: Any, k: Any, v: Any) -> None:
-    """Raise what is wrong with the operands."""
-    operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
-    mesh = q.mesh
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, ShardedTensor):
-            raise PlainTensor(
-                f"{name} is a plain tensor and q is sharded", op="ring_attention", operands=operands, mesh=mesh,
-                fix=f"sl.shard({name}, {str(q.sharding)!r})",
-            )  # fmt: skip
-        if len(t.size_) != 4:
-            raise RankMismatch(
-                f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
-                op="ring_attention", operands=operands, mesh=mesh,
-                fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
-            )  # fmt: skip
-        if t.sharding.partial:
-            raise partial_escape("ring_attention", t)
-    (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
-    shapes = [_true(t) for t in (q, k, v)]
-    sizes = shapes[0][0] == shapes[1][0] == shapes[2][0] and shapes[1][1:3] == shapes[2][1:3]
-    if not sizes or shapes[0][3] != shapes[1][3] or shapes[1][1] == 0 or shapes[0][1] % shapes[1][1]:
-        raise ShardError(
-            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
-            op="ring_attention", operands=operands, mesh=mesh, fix="sl.ring_attention(q, q, q)",
-        )  # fmt: skip
-    local = qd.is_split or kd.is_split or ve.is_split
-    if local or not (qb == kb == vb and qh == kh == vh and ks == vs):
-        want = " ".join([str(qb), str(qh), str(ks), "."])
-        raise ImplicitCommunication(
-            "batch and heads must be split alike, keys and values too, and the head size be whole",
-            op="ring_attention", operands=operands, mesh=mesh,
-            fix=f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
-        )  # fmt: skip
-    grouped = qs.groups.parts or ks.groups.parts
-    if grouped or (ks.is_split and ks.axes != qs.axes):
-        want = " ".join([str(qb), str(qh), str(ks), "."])
-        raise ImplicitCommunication(
-            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same axes",
-            op="ring_attention", operands=operands, mesh=mesh, fix=f"sl.reshard(q, {want!r})",
-        )  # fmt: skip
-    if qh.is_split and (q.size_[1] // math.prod(mesh.axes[a] for a in qh.axes)) % (
-        k.size_[1] // math.prod(mesh.axes[a] for a in kh.axes)
-    ):
-        raise ImplicitCommunication(
-            "each rank's heads of queries must share its heads of keys", op="ring_attention", operands=operands,
-            mesh=mesh, fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
-        )  # fmt: skip
-
-
-@case_of("attention")
-def attention_case(
-    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, biased: bool = False
-) -> AttentionCase:
-    """What the plans need to know of three operands."""
-    _check(q, k, v)
-    mesh = q.mesh
-    qs, ks = q.sharding.resolve(4).dims[2], k.sharding.resolve(4).dims[2]
-    axes = qs.axes
-    p = mesh.axis_size(axes) if axes else 1
-    q_runs = tuple(ring_runs(qs, _true(q)[2], mesh.axes, r) for r in range(p))
-    k_runs = tuple(ring_runs(ks, _true(k)[2], mesh.axes, r if ks.axes else 0) for r in range(p))
-    (b, h, lq, d), (_, g, lk, _) = (
-        Layout(t.sharding.resolve(4).dims).local_shape(tuple(t.size_), mesh) for t in (q, k)
-    )
-    item = q.raw.element_size()
-    sizes = Sizes(b, h, g, lq, lk, d, v.size_[3], item, wide(q.raw.dtype).itemsize)
-    types = typeof(q), typeof(k), typeof(v)
-    rows = lk if ks.axes else 0  # whole keys need not travel
-    rate = _RATE.get(q.raw.device.type, _RATE["cuda"])
-    links = tuple(mesh.links.items())
-    return AttentionCase(
-        q_runs, k_runs, rows, mask or Full(), sizes, axes, tuple(mesh.axes.items()), types, biased, rate, links
-    )
-
-
 def attention_plan(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, algorithm: str = "auto"
 ) -> Plan:
@@ -522,7 +285,7 @@ def attention_plan(
     >>> plan.algorithm, plan.steps
     ('ring_bidirectional', 63)
     """
-    return _planned(attention_case(q, k, v, mask), algorithm).run
+    return planned(attention_case(q, k, v, mask), algorithm).run
 
 
 def _met(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, axes: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -542,7 +305,7 @@ def _frame(q: ShardedTensor, last: int) -> ShardedTensor:
 
 def _aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
     """The rows of a bias [.., s, t] for this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
-    s, t = _true(q)[2], _true(k)[2]
+    s, t = true_shape(q)[2], true_shape(k)[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
         raise ShardError(

@@ -14,7 +14,7 @@ from shardlib.mesh import Mesh
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At, Full
-from shardlib.ops.attention.op import _ENGINES
+from shardlib.ops.attention.op import ENGINES
 from shardlib.ops.attention.plan import Plan, Sizes
 
 __all__ = ["Peak", "peak"]
@@ -36,16 +36,16 @@ def peak(plan: Plan, sizes: Sizes, dtype: torch.dtype, rank: int = 0) -> Peak:
     """What ``rank`` of the plan's ring needs for one attention and its gradient.
 
     >>> from shardlib.layouts.orders import dealt
-    >>> from shardlib.ops.attention import plan as plans
+    >>> from shardlib.ops.attention import routes
     >>> runs, sizes = dealt("zigzag", 4096, 4), Sizes(1, 4, 4, 1024, 1024, 64, 64, 4, 4)
-    >>> ring = peak(plans.ring(runs, runs, Full()), sizes, torch.float32)
-    >>> rsa = peak(plans.rsa(runs, runs, Full()), sizes, torch.float32)
+    >>> ring = peak(routes.ring(runs, runs, Full()), sizes, torch.float32)
+    >>> rsa = peak(routes.rsa(runs, runs, Full()), sizes, torch.float32)
     >>> rsa.backward / ring.backward > 5
     True
     """
     job = _job(plan, sizes, dtype, rank)
     q, k, v = blocks = _blocks(sizes, dtype)
-    forward, backward = _ENGINES[plan.engine]
+    forward, backward = ENGINES[plan.engine]
     with Live() as live:
         out, lse, saved = forward(job, q, k, v, None, None)
         out = out.to(dtype)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.layouts import Ring
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.choose import planned
 from shardlib.ops.attention.masks import Full
-from shardlib.ops.attention.op import _planned, attention_case
 from tests.ops.attention.dense import attention
 from tests.ops.attention.test_pieces import masks
 
@@ -101,7 +102,7 @@ def test_ring_attention_equals_dense(data: Any) -> None:
             out, lse = sl.ring_attention(*xs, mask=mask, bias=extra[0], sink=extra[1], dropout=p_drop, return_lse=True,
                                          algorithm=algorithm)  # fmt: skip
         case = attention_case(*xs, mask, bias is not None)
-        plan = _planned(case, algorithm).run
+        plan = planned(case, algorithm).run
         cost = plan.forward(case.sizes)
         assert (cost.bytes, cost.messages) == (forward.bytes, forward.messages)
         total = (out * sl.shard(c, ours, pad=True)).sum()

@@ -10,12 +10,15 @@ from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
 from shardlib.live import Live
 from shardlib.mesh import as_mesh, bind
-from shardlib.ops.attention import plan as plans
+from shardlib.ops.attention import routes
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.choose import planned
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At
-from shardlib.ops.attention.op import _ENGINES, _planned, attention_case
+from shardlib.ops.attention.op import ENGINES
 from shardlib.ops.attention.peak import peak
+from shardlib.ops.attention.plan import Sizes
 
 CASES = [
     ("contiguous", "ring", False), ("zigzag", "ring", True), ("zigzag", "ring_bidirectional", True),
@@ -31,11 +34,11 @@ def counted(schedule: str, algorithm: str, causal: bool, dtype: torch.dtype) -> 
     lay, mask = Ring("s", 2, schedule), sl.Causal() if causal else sl.Full()
     xs = [sl.shard(torch.randn(1, h, 256, 32, dtype=dtype), lay) for h in (4, 2, 2)]
     case = attention_case(*xs, mask)
-    plan = _planned(case, algorithm).run
+    plan = planned(case, algorithm).run
     q, k, v = (x.raw for x in xs)
     at = At(torch.arange(1), torch.arange(4))
     job = Job(mesh, ("s",), plan, mask, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
-    forward, backward = _ENGINES[plan.engine]
+    forward, backward = ENGINES[plan.engine]
     on_paper = peak(plan, case.sizes, dtype, mesh.coord["s"])
     found = []
     for _ in range(5):  # gloo's threads let go of a finished collective's blocks when they get to it
@@ -54,23 +57,23 @@ def counted(schedule: str, algorithm: str, causal: bool, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_peaks_are_counted_peaks(pool: Any, dtype: torch.dtype) -> None:
     for case in CASES:
-        for planned, found in pool.run(counted, *case, dtype, s=4):
-            assert planned == found, (case, planned, found)
+        for stated, found in pool.run(counted, *case, dtype, s=4):
+            assert stated == found, (case, stated, found)
 
 
 def test_what_a_ring_keeps_does_not_grow_with_the_ring() -> None:
     """With n positions per rank: the same peaks for 2 and for 64 ranks."""
     found = set()
     for p in (2, 8, 64):
-        runs, sizes = dealt("contiguous", 128 * p, p), plans.Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
-        found.add(peak(plans.ring(runs, runs, sl.Full()), sizes, torch.float32)[1:])
+        runs, sizes = dealt("contiguous", 128 * p, p), Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
+        found.add(peak(routes.ring(runs, runs, sl.Full()), sizes, torch.float32)[1:])
     assert len(found) <= 2, found  # a ring of 2 has no second stop to hold
 
 
 def test_an_all_gather_does() -> None:
-    sizes = plans.Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
+    sizes = Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
     grown = []
     for p in (4, 16):
         runs = dealt("contiguous", 128 * p, p)
-        grown.append(peak(plans.allgather(runs, runs, sl.Full(), 4), sizes, torch.float32).backward)
+        grown.append(peak(routes.allgather(runs, runs, sl.Full(), 4), sizes, torch.float32).backward)
     assert grown[1] > 2 * grown[0]

@@ -11,7 +11,8 @@ import shardlib as sl
 from shardlib.layouts.orders import dealt
 from shardlib.ops.attention.masks import Causal, Full, Mask, Window
 from shardlib.ops.attention.pieces import pieces
-from shardlib.ops.attention.plan import Plan, Sizes, both_ways, double_ring, halo, ring
+from shardlib.ops.attention.plan import Plan, Sizes
+from shardlib.ops.attention.routes import both_ways, double_ring, halo, ring
 
 SIZES = Sizes(1, 4, 2, 8, 8, 16, 16, 4, 4)
 MASKS = [Full(), Causal(), Window(5, 0), Window(3, 2), Causal() & Window(40)]

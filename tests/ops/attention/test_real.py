@@ -6,7 +6,8 @@ import torch
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from shardlib.ops.attention.op import _planned, attention_case
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.choose import planned
 from tests.ops.attention.dense import attention
 from tests.ops.attention.test_op import gap, normal
 
@@ -42,7 +43,7 @@ def worst(cases: list[tuple[str, str, int, str]]) -> list[tuple[Any, ...]]:
         lay = Ring(mesh.names, 2, schedule, (0, n // 3, n // 2, n) if schedule == "documents" else None)
         xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_() for x in (q, k, v)]
         case = attention_case(*xs, mask)
-        plan = _planned(case, algorithm).run
+        plan = planned(case, algorithm).run
         with sl.trace() as forward:
             got = sl.ring_attention(*xs, mask=mask, algorithm=algorithm)
         loss = (got * sl.shard(c, lay, pad=True)).sum()
@@ -50,9 +51,9 @@ def worst(cases: list[tuple[str, str, int, str]]) -> list[tuple[Any, ...]]:
             loss.backward()
         errors = [gap(sl.unshard(got), want.detach())]
         errors += [gap(sl.unshard(x.grad), g) for x, g in zip(xs, dense, strict=True)]
-        planned = [(p.bytes, p.messages) for p in (plan.forward(case.sizes), plan.backward(case.sizes))]
+        stated = [(p.bytes, p.messages) for p in (plan.forward(case.sizes), plan.backward(case.sizes))]
         counted = [(t.bytes, t.messages) for t in (forward, backward)]
-        out.append(((schedule, name, n, algorithm), max(errors), planned, counted))
+        out.append(((schedule, name, n, algorithm), max(errors), stated, counted))
     return out
 
 
@@ -61,9 +62,9 @@ def test_real_processes_give_dense_values_and_the_planned_transfers(pool: Any) -
         two = len(mesh) == 2
         cases = [c for c in CASES if (two if c[3] == "usp" else not two or c[2] == 64)]
         for answers in pool.run(worst, cases, **mesh):
-            for case, error, planned, counted in answers:
+            for case, error, stated, counted in answers:
                 assert error < 1e-12, (case, error)
-                assert planned == counted, (case, planned, counted)
+                assert stated == counted, (case, stated, counted)
 
 
 def packed() -> float:
