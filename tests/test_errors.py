@@ -77,6 +77,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("documents of another length", lambda: sl.ring_attention(*[ring()] * 3, mask=sl.Documents((0, 3))), "ShardError", "documents of 1 x 3 positions", QKV),
     ("a mask that asks for a gradient", lambda: sl.Bias(torch.zeros(4, 4, requires_grad=True)), "ShardError", "asks for a gradient", QKV | {"bias": lambda: torch.zeros(4, 4)}),
     ("a bias for other sizes", lambda: sl.ring_attention(*[ring()] * 3, mask=sl.Bias(torch.zeros(3, 3))), "ShardError", "a bias [3, 3] for scores", QKV),
+    ("attention of different dtypes", lambda: sl.ring_attention(ring(), ring().double(), ring()), "ShardError", "different dtypes", QKV),
     ("slopes for other heads", lambda: sl.ring_attention(*[ring()] * 3, mask=sl.ALiBi([0.5])), "ShardError", "1 slopes for 2 heads", QKV),
     ("keys split over another axis", lambda: sl.ring_attention(ring(), *[s(". . y .", 2, 2, 4, 4)] * 2), "ImplicitCommunication", "over the same axes", QKV),
     ("a sequence that lies otherwise than asked", lambda: sl.ring_attention(*[ring()] * 3, layout=sl.Ring("rows", schedule="striped")), "ImplicitCommunication", "split rows, not striped(rows)", QKV),

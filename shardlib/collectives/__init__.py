@@ -6,6 +6,7 @@ from shardlib.collectives.api import (
     all_to_all,
     axis_index,
     axis_size,
+    broadcasts,
     each_rank,
     pbroadcast,
     pick,
@@ -18,6 +19,7 @@ from shardlib.collectives.api import (
     psum,
     psum_scatter,
     pvary,
+    reductions,
     shift,
     start,
     start_ppermutes,
@@ -28,7 +30,8 @@ from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.stacked import Stacked
 
 __all__ = [
-    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
-    "each_rank", "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice",
-    "psum", "psum_scatter", "pvary", "shift", "start", "start_ppermutes", "trace", "unwrap", "wrap",
+    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "broadcasts",
+    "each_rank", "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add",
+    "pslice", "psum", "psum_scatter", "pvary", "reductions", "shift", "start", "start_ppermutes", "trace", "unwrap",
+    "wrap",
 ]  # fmt: skip

@@ -20,9 +20,9 @@ from shardlib.errors import RankMismatch, ShardError, UnevenSplit
 from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
 __all__ = [
-    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "each_rank", "pbroadcast", "pick", "pmax",
-    "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "shift", "start",
-    "start_ppermutes", "unwrap", "wrap",
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "broadcasts", "each_rank", "pbroadcast",
+    "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary",
+    "reductions", "shift", "start", "start_ppermutes", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -343,6 +343,22 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
         target.add_(total)
 
 
+def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
+    """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
+    mesh = _SCOPE.mesh or current_mesh()
+    if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
+        return lambda x, root: start(pbroadcast, x, axis, root)
+    return dist.broadcasts(mesh, (axis,))
+
+
+def reductions(axis: str) -> Callable[[Tensor, Tensor, int], object]:
+    """``preduce_add(target, x, axis, root)`` as a function of the others, for loops in rules."""
+    mesh = _SCOPE.mesh or current_mesh()
+    if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
+        return lambda target, x, root: preduce_add(target, x, axis, root)
+    return dist.reductions(mesh, (axis,))
+
+
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     p = mesh.axis_size(axis)
@@ -434,9 +450,6 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
     if x.requires_grad and torch.is_grad_enabled():
         raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
-    hot = f is pbroadcast and args and mesh.kind == "dist" and not OPEN and type(axis) is str  # SUMMA's panels
-    if hot and 0 <= args[0] < mesh.axis_size(axis) > 1:
-        return dist.pbroadcast(x, mesh, (axis,), *args)  # type: ignore[return-value]
     if f not in _POSTABLE:
         names = ", ".join(g.__name__ for g in _POSTABLE)
         raise ShardError(

@@ -259,6 +259,34 @@ def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> _Post
     return _Posted(g.handle.broadcast(out, g.places[root]), out)
 
 
+def broadcasts(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, int], _Posted]:
+    """pbroadcast over one group, which is looked up once."""
+    g = group(mesh, axes)
+    me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
+
+    def post(x: Tensor, root: int) -> _Posted:
+        out = x.contiguous() if root == me else torch.empty_like(x, memory_format=alike)
+        return _Posted(broadcast(out, places[root]), out)
+
+    return post
+
+
+def reductions(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, Tensor, int], object]:
+    """preduce_add over one group, which is looked up once."""
+    g = group(mesh, axes)
+    if g.native:
+        return lambda target, x, root: preduce_add(target, x, mesh, axes, root)
+    me, places, send, turns = g.index, g.places, g.handle.send, g.turns
+
+    def add(target: Tensor, x: Tensor, root: int) -> object:
+        if root == me:
+            return _collect(target, x, g, next(turns))
+        x = x if x.dtype == target.dtype else x.to(target.dtype)
+        return send([x.contiguous()], places[root], next(turns)).wait()
+
+    return add
+
+
 def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
     g = group(mesh, axes)
     if g.native:

@@ -92,6 +92,11 @@ def _check(q: Any, k: Any, v: Any) -> None:
             )  # fmt: skip
         if t.sharding.partial:
             raise partial_escape("ring_attention", t)
+    if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
+        raise ShardError(
+            "q, k and v have different dtypes", op="ring_attention", operands=operands, mesh=mesh,
+            fix="sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))",
+        )  # fmt: skip
     (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
     shapes = [true_shape(t) for t in (q, k, v)]
     sizes = shapes[0][0] == shapes[1][0] == shapes[2][0] and shapes[1][1:3] == shapes[2][1:3]

@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from shardlib.collectives import axis_size, pbroadcast, ppermute, preduce_add, start
+from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
 from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product
 
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
@@ -31,15 +31,15 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tenso
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
-    c = accumulator(a, *a.shape[:-1], b.shape[-1])
+    c, send_a, send_b = accumulator(a, *a.shape[:-1], b.shape[-1]), broadcasts(col), broadcasts(row)
 
     def post(k: int) -> tuple:
         a_owner, i, b_owner, j = steps[k]
-        return start(pbroadcast, a_cut[i], col, a_owner), start(pbroadcast, b_cut[j], row, b_owner)
+        return send_a(a_cut[i], a_owner), send_b(b_cut[j], b_owner)
 
     for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
         add_product(c, a_k, b_k)
-    return c.to(a.dtype)
+    return c if c.dtype == a.dtype else c.to(a.dtype)
 
 
 def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
@@ -47,14 +47,15 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tens
     steps, of_a, of_b = panels(row, col, slices)
     a = c.new_zeros(*c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
+    send_b, add_to = broadcasts(row), reductions(col)
 
     def post(k: int) -> tuple:
-        return (start(pbroadcast, b_cut[steps[k][3]], row, steps[k][2]),)
+        return (send_b(b_cut[steps[k][3]], steps[k][2]),)
 
     arriving = ahead(post, len(steps))
     for owner, i, *_ in steps:
         part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
-        preduce_add(a_cut[i], part, col, owner)
+        add_to(a_cut[i], part, owner)
     return a
 
 
@@ -63,14 +64,15 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1) -> Tens
     steps, of_a, of_b = panels(row, col, slices)
     b = c.new_zeros(*a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
+    send_a, add_to = broadcasts(col), reductions(row)
 
     def post(k: int) -> tuple:
-        return (start(pbroadcast, a_cut[steps[k][1]], col, steps[k][0]),)
+        return (send_a(a_cut[steps[k][1]], steps[k][0]),)
 
     arriving = ahead(post, len(steps))
     for *_, owner, j in steps:
         part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
-        preduce_add(b_cut[j], part, row, owner)
+        add_to(b_cut[j], part, owner)
     return b
 
 
