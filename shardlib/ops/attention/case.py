@@ -15,7 +15,7 @@ from shardlib.ops.attention.plan import Sizes
 from shardlib.ops.registry import case_of
 from shardlib.tensor import PaddedTensor, ShardedTensor, partial_escape, typeof
 
-__all__ = ["AttentionCase", "attention_case", "true_shape"]
+__all__ = ["AttentionCase", "attention_case", "check", "true_shape"]
 
 _RATE = {"cpu": 3e10, "meta": 3e10, "cuda": 3e14}  # flops per second that compute is priced at
 
@@ -48,7 +48,7 @@ def attention_case(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, biased: bool = False
 ) -> AttentionCase:
     """What the plans need to know of three operands."""
-    _check(q, k, v)
+    check(q, k, v)
     mesh = q.mesh
     qs, ks = q.sharding.resolve(4).dims[2], k.sharding.resolve(4).dims[2]
     axes = qs.axes
@@ -74,7 +74,7 @@ def true_shape(x: ShardedTensor) -> tuple[int, ...]:
     return tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
 
 
-def _check(q: Any, k: Any, v: Any) -> None:
+def check(q: Any, k: Any, v: Any) -> None:
     """Raise what is wrong with the operands."""
     operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
     mesh = q.mesh

@@ -15,7 +15,7 @@ from shardlib.errors import ImplicitCommunication, PlainTensor, ShardError, Unsu
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.ops.attention import executor, gathered, passq, rsa, twice, ulysses
-from shardlib.ops.attention.case import attention_case, true_shape
+from shardlib.ops.attention.case import attention_case, check, true_shape
 from shardlib.ops.attention.choose import planned
 from shardlib.ops.attention.executor import Job
 from shardlib.ops.attention.kernels import KERNELS, pick, unfit
@@ -132,33 +132,34 @@ def ring_attention(
     """
     if canonical:
         algorithm = "canonical" if canonical is True else f"canonical({int(canonical)})"
+    leave: Callable[[ShardedTensor], Tensor] = _same
     if any(isinstance(t, DTensor) for t in (q, k, v)):
         q, k, v = (from_dtensor(t) if isinstance(t, DTensor) else t for t in (q, k, v))
-        given = locals()
-        out = _attend(**{n: given[n] for n in _NAMES})
-        return tuple(map(as_dtensor, out)) if return_lse else as_dtensor(out)
-    blocks = not isinstance(q, ShardedTensor)
-    if blocks:
+        leave = as_dtensor
+    elif not isinstance(q, ShardedTensor):
         q, k, v = _placed(q, k, v, layout, kv_layout)
-        layout = kv_layout = None
-    given = locals()
-    out = _attend(**{n: given[n] for n in _NAMES})
-    if not blocks:
-        return out
-    return tuple(t.local for t in out) if return_lse else out.local
+        layout, kv_layout, leave = None, None, _local
+    check(q, k, v)
+    for name, t, asked in (("q", q, layout), ("k", k, kv_layout if kv_layout is not None else layout)):
+        _check_layout(name, t, asked)
+    mask = Full() if mask is None else mask if isinstance(mask, Mask) else MaskMod(mask)
+    out, lse = _attend(q, k, v, mask, bias, sink, dropout, scale, return_lse, algorithm, kernel)  # type: ignore[arg-type]
+    return (leave(out), leave(lse)) if return_lse else leave(out)
 
 
-_NAMES = ("q", "k", "v", "layout", "kv_layout", "mask", "bias", "sink", "dropout", "scale", "return_lse",
-          "algorithm", "kernel")  # fmt: skip
+def _same(x: ShardedTensor) -> ShardedTensor:
+    return x
+
+
+def _local(x: ShardedTensor) -> Tensor:
+    return x.local
 
 
 def _attend(
     q: ShardedTensor,
     k: ShardedTensor,
     v: ShardedTensor,
-    layout: Any,
-    kv_layout: Any,
-    mask: Any,
+    mask: Mask,
     bias: Tensor | None,
     sink: Tensor | None,
     dropout: float | None,
@@ -166,10 +167,8 @@ def _attend(
     return_lse: bool,
     algorithm: str,
     kernel: str,
-) -> Any:
-    mask = Full() if mask is None else mask if isinstance(mask, Mask) else MaskMod(mask)
-    for name, t, asked in (("q", q, layout), ("k", k, kv_layout if kv_layout is not None else layout)):
-        _check_layout(name, t, asked)
+) -> tuple[ShardedTensor, ShardedTensor]:
+    """(out, lse) of sharded operands that were checked."""
     mesh = q.mesh
     case = attention_case(q, k, v, mask, bias is not None)
     lengths = true_shape(q)[2], true_shape(k)[2]
@@ -194,14 +193,12 @@ def _attend(
     seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)) if p else 0
     at = partial(_batch_and_heads, q.sharding.resolve(4), tuple(q.size_), mesh)
     whole = (true_shape(q)[1], *lengths)
-    job = Job(
-        mesh, case.axes, plan, mask, scale if scale is not None else q.shape[-1] ** -0.5, chosen, at, whole, p, seed
-    )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    job = Job(mesh, case.axes, plan, mask, factor, chosen, at, whole, p, seed)
     raws = _met(q, k, v, case.axes)
     out, lse = _Attend.apply(job, *raws, raw_bias, raw_sink)  # type: ignore[misc]
     deferred = q.deferred | k.deferred | v.deferred
-    out = _like(q, out, (*q.size_[:3], v.size_[3]), deferred)
-    return (out, _like(q, lse, tuple(q.size_[:3]), deferred)) if return_lse else out
+    return _like(q, out, (*q.size_[:3], v.size_[3]), deferred), _like(q, lse, tuple(q.size_[:3]), deferred)
 
 
 def _kernel(name: str, q: ShardedTensor, v: ShardedTensor, biased: bool, special: bool) -> Any:
@@ -259,7 +256,7 @@ def _token(layout: Any) -> Dim:
     return (Layout.parse(layout) if isinstance(layout, str) else layout).resolve(4).dims[2]
 
 
-def _check_layout(name: str, x: ShardedTensor, asked: Any) -> None:
+def _check_layout(name: str, x: Any, asked: Any) -> None:
     if asked is not None and _token(asked) != x.sharding.resolve(4).dims[2]:
         dims = [str(d) for d in x.sharding.resolve(4).dims]
         raise ImplicitCommunication(
