@@ -120,7 +120,7 @@ _WITH_NUMBER: dict[str, Any] = {
 
 def planned(case: AttentionCase, algorithm: str) -> Match:
     """The plan asked for by name ("auto": the cheapest; "double_ring(2)": with a number)."""
-    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", algorithm)
+    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", str(algorithm))
     name, number = found.groups() if found else (algorithm, None)
     if name == "auto" and number is None:
         return choose("attention", case, lambda: case)

@@ -116,6 +116,15 @@ class Window(Mask):
     left: int | None = None
     right: int | None = None
 
+    def __post_init__(self) -> None:
+        for side in (self.left, self.right):
+            if side is not None and not (isinstance(side, int) and side >= 0):
+                raise ShardError(
+                    f"a window reaches so many positions, or None for all, not {side!r}",
+                    op="Window",
+                    fix="sl.Window(256, 0)",
+                )
+
     def relation(self, q: Run, k: Run) -> Relation:
         lo = float("-inf") if self.right is None else -self.right
         hi = float("inf") if self.left is None else self.left
@@ -132,6 +141,12 @@ class Prefix(Mask):
     """Causal, but everyone sees the first ``length`` positions (a prefix language model)."""
 
     length: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int):
+            raise ShardError(
+                f"a prefix is a number of positions, not {self.length!r}", op="Prefix", fix="sl.Prefix(128)"
+            )
 
     def relation(self, q: Run, k: Run) -> Relation:
         return EVERYTHING if k.last < self.length else Relation(lo=0, exact=k.start >= self.length)

@@ -142,9 +142,22 @@ def ring_attention(
     check(q, k, v)
     for name, t, asked in (("q", q, layout), ("k", k, kv_layout if kv_layout is not None else layout)):
         _check_layout(name, t, asked)
-    mask = Full() if mask is None else mask if isinstance(mask, Mask) else MaskMod(mask)
-    out, lse = _attend(q, k, v, mask, bias, sink, dropout, scale, return_lse, algorithm, kernel)  # type: ignore[arg-type]
+    out, lse = _attend(q, k, v, _value(mask), bias, sink, dropout, scale, return_lse, algorithm, kernel)  # type: ignore[arg-type]
     return (leave(out), leave(lse)) if return_lse else leave(out)
+
+
+def _value(mask: Any) -> Mask:
+    """None and functions as masks."""
+    if mask is None or isinstance(mask, Mask):
+        return mask or Full()
+    if callable(mask) and not isinstance(mask, Tensor):
+        return MaskMod(mask)
+    tensor = isinstance(mask, Tensor)
+    raise ShardError(
+        "a mask is a value or a function of (b, h, q, k); " + ("a tensor is a bias" if tensor else f"not {mask!r}"),
+        op="ring_attention",
+        fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.Causal()'})",
+    )
 
 
 def _same(x: ShardedTensor) -> ShardedTensor:
@@ -177,8 +190,8 @@ def _attend(
     plan = match.run
     if WATCHERS:
         WATCHERS[-1].chose(match)
-    p = float(dropout or 0.0)
-    if not 0 <= p <= 1:
+    p = dropout or 0.0
+    if not isinstance(p, int | float) or not 0 <= p <= 1:
         raise ShardError(
             f"dropout is a probability, not {dropout!r}",
             op="ring_attention",
