@@ -149,9 +149,10 @@ def ring_attention(
 def _value(mask: Any) -> Mask:
     """None and functions as masks."""
     if mask is None or isinstance(mask, Mask):
-        return mask or Full()
+        return Full() if mask is None else mask
     if callable(mask) and not isinstance(mask, Tensor):
-        return MaskMod(mask)
+        function: Any = mask
+        return MaskMod(function)
     tensor = isinstance(mask, Tensor)
     raise ShardError(
         "a mask is a value or a function of (b, h, q, k); " + ("a tensor is a bias" if tensor else f"not {mask!r}"),
