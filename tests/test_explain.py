@@ -90,3 +90,25 @@ def test_expecting_other_communication_fails_with_what_ran() -> None:
             sl.psum(x, "x")
         with pytest.raises(AssertionError, match="0 all_gather, not 1"), sl.expect_comm(all_gather=1):
             pass
+
+
+def step_memory() -> tuple[int, int]:
+    """(on paper, counted here): bytes alive at the most in a training step of a GPT on a ring, beside its parameters."""
+    from shardlib.live import Live
+
+    model = GPT(GPTConfig(ctx=256, layers=2, heads=4, embed=32))
+    rules = sl.recipes.ring(model)
+    apply, params = sl.parallelize(model, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+    ids = torch.zeros(2, 256, dtype=torch.int64)
+    step = sl.value_and_grad(lambda p: apply(p, ids, ids))
+    with sl.algorithm(attention="ring"):
+        paper = sl.explain(lambda p, i, t: apply(p, i, t), params, (ids, ids)).peak
+        step(params)
+        with Live() as live:
+            step(params)
+    return paper, live.peak
+
+
+def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
+    for paper, here in pool.run(step_memory, s=4):
+        assert abs(here / paper - 1) < 0.05, (paper, here)
