@@ -3,7 +3,9 @@
 Forward and backward of one attention.  Memory is the growth of a rank's high-water mark (the largest
 over ranks), beside what ``plan.peak`` says on paper; CPU time is a rank's own, so it tells of balance
 however busy the machine is; elapsed times are medians of per-repetition ratios, interleaved in one run.
-torch's own context_parallel runs where it does, else its reason is printed.
+torch's own context_parallel runs where it does, else its reason is printed.  Last, where namespaces are
+to be had, causal attention with two heads of keys for eight of queries behind links of 50 Mbit/s
+(benchmarks/rig.py), where time follows bytes.
 
     python -m benchmarks.attention [--length 8192] [--heads 4] [--size 64] [--repetitions 5]
 """
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardlib as sl
+from benchmarks import rig
 from shardlib.layouts import Ring
 from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.peak import peak
@@ -136,6 +139,43 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
     return out
 
 
+def behind_links(length: int, repeats: int) -> list[tuple[str, float, float]]:
+    """On one rank of the rig: (name, seconds, bytes sent) of every repetition."""
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    with sl.use_mesh(sl.make_mesh(device="cpu", s=dist.get_world_size())):
+        n = length // dist.get_world_size()
+        blocks = [torch.randn(1, heads, n, 64, generator=draw) for heads in (8, 2, 2)]
+
+        def work(algorithm: str) -> Callable[[], Any]:
+            def step() -> None:
+                q, k, v = (x.detach().requires_grad_() for x in blocks)
+                lay = Ring("s", 2, "zigzag")
+                out = sl.ring_attention(q, k, v, layout=lay, mask=sl.Causal(), algorithm=algorithm)
+                out.backward(torch.ones_like(out))
+
+            return step
+
+        names = ("ring", "ring_bidirectional", "allgather", "ulysses", "pass_q", "rsa")
+        return [(r.name, r.seconds, r.sent) for r in rig.compare({a: work(a) for a in names}, repeats)]
+
+
+def _rig(length: int, repeats: int) -> None:
+    if reason := rig.unavailable():
+        print(f"behind links: not measured: {reason}")
+        return
+    try:
+        *answers, control = rig.run("benchmarks.attention:behind_links", 4, 50.0, length, repeats)
+    except rig.Disturbed as error:
+        print(f"behind links: {error}")
+        return
+    rows = [rig.Row(*r) for r in answers[0]]
+    print(f"behind links of 50 Mbit/s, {length} positions, over all-gather (control {max(control):.2f}):")
+    for name in dict.fromkeys(r.name for r in rows):
+        print(f"  {name:<20} bytes {rig.ratio(rows, name, 'allgather', 'sent'):.2f}, "
+              f"time {rig.ratio(rows, name, 'allgather'):.2f}")  # fmt: skip
+
+
 def _ratio(a: list[float], b: list[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
@@ -177,6 +217,7 @@ def main() -> None:
             print(f"time: {ours} / {theirs} {_ratio(times[ours], times[theirs]):.2f}")
     for name, reason in ranks[0]["reasons"].items():
         print(f"{name}: does not run here: {reason}")
+    _rig(args.length // 4, args.repetitions)
     args.out.mkdir(exist_ok=True)
     with open(args.out / "attention.csv", "w", newline="") as file:
         writer = csv.writer(file)
