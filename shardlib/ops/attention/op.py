@@ -294,7 +294,7 @@ def attention_plan(
     ...     q = sl.shard(torch.empty(1, 8, 65536, 64, device="meta"), sl.Ring("s", dim=2, schedule="zigzag"))
     ...     plan = attention_plan(q, q, q, sl.Causal())
     >>> plan.algorithm, plan.steps
-    ('ring_bidirectional', 63)
+    ('ring', 63)
     """
     return planned(attention_case(q, k, v, mask), algorithm).run
 

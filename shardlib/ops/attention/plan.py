@@ -7,6 +7,7 @@ transfers in all.  Ring, zigzag both ways round, double ring and halo are routes
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -184,15 +185,34 @@ class Plan:
         """Estimate of forward and backward.
 
         On routes, transfers hide behind computing (or the other way) but for one step's worth: ranks
-        need not keep step, since what arrives is sent on before it is used.
+        need not keep step, since what arrives is sent on before it is used.  The rank that sends or
+        receives most sets the pace: zigzag both ways round saves bytes, but not that rank's.
         """
         areas, total = self.areas(), 0.0
         compute = max(map(sum, zip(*areas, strict=True))) * sizes.b * sizes.h * 2 * (sizes.d + sizes.e) / flops
-        for cost, work in ((self.forward(sizes), compute), (self.backward(sizes), 2.5 * compute)):
-            wire = link.alpha * cost.messages + link.beta * float(cost.bytes)
+        forward, backward = self._busiest(sizes)
+        for cost, most, work in (
+            (self.forward(sizes), forward, compute),
+            (self.backward(sizes), backward, 2.5 * compute),
+        ):
+            wire = link.alpha * cost.messages + link.beta * max(float(cost.bytes), most)
             hidden = self.engine == "routes" and self.steps
             total += max(work, wire) + min(work, wire) / (self.steps + 1) if hidden else work + wire
         return total
+
+    def _busiest(self, z: Sizes) -> tuple[int, int]:
+        """Bytes that the busiest rank of a route sends or receives, forward and backward."""
+        forward, backward = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        for parcel, t in self._stops():
+            nbytes = (parcel.hi - parcel.lo) * z.b * z.g * (z.d + z.e)
+            for way in (forward, backward):
+                for source, target in parcel.hops(t):
+                    way["sends", source] += nbytes * z.itemsize
+                    way["receives", target] += nbytes * z.itemsize
+            for source, target in (*parcel.stops(t + 1), *parcel.homes(t + 1)):
+                backward["sends", source] += nbytes * z.wide
+                backward["receives", target] += nbytes * z.wide
+        return max(forward.values(), default=0), max(backward.values(), default=0)
 
 
 _Move = tuple[Fraction | int, int]  # bytes received per rank, messages

@@ -74,6 +74,14 @@ def test_zigzag_causal_needs_three_quarters(p: int) -> None:
         assert getattr(less, way)(SIZES).bytes == Fraction(3, 4) * getattr(full, way)(SIZES).bytes
 
 
+@pytest.mark.parametrize("p", [3, 4, 8])
+def test_the_busiest_rank_of_zigzag_saves_nothing(p: int) -> None:
+    """Rank 0 needs all late chunks and all early ones: what is saved is saved elsewhere, and the price says so."""
+    runs = dealt("zigzag", 16 * p, p)
+    less, full = both_ways(runs, runs, Causal()), ring(runs, runs, Causal())
+    assert less._busiest(SIZES)[0] == full._busiest(SIZES)[0] == full.forward(SIZES).bytes
+
+
 @pytest.mark.parametrize("p", [2, 4, 8, 64])
 def test_a_halo_moves_the_window_whatever_the_ring(p: int) -> None:
     runs = dealt("contiguous", 32 * p, p)

@@ -112,7 +112,6 @@ def test_the_plan_follows_mask_and_sizes() -> None:
             return sl.attention_plan(q, k, k, mask).algorithm
 
     assert chosen(sl.Causal() & sl.Window(512)) in ("halo", "ring_bidirectional")
-    assert chosen(sl.Causal(), "zigzag") == "ring_bidirectional"
     with sl.record(s=8):
         q = sl.shard(torch.empty(1, 8, 8, 64, device="meta"), Ring("s", 2))
         k = sl.shard(torch.empty(1, 8, 1 << 20, 64, device="meta"), Ring("s", 2))
