@@ -315,19 +315,19 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
 
     Identity forward; backward is one psum over ``axes``.
     """
-    over = _moving(mesh, axes)
+    over = real_axes(mesh, axes)
     return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
 def total(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     """Sum over ``axes``; the result is replicated and so is its cotangent."""
-    over = _moving(mesh, axes)
+    over = real_axes(mesh, axes)
     return _Sum.apply(raw, mesh, over) if over else raw  # type: ignore[return-value]
 
 
-def _moving(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
-    """The axes that move anything, in the mesh's order: every rank must name them in the same one."""
-    return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1)
+def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
+    """The axes of more than one rank, in the mesh's order: every rank must name them in the same one."""
+    return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1) if axes else ()
 
 
 def settle(x: ShardedTensor) -> ShardedTensor:

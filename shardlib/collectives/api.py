@@ -69,7 +69,7 @@ _COUNT: dict[str, Callable[[int, int, tuple], tuple[int, int, int]]] = {  # (n, 
 }
 
 _ADJOINT: dict[str, Callable[..., tuple]] = {
-    "psum": lambda: ("psum",),
+    "psum": lambda wire=None: ("psum",),
     "all_gather": lambda dim: ("psum_scatter", dim),
     "psum_scatter": lambda dim, wire=None: ("all_gather", dim),
     "pslice": lambda dim: ("place", dim),
@@ -186,9 +186,11 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
 # ---------------------------------------------------------------- the collectives
 
 
-def psum(x: Tensor, axis: Axis) -> Tensor:
+def psum(x: Tensor, axis: Axis, wire: torch.dtype | None = None) -> Tensor:
     """Sum over a mesh axis; every rank gets it.
 
+    ``wire``  travel, and return, in this dtype; what stays on its rank, and the sum, keep x's: the sum of fp32
+              parts as bfloat16 is rounded once on its way and once when it is there.
     Moves: 2 (p-1)/p n bytes, 2 (p-1) messages.    Grad: psum.
 
     >>> import shardlib as sl
@@ -196,7 +198,7 @@ def psum(x: Tensor, axis: Axis) -> Tensor:
     ...     psum(torch.ones(2), "x")
     tensor([2., 2.])
     """
-    return _call("psum", x, axis, ())
+    return _call("psum", x, axis, () if wire is None or wire == x.dtype else (wire,))
 
 
 def pmean(x: Tensor, axis: Axis) -> Tensor:
@@ -318,24 +320,25 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     return _call("preduce", x, axis, (_root("preduce", x, axis, root),))
 
 
-def preduce_add(target: Tensor, x: Tensor, axis: str, root: int) -> None:
+def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None) -> None:
     """``target += preduce(x, axis, root)`` without the zeros: only the root's target changes.
 
-    x may be wider than the target: it then travels in the target's dtype, and the root's own part
-    and the sum are rounded once.  In place and without a gradient, for rules.
-    Moves: what preduce of the target's dtype moves.
+    x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's own
+    part and the sum are rounded once, to the target.  In place and without a gradient, for rules.
+    Moves: what preduce in the dtype of the wire moves.
     """
+    wire = wire or target.dtype
     mesh = _SCOPE.mesh or current_mesh()
     if mesh.axis_size(axis) == 1:
         target.add_(x)
     elif mesh.kind == "dist":
         if OPEN:
-            _note("preduce", x.to(target.dtype), mesh, (axis,), ())
-        dist.preduce_add(target, x, mesh, (axis,), root)
-    elif x.dtype == target.dtype:
+            _note("preduce", x.to(wire), mesh, (axis,), ())
+        dist.preduce_add(target, x, mesh, (axis,), root, wire)
+    elif x.dtype == wire:
         target.add_(preduce(x, axis, root))
     else:
-        sent = x.to(target.dtype)
+        sent = x.to(wire)
         total = preduce(sent, axis, root)  # counted, and right but for its rounding
         if mesh.kind == "stacked":
             exact = Stacked(stacked.preduce(of(sent, mesh).to(x.dtype), mesh, (axis,), root), mesh)
@@ -351,12 +354,12 @@ def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     return dist.broadcasts(mesh, (axis,))
 
 
-def reductions(axis: str) -> Callable[[Tensor, Tensor, int], object]:
-    """``preduce_add(target, x, axis, root)`` as a function of the others, for loops in rules."""
+def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, Tensor, int], object]:
+    """``preduce_add(target, x, axis, root, wire)`` as a function of target, x and root, for loops in rules."""
     mesh = _SCOPE.mesh or current_mesh()
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
-        return lambda target, x, root: preduce_add(target, x, axis, root)
-    return dist.reductions(mesh, (axis,))
+        return lambda target, x, root: preduce_add(target, x, axis, root, wire)
+    return dist.reductions(mesh, (axis,), wire)
 
 
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:

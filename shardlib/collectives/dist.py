@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, reduce_scatter_single
@@ -95,7 +96,19 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
     return works
 
 
-def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any = dist.ReduceOp.SUM) -> Finish:
+def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None) -> Finish:
+    if wire is None:
+        return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
+    p = mesh.axis_size(axes)
+    scattered = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % p)), mesh, axes, 0, wire)
+
+    def finish() -> Tensor:
+        return all_gather(scattered().to(wire), mesh, axes, 0)()[: x.numel()].view(x.shape)
+
+    return finish
+
+
+def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any) -> Finish:
     g = group(mesh, axes)
     out = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op, group=g.handle, async_op=True)
@@ -108,7 +121,7 @@ def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any = dist.ReduceOp.S
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Finish:
-    return psum(x, mesh, axes, dist.ReduceOp.MAX)
+    return _all_reduce(x, mesh, axes, dist.ReduceOp.MAX)
 
 
 def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
@@ -271,17 +284,20 @@ def broadcasts(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, int], _Po
     return post
 
 
-def reductions(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, Tensor, int], object]:
+def reductions(
+    mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None
+) -> Callable[[Tensor, Tensor, int], object]:
     """preduce_add over one group, which is looked up once."""
     g = group(mesh, axes)
     if g.native:
-        return lambda target, x, root: preduce_add(target, x, mesh, axes, root)
+        return lambda target, x, root: preduce_add(target, x, mesh, axes, root, wire)
     me, places, send, turns = g.index, g.places, g.handle.send, g.turns
 
     def add(target: Tensor, x: Tensor, root: int) -> object:
         if root == me:
-            return _collect(target, x, g, next(turns))
-        x = x if x.dtype == target.dtype else x.to(target.dtype)
+            return _collect(target, x, g, next(turns), wire or target.dtype)
+        dtype = wire or target.dtype
+        x = x if x.dtype == dtype else x.to(dtype)
         return send([x.contiguous()], places[root], next(turns)).wait()
 
     return add
@@ -304,21 +320,24 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
 
         return finish
 
-    return lambda: _collect(x.new_zeros(x.shape), x, g, tag)
+    return lambda: _collect(x.new_zeros(x.shape), x, g, tag, x.dtype)
 
 
-def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> None:
+def preduce_add(
+    target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int, wire: torch.dtype | None = None
+) -> None:
     """Add the sum of ``x`` to the root's ``target``; others only send."""
+    wire = wire or target.dtype
     g = mesh.groups.get(axes) or group(mesh, axes)
     if g.native:
-        target.add_(preduce(x.to(target.dtype), mesh, axes, root)())
+        target.add_(preduce(x.to(wire), mesh, axes, root)())
     elif g.index == root:
-        _collect(target, x, g, next(g.turns))
+        _collect(target, x, g, next(g.turns), wire)
     else:
-        g.handle.send([x.to(target.dtype).contiguous()], g.places[root], next(g.turns)).wait()
+        g.handle.send([x.to(wire).contiguous()], g.places[root], next(g.turns)).wait()
 
 
-def _collect(target: Tensor, x: Tensor, g: _Group, tag: int) -> Tensor:
+def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Tensor:
     """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32."""
     half = target.dtype in (torch.bfloat16, torch.float16)
     total = target.float() if half else target
@@ -326,7 +345,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int) -> Tensor:
         if i == g.index:
             total.add_(x)
             continue
-        buffer = torch.empty_like(x, dtype=target.dtype, memory_format=torch.contiguous_format)
+        buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
         g.handle.recv([buffer], place, tag).wait()
         total.add_(buffer)
     return target.copy_(total) if half else total

@@ -7,6 +7,7 @@ memory can be counted on paper (ops/attention/peak.py).
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.mesh import Mesh
@@ -18,7 +19,14 @@ def _same(x: Tensor, mesh: Mesh, axes: Sequence[str], *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-psum = pmax = pbroadcast = preduce = ppermute = _same
+pmax = pbroadcast = preduce = ppermute = _same
+
+
+def psum(x: Tensor, mesh: Mesh, axes: Sequence[str], wire: torch.dtype | None = None) -> Tensor:
+    if wire is None:
+        return x.new_empty(x.shape)
+    mine = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % mesh.axis_size(tuple(axes)))), mesh, axes, 0, wire)
+    return all_gather(mine.to(wire), mesh, axes, 0)[: x.numel()].view(x.shape)
 
 
 def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:

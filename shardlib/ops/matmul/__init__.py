@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.layouts import Layout
-from shardlib.ops.matmul import choose, cube, ring  # in this order: rules that hold blocks only come first
+
+from shardlib.ops.matmul import oned, choose, cube, ring  # isort: skip  # rules that hold blocks only come first
 from shardlib.ops.matmul.choose import product_of
 from shardlib.tensor import ShardedTensor, implements
 
-__all__ = ["addmm", "choose", "cube", "linear", "matmul", "product", "ring"]
+__all__ = ["addmm", "choose", "cube", "linear", "matmul", "oned", "product", "ring"]
 
 
 def product(x: Tensor, w: Tensor, out: Layout | str | None = None) -> ShardedTensor:

@@ -20,12 +20,14 @@ from fractions import Fraction
 from torch import Tensor
 
 from shardlib.collectives import axis_size, ppermute, shift, start
-from shardlib.ops.matmul.schedule import accumulator, add_product
+from shardlib.ops.matmul.schedule import accumulator, add_product, settled
 
 __all__ = ["cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]
 
+Axes = tuple[str, ...]
 
-def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+
+def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
     """C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
@@ -37,10 +39,10 @@ def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool
         if coming is not None:
             a = coming.wait()
             b = shift(b, row, -1)
-    return c.to(a.dtype)
+    return settled(c, a.dtype, over)
 
 
-def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
     """A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     q = axis_size(row)
     b = b if skewed[1] else _skew_b(b, row, col, q)
@@ -49,11 +51,11 @@ def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, boo
         add_product(a, c, b.mT)
         if t < q - 1:
             a, b = shift(a, col, -1), shift(b, row, -1)
-    a = a.to(c.dtype)
+    a = settled(a, c.dtype, over)
     return shift(a, col, -1) if skewed[0] else _home_a(a, row, col, q)
 
 
-def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool]) -> Tensor:
+def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
     """B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
@@ -62,7 +64,7 @@ def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, boo
         add_product(b, a.mT, c)
         if t < q - 1:
             b, a = shift(b, row, -1), shift(a, col, -1)
-    b = b.to(c.dtype)
+    b = settled(b, c.dtype, over)
     return shift(b, row, -1) if skewed[1] else _home_b(b, row, col, q)
 
 

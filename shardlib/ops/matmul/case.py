@@ -27,6 +27,13 @@ class MatmulCase:
     out: Layout | None = None
     links: tuple[tuple[str, Link], ...] = ()
 
+    def batch(self) -> int | str:
+        """Batch dimensions both operands have, or why they cannot be multiplied in place."""
+        batch = len(self.w_shape) - 2
+        if batch and (self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)):
+            return "batch dimensions lie differently"
+        return batch
+
     def operands(self) -> dict[str, str]:
         return {
             f"{name} {list(shape)}": str(layout)

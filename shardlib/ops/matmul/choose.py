@@ -28,50 +28,11 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.product import Grid, Product
-from shardlib.ops.matmul.summa import summa_messages, summa_slices, summa_words
+from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_words
 from shardlib.ops.registry import Match, choose, moving, rule
-from shardlib.tensor import WATCHERS, ShardedTensor, lift, local_call, total, typeof, vary
+from shardlib.tensor import WATCHERS, ShardedTensor, lift, real_axes, typeof
 
 __all__ = ["product_of"]
-
-
-def _shared(case: MatmulCase) -> int | str:
-    """Batch dimensions both operands have, or why they cannot be multiplied in place."""
-    batch = len(case.w_shape) - 2
-    if batch and (case.x.dims[:batch] != case.w.dims[:batch] or len(case.x_shape) != len(case.w_shape)):
-        return "batch dimensions lie differently"
-    return batch
-
-
-@rule("matmul", name="oned")
-def oned(case: MatmulCase) -> Match | str:
-    """No split contraction: local.  One split the same way in both: a local product and a psum."""
-    if case.x.skew or case.w.skew:
-        return "an operand is skewed"
-    batch = _shared(case)
-    if isinstance(batch, str):
-        return batch
-    mesh = dict(case.mesh)
-    xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
-    if xk != wk:
-        return f"contraction split {xk} in x and {wk} in w"
-    row_axes = {a for d in case.x.dims[:-1] for a in d.axes}
-    both = set(columns.axes) & (row_axes | set(xk.axes))
-    if both:
-        return f"{', '.join(sorted(both))} splits w's columns and x"
-    out = out_layout(case, columns)
-    bytes_y = local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
-    bytes_x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
-    bytes_w = local_elements(case.w, case.w_shape, mesh) * case.itemsize
-    forward = all_reduce(bytes_y, xk.axes, mesh)
-    backward = all_reduce(bytes_x, columns.axes, mesh)
-    backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
-    kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
-
-    def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
-        return total(local_call(torch.matmul, x.mesh, (x_raw, w_raw), {}), x.mesh, xk.axes)
-
-    return Match(out, run, forward, backward, kind, met_over(case, out))
 
 
 _FORMS = {  # form -> the role each of A, B, C plays in Y = X W
@@ -101,7 +62,7 @@ def _form(case: MatmulCase, w_stays: bool) -> tuple[str, str, str] | str:
 
 
 def _grid(case: MatmulCase, w_stays: bool = False) -> "_Grid2D | str":
-    batch = _shared(case)
+    batch = case.batch()
     form = _form(case, w_stays)
     if isinstance(batch, str):
         return batch
@@ -163,10 +124,10 @@ class _Grid2D:
         backward = costs[1] + costs[2] + all_reduce(w_bytes, self.extra, self.mesh)
         form = self.form
 
-        def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
-            p = x_raw.mT if form == "atb" else x_raw
-            q = w_raw.mT if form == "abt" else w_raw
-            return Product.apply(form, grid, x.mesh, p, q)  # type: ignore[return-value]
+        def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
+            p = x.raw.mT if form == "atb" else x.raw
+            q = w.raw.mT if form == "abt" else w.raw
+            return Product.apply(form, grid, x.mesh, over, p, q)  # type: ignore[return-value]
 
         out, note = self.out(), f"form {form.upper()}, {_stays(form, grid)}"
         return Match(out, run, costs[0], backward, note, met_over(self.case, out))
@@ -277,16 +238,13 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor
     match = choose("matmul", key, lambda: case(x, w, out))
     if WATCHERS:
         WATCHERS[-1].chose(match)
-    out, x_raw, w_raw, deferred = match.out, x.raw, w.raw, x.deferred
+    out, deferred = match.out, x.deferred
     over_x, over_w = match.over
     if x.deferred or w.deferred:
         deferred = (x.deferred | w.deferred) - set(out.axes)
         meets = {*out.axes, *deferred}
         over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
         over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
-    if over_x:
-        x_raw = vary(x_raw, mesh, over_x)
-    if over_w:
-        w_raw = vary(w_raw, mesh, over_w)
-    raw = match.run(x, w, x_raw, w_raw)
+    over = real_axes(mesh, over_x), real_axes(mesh, over_w)
+    raw = match.run(x, w, over)
     return ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)

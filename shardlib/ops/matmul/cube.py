@@ -34,10 +34,13 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
 from shardlib.ops.matmul.schedule import product as partial_product
+from shardlib.ops.matmul.schedule import settled, summed
 from shardlib.ops.registry import Cost, Match, moving, rule
-from shardlib.tensor import ShardedTensor, total
+from shardlib.tensor import ShardedTensor, total, vary
 
 __all__ = ["Cube", "Move", "Movements", "Product3", "cube_words", "gradients", "movements"]
+
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,17 @@ class Move:
 
 @dataclass(frozen=True)
 class Cube:
-    """Where each matrix moves.  ``save``: the gathered operands that backward keeps, of "x" and "w"."""
+    """Where each matrix moves.
+
+    ``save``    the gathered operands that backward keeps, of "x" and "w".
+    ``summed``  axes over which Y is summed besides, on every rank.
+    """
 
     x: tuple[Move, ...]
     w: tuple[Move, ...]
     y: tuple[Move, ...]
     save: str = ""
+    summed: tuple[str, ...] = ()
 
 
 def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,20 +71,25 @@ def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
     coming = _post(all_gather, w, cube.w)
     x = _post(all_gather, x, cube.x).wait()  # [M/m, K/k]
     w = coming.wait()  # [K/k, N/n]
-    return _scatter(x, w, cube.y).wait(), x, w
+    return _scatter(x, w, cube.y, cube.summed).wait(), x, w
 
 
-def gradients(dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bool]) -> tuple[Any, Any]:
-    """dX and dW: X's gather travels during the product of dX, and dX's sum during the product of dW."""
+def gradients(
+    dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bool], over: tuple[Axes, Axes] = ((), ())
+) -> tuple[Any, Any]:
+    """dX and dW: X's gather travels during the product of dX, and dX's sum during the product of dW.
+
+    ``over``  the axes over which each of them is summed besides.
+    """
     dy = _post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
     wide_x = _post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
     dx = dw = None
     if need[0]:
         w = _post(all_gather, w, () if "w" in cube.save else cube.w).wait()
-        dx = _scatter(dy, w.mT, cube.x)  # [M/m, K/k] -> [M/(m n), K/k]
+        dx = _scatter(dy, w.mT, cube.x, over[0])  # [M/m, K/k] -> [M/(m n), K/k]
     x = wide_x.wait()
     if need[1]:
-        dw = _scatter(_rows(x).mT, _rows(dy), cube.w).wait()  # [K/k, N/n] -> [K/(k m), N/n]
+        dw = _scatter(_rows(x).mT, _rows(dy), cube.w, over[1]).wait()  # [K/k, N/n] -> [K/(k m), N/n]
     return None if dx is None else dx.wait(), dw
 
 
@@ -96,20 +109,20 @@ def _post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
     return Pending(lambda: x)
 
 
-def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...]) -> Pending:
-    """a @ b, scattered; of a half precision product only what travels is rounded before the sum."""
+def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes) -> Pending:
+    """a @ b, scattered, and summed over further axes; of half precision only what travels is rounded before a sum."""
     if not moves:
-        return Pending(lambda: a @ b)
+        return Pending(lambda: summed(a, b, over))
     coming = _post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
-    return Pending(lambda: coming.wait().to(a.dtype))
+    return Pending(lambda: settled(coming.wait(), a.dtype, over))
 
 
 class Product3(torch.autograd.Function):
-    """apply(cube, mesh, x, w) on raw blocks."""
+    """apply(cube, mesh, over, x, w) on raw blocks; ``over``: where the gradients of x and of w are summed besides."""
 
     @staticmethod
-    def forward(ctx: Any, cube: Cube, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
-        ctx.cube, ctx.mesh = cube, mesh
+    def forward(ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
+        ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
         with bind(mesh):
             y, wide_x, wide_w = product(wrap(x, mesh), wrap(w, mesh), cube)
         ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
@@ -117,17 +130,23 @@ class Product3(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, w), mesh = ctx.saved_tensors, ctx.mesh
-        if torch.is_grad_enabled() and ctx.cube.save:
+        (x, w), dy, mesh, cube, over = ctx.saved_tensors, grads[0], ctx.mesh, ctx.cube, ctx.over
+        need, again = ctx.needs_input_grad[3:], torch.is_grad_enabled()
+        if again and cube.save:
             raise Unsupported(
                 "a product that saved its gathered operands has no second derivative",
                 op="matmul",
                 mesh=mesh,
                 fix="sl.algorithm(matmul='mm3')",
             )
+        if again:  # sums over axes where a value is the same on every rank are differentiated as such
+            x, w, dy = (vary(t, mesh, axes) for t, axes in ((x, over[0]), (w, over[1]), (dy, cube.summed)))
         with bind(mesh):
-            dx, dw = gradients(wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), ctx.cube, ctx.needs_input_grad[2:])
-        return None, None, None if dx is None else unwrap(dx), None if dw is None else unwrap(dw)
+            both = gradients(*(wrap(t, mesh) for t in (dy, x, w)), cube, need, ((), ()) if again else over)
+        found = (None if g is None else unwrap(g) for g in both)
+        if again:
+            found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
+        return None, None, None, *found
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -259,7 +278,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     if isinstance(found, str):
         return found
     cube, out, whole, psummed = found
-    cube = replace(cube, save=save)
+    cube = replace(cube, save=save, summed=tuple(a for a in dict(case.mesh) if a in psummed))
     mesh, size = dict(case.mesh), case.itemsize
     shape = (*case.x_shape[:-1], case.w_shape[-1])
     x, w = (local_elements(a, s, mesh) * size for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
@@ -277,8 +296,8 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     forward, backward = (replace(c, memory=held) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
-    def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
-        return total(Product3.apply(cube, x.mesh, x_raw, w_raw), x.mesh, psummed)  # type: ignore[arg-type]
+    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
+        return Product3.apply(cube, x.mesh, over, x.raw, w.raw)  # type: ignore[return-value]
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"

@@ -14,7 +14,8 @@ from torch import Tensor
 from shardlib.collectives import unwrap, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_ab, cannon_abt, cannon_atb
-from shardlib.ops.matmul.summa import summa_ab, summa_abt, summa_atb, swap
+from shardlib.ops.matmul.summa import Axes, summa_ab, summa_abt, summa_atb, swap
+from shardlib.tensor import total, vary
 
 __all__ = ["Grid", "Product"]
 
@@ -39,62 +40,71 @@ class Grid:
 
 
 class Product(torch.autograd.Function):
-    """apply(form, grid, mesh, p, q) on raw blocks: ab(A, B), abt(C, B) or atb(A, C)."""
+    """apply(form, grid, mesh, over, p, q) on raw blocks: ab(A, B), abt(C, B) or atb(A, C).
+
+    ``over``  the axes over which the gradients of p and of q are summed besides.
+    """
 
     @staticmethod
-    def forward(ctx: Any, form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor) -> Tensor:
-        ctx.form, ctx.grid, ctx.mesh = form, grid, mesh
+    def forward(ctx: Any, form: str, grid: Grid, mesh: Mesh, over: tuple[Axes, Axes], p: Tensor, q: Tensor) -> Tensor:
+        ctx.form, ctx.grid, ctx.mesh, ctx.over = form, grid, mesh, over
         ctx.save_for_backward(p, q)
         return _run(form, grid, mesh, p, q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (p, q), g, form = ctx.saved_tensors, grads[0], ctx.form
-        need_p, need_q = ctx.needs_input_grad[3:]
+        (p, q), g, form, mesh = ctx.saved_tensors, grads[0], ctx.form, ctx.mesh
+        need_p, need_q = ctx.needs_input_grad[4:]
+        over_p, over_q = ctx.over
 
-        again = torch.is_grad_enabled()  # a gradient of the gradient will be asked for
+        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
+            p, q = vary(p, mesh, over_p), vary(q, mesh, over_q)
 
-        def product(form: str, p: Tensor, q: Tensor) -> Any:
-            return (Product.apply if again else _run)(form, ctx.grid, ctx.mesh, p, q)
+            def product(form: str, a: Tensor, b: Tensor, over: Axes) -> Any:
+                return total(Product.apply(form, ctx.grid, mesh, ((), ()), a, b), mesh, over)  # type: ignore[arg-type]
+        else:
+
+            def product(form: str, a: Tensor, b: Tensor, over: Axes) -> Any:
+                return _run(form, ctx.grid, mesh, a, b, over)
 
         dp = dq = None
         if form == "ab":  # C = A B
-            dp = product("abt", g, q) if need_p else None
-            dq = product("atb", p, g) if need_q else None
+            dp = product("abt", g, q, over_p) if need_p else None
+            dq = product("atb", p, g, over_q) if need_q else None
         elif form == "abt":  # A = C B^T
-            dp = product("ab", g, q) if need_p else None
-            dq = product("atb", g, p) if need_q else None
+            dp = product("ab", g, q, over_p) if need_p else None
+            dq = product("atb", g, p, over_q) if need_q else None
         else:  # B = A^T C
-            dp = product("abt", q, g) if need_p else None
-            dq = product("ab", p, g) if need_q else None
-        return None, None, None, dp, dq
+            dp = product("abt", q, g, over_p) if need_p else None
+            dq = product("ab", p, g, over_q) if need_q else None
+        return None, None, None, None, dp, dq
 
 
-def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor) -> Tensor:
+def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor, over: Axes = ()) -> Tensor:
     with bind(mesh):
         if mesh.kind != "stacked":
-            return _local(form, grid, p, q)
-        return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh)))
+            return _local(form, grid, p, q, over)
+        return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh), over))
 
 
-def _local(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
+def _local(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes) -> Tensor:
     """Fold leading dimensions that are only rows, multiply, unfold."""
     if p.ndim == q.ndim == 2:
-        return _multiply(form, grid, p, q)
+        return _multiply(form, grid, p, q, over)
     lead = p.shape[:-1]
     if p.ndim > 2 + grid.batch:
         p = p.reshape(*lead[: grid.batch], -1, p.shape[-1])
     if q.ndim > 2 + grid.batch:
         q = q.reshape(*lead[: grid.batch], -1, q.shape[-1])
-    out = _multiply(form, grid, p, q)
+    out = _multiply(form, grid, p, q, over)
     return out if form == "atb" or len(lead) == out.ndim - 1 else out.reshape(*lead, out.shape[-1])
 
 
-def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor) -> Tensor:
+def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes) -> Tensor:
     row, col = grid.row, grid.col
     if grid.schedule == "cannon":
-        return _CANNON[form](p, q, row, col, grid.skewed)
-    return _SUMMA[form, grid.stay](p, q, row, col, grid.slices)
+        return _CANNON[form](p, q, row, col, grid.skewed, over)
+    return _SUMMA[form, grid.stay](p, q, row, col, grid.slices, over)
 
 
 _CANNON = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}
@@ -102,10 +112,10 @@ _SUMMA = {
     ("ab", "C"): summa_ab,
     ("abt", "C"): summa_abt,
     ("atb", "C"): summa_atb,
-    ("ab", "A"): lambda a, b, row, col, s: summa_abt(a, swap(b, row, col), row, col, s),
-    ("ab", "B"): lambda a, b, row, col, s: summa_atb(swap(a, row, col), b, row, col, s),
-    ("abt", "A"): lambda c, b, row, col, s: summa_ab(c, swap(b, row, col), row, col, s),
-    ("abt", "B"): lambda c, b, row, col, s: swap(summa_abt(b, c, row, col, s), row, col),
-    ("atb", "A"): lambda a, c, row, col, s: swap(summa_atb(c, a, row, col, s), row, col),
-    ("atb", "B"): lambda a, c, row, col, s: summa_ab(swap(a, row, col), c, row, col, s),
+    ("ab", "A"): lambda a, b, row, col, *how: summa_abt(a, swap(b, row, col), row, col, *how),
+    ("ab", "B"): lambda a, b, row, col, *how: summa_atb(swap(a, row, col), b, row, col, *how),
+    ("abt", "A"): lambda c, b, row, col, *how: summa_ab(c, swap(b, row, col), row, col, *how),
+    ("abt", "B"): lambda c, b, row, col, *how: swap(summa_abt(b, c, row, col, *how), row, col),
+    ("atb", "A"): lambda a, c, row, col, *how: swap(summa_atb(c, a, row, col, *how), row, col),
+    ("atb", "B"): lambda a, c, row, col, *how: summa_ab(swap(a, row, col), c, row, col, *how),
 }

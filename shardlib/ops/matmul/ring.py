@@ -22,7 +22,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
 from shardlib.ops.matmul.cube import Cube, Move, gradients, movements
 from shardlib.ops.registry import Cost, Match, moving, rule
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, vary
 
 __all__ = ["matmul_ring_rs", "ring_ag_matmul"]
 
@@ -134,8 +134,9 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
-    def run(x: ShardedTensor, w: ShardedTensor, x_raw: Tensor, w_raw: Tensor) -> Tensor:
-        return RingProduct.apply(form, axis, dim, ways, x.mesh, x_raw, w_raw)  # type: ignore[return-value]
+    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[tuple[str, ...], tuple[str, ...]]) -> Tensor:
+        met = (vary(v.raw, x.mesh, axes) for v, axes in zip((x, w), over, strict=True))
+        return RingProduct.apply(form, axis, dim, ways, x.mesh, *met)  # type: ignore[return-value]
 
     return Match(out, run, once, backward, note + (" both ways" if len(ways) > 1 else ""), over)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Pending, axis_size
+from shardlib.collectives import Pending, axis_size, psum
 
-__all__ = ["accumulator", "add_product", "ahead", "cut", "panels", "product"]
+__all__ = ["accumulator", "add_product", "ahead", "cut", "panels", "product", "settled", "summed"]
 
 
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
@@ -46,6 +46,18 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.ndim == b.ndim == 2:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def settled(c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = ()) -> Tensor:
+    """An accumulator in the operands' ``dtype``, summed over further axes before it is rounded."""
+    if over:
+        return psum(c, over, wire=dtype)
+    return c if c.dtype == dtype else c.to(dtype)
+
+
+def summed(a: Tensor, b: Tensor, over: tuple[str, ...]) -> Tensor:
+    """a @ b, summed over mesh axes: half precision parts in fp32, rounded to travel and once they are summed."""
+    return settled(product(a, b), a.dtype, over) if over else a @ b
 
 
 class Panels(NamedTuple):

@@ -8,9 +8,9 @@ step k+1 travel while step k is multiplied.  Three forms, each the others' backw
     ABT   A = C B^T    C stays (X-stationary)    dC = AB(dA, B)    dB = ATB(dA, C)
     ATB   B = A^T C    C stays (W-stationary)    dA = ABT(C, dB)   dC = AB(A, dB)
 
-Each form moves A and B once and keeps C where it is.  On a square grid a block transpose
-(``swap``) turns one form into another, so that any of the three can be the one that stays:
-the largest should.
+Each form moves A and B once and keeps C where it is; ``over`` are further axes to sum its result
+over.  On a square grid a block transpose (``swap``) turns one form into another, so that any of
+the three can be the one that stays: the largest should.
 
 Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (algorithms 1-3).
 """
@@ -22,12 +22,14 @@ from fractions import Fraction
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
-from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product
+from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product, settled
 
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
 
+Axes = tuple[str, ...]
 
-def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
+
+def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
@@ -39,15 +41,15 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tenso
 
     for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
         add_product(c, a_k, b_k)
-    return c if c.dtype == a.dtype else c.to(a.dtype)
+    return settled(c, a.dtype, over)
 
 
-def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
+def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    a = c.new_zeros(*c.shape[:-1], b.shape[-2] // of_b * of_a)
+    a = _result(c, over, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
-    send_b, add_to = broadcasts(row), reductions(col)
+    send_b, add_to = broadcasts(row), reductions(col, c.dtype)
 
     def post(k: int) -> tuple:
         return (send_b(b_cut[steps[k][3]], steps[k][2]),)
@@ -56,15 +58,15 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1) -> Tens
     for owner, i, *_ in steps:
         part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
         add_to(a_cut[i], part, owner)
-    return a
+    return settled(a, c.dtype, over)
 
 
-def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1) -> Tensor:
+def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    b = c.new_zeros(*a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
+    b = _result(c, over, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
-    send_a, add_to = broadcasts(col), reductions(row)
+    send_a, add_to = broadcasts(col), reductions(row, c.dtype)
 
     def post(k: int) -> tuple:
         return (send_a(a_cut[steps[k][1]], steps[k][0]),)
@@ -73,7 +75,12 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1) -> Tens
     for *_, owner, j in steps:
         part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
         add_to(b_cut[j], part, owner)
-    return b
+    return settled(b, c.dtype, over)
+
+
+def _result(like: Tensor, over: Axes, *shape: int) -> Tensor:
+    """Zeros to sum parts into: of half precision in fp32 where more is to be summed."""
+    return accumulator(like, *shape) if over else like.new_zeros(shape)
 
 
 def swap(x: Tensor, row: str, col: str) -> Tensor:
