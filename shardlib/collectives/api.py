@@ -69,7 +69,7 @@ _COUNT: dict[str, Callable[[int, int, tuple], tuple[int, int, int]]] = {  # (n, 
 }
 
 _ADJOINT: dict[str, Callable[..., tuple]] = {
-    "psum": lambda wire=None: ("psum",),
+    "psum": lambda *_: ("psum",),
     "all_gather": lambda dim: ("psum_scatter", dim),
     "psum_scatter": lambda dim, wire=None: ("all_gather", dim),
     "pslice": lambda dim: ("place", dim),
@@ -134,8 +134,8 @@ _DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for
 def _note(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
     if op in _COUNT:
         n, p = _bytes(raw), mesh.axis_size(axes)
-        if params and isinstance(params[-1], torch.dtype):  # what travels is narrower than what is summed
-            n = n // raw.element_size() * params[-1].itemsize
+        if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:  # narrower than what is summed
+            n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
             n //= mesh.size
         note(op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
@@ -153,7 +153,7 @@ def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh.axis_size(axes) == 1 and params != ((),):  # ppermute along no pair: nobody receives
-        return x
+        return x.to(params[0]) if op == "psum" and params else x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
     return Stacked(_raw_call(op, stacked.of(x, mesh), mesh, axes, params), mesh)
@@ -186,19 +186,24 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
 # ---------------------------------------------------------------- the collectives
 
 
-def psum(x: Tensor, axis: Axis, wire: torch.dtype | None = None) -> Tensor:
+def psum(x: Tensor, axis: Axis, *, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
     """Sum over a mesh axis; every rank gets it.
 
-    ``wire``  travel, and return, in this dtype; what stays on its rank, and the sum, keep x's: the sum of fp32
-              parts as bfloat16 is rounded once on its way and once when it is there.
-    Moves: 2 (p-1)/p n bytes, 2 (p-1) messages.    Grad: psum.
+    ``out``   the result's dtype, in which it travels to all; the sum itself keeps x's.
+    ``wire``  the dtype in which the parts travel to the sum; what stays on its rank keeps x's.
+    Moves: 2 (p-1)/p n bytes, 2 (p-1) messages; n of x, or half of n in each of these dtypes.    Grad: psum.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
     ...     psum(torch.ones(2), "x")
     tensor([2., 2.])
     """
-    return _call("psum", x, axis, () if wire is None or wire == x.dtype else (wire,))
+    return _call("psum", x, axis, _narrow(x, out, wire))
+
+
+def _narrow(x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> tuple[torch.dtype, ...]:
+    dtypes = out or x.dtype, wire or x.dtype
+    return () if dtypes == (x.dtype, x.dtype) else dtypes
 
 
 def pmean(x: Tensor, axis: Axis) -> Tensor:
@@ -433,7 +438,7 @@ def start_ppermutes(xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[t
 
 
 _POSTABLE: dict[Callable[..., Tensor], Callable[..., tuple[str, tuple]]] = {  # the same checks as the synchronous form
-    psum: lambda x, axis: ("psum", ()),
+    psum: lambda x, axis, out=None, wire=None: ("psum", _narrow(x, out, wire)),
     pmax: lambda x, axis: ("pmax", ()),
     all_gather: lambda x, axis, dim=0: ("all_gather", (_dim("all_gather", x, axis, dim, False),)),
     psum_scatter: lambda x, axis, dim=0, wire=None: ("psum_scatter", _scatter(x, axis, dim, wire)),

@@ -96,14 +96,16 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
     return works
 
 
-def psum(x: Tensor, mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None) -> Finish:
-    if wire is None:
+def psum(
+    x: Tensor, mesh: Mesh, axes: tuple[str, ...], out: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> Finish:
+    if out is None:
         return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
     p = mesh.axis_size(axes)
     scattered = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % p)), mesh, axes, 0, wire)
 
     def finish() -> Tensor:
-        return all_gather(scattered().to(wire), mesh, axes, 0)()[: x.numel()].view(x.shape)
+        return all_gather(scattered().to(out), mesh, axes, 0)()[: x.numel()].view(x.shape)
 
     return finish
 

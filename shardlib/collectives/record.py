@@ -22,11 +22,13 @@ def _same(x: Tensor, mesh: Mesh, axes: Sequence[str], *_: object) -> Tensor:
 pmax = pbroadcast = preduce = ppermute = _same
 
 
-def psum(x: Tensor, mesh: Mesh, axes: Sequence[str], wire: torch.dtype | None = None) -> Tensor:
-    if wire is None:
+def psum(
+    x: Tensor, mesh: Mesh, axes: Sequence[str], out: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> Tensor:
+    if out is None:
         return x.new_empty(x.shape)
     mine = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % mesh.axis_size(tuple(axes)))), mesh, axes, 0, wire)
-    return all_gather(mine.to(wire), mesh, axes, 0)[: x.numel()].view(x.shape)
+    return all_gather(mine.to(out), mesh, axes, 0)[: x.numel()].view(x.shape)
 
 
 def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:

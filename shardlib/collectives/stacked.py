@@ -566,10 +566,12 @@ def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
     return y.permute(*back, *range(n, n + len(local))).reshape(mesh.size, *local).contiguous()
 
 
-def psum(x: Tensor, mesh: Mesh, axes: Sequence[str], wire: torch.dtype | None = None) -> Tensor:
-    if wire is not None:
+def psum(
+    x: Tensor, mesh: Mesh, axes: Sequence[str], out: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> Tensor:
+    if out is not None:
         flat = F.pad(x.flatten(1), (0, -x[0].numel() % mesh.axis_size(tuple(axes))))
-        mine = psum_scatter(flat, mesh, axes, 0, wire).to(wire)
+        mine = psum_scatter(flat, mesh, axes, 0, wire).to(out)
         return all_gather(mine, mesh, axes, 0)[:, : x[0].numel()].reshape(x.shape)
     y, order = _split(x, mesh, axes)
     return _merge(y.sum(1, keepdim=True, dtype=y.dtype).expand_as(y), mesh, order)

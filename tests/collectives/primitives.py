@@ -134,6 +134,16 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
         lambda x, a: (lambda one, two: one.wait() + two.wait())(sl.start(sl.shift, x, a, 1), sl.start(sl.pbroadcast, x, a, 0)),
         lambda b, p: [b[(i - 1) % p] + b[0] for i in range(p)], "",
     ),
+    "start psum, narrow": (
+        lambda x, a: sl.start(sl.psum, x, a, out=torch.float32, wire=torch.float32).wait().to(x.dtype),
+        lambda b, p: [total(b)] * p, ""
+    ),
+    "start psum, narrow back": (
+        lambda x, a: sl.start(sl.psum, x[:3, :3], a, out=torch.float32).wait().to(x.dtype), lambda b, p: [total(b)[:3, :3]] * p, ""
+    ),
+    "start psum_scatter, narrow": (
+        lambda x, a: sl.start(sl.psum_scatter, x, a, 0, wire=torch.float32).wait(), lambda b, p: list(total(b).chunk(p, 0)), ""
+    ),
     "psum of a scalar": (lambda x, a: sl.psum(x[0, 0], a), lambda b, p: [total(b)[0, 0]] * p, ""),
     "psum of nothing": (lambda x, a: sl.psum(x[:0], a), lambda b, p: [b[0][:0]] * p, ""),
 }  # fmt: skip

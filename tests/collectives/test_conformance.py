@@ -222,3 +222,20 @@ def test_a_collective_without_a_mesh_says_so() -> None:
     with pytest.raises(sl.ShardError, match="no mesh is in scope") as caught:
         sl.psum(torch.ones(2), "x")
     assert "simulate" in caught.value.fix
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_a_sum_sent_narrow_is_rounded_once_on_the_way_and_once_at_the_end(p: int) -> None:
+    """1 + 2^-9 travels as 1 in bfloat16; what stays on its rank does not travel."""
+    parts = torch.full((p, 5), 1 + 2**-9)
+    with sl.simulate(x=p) as m:
+        narrow = unwrap(sl.psum(wrap(parts, m), "x", out=torch.bfloat16, wire=torch.bfloat16))
+        back = unwrap(sl.psum(wrap(parts, m), "x", out=torch.bfloat16))
+        with sl.trace() as t:
+            sl.psum(wrap(parts, m), "x", out=torch.bfloat16)
+    once = torch.tensor(p - 1 + 1 + 2**-9).bfloat16()  # p-1 parts arrived as 1
+    assert narrow.dtype == back.dtype == torch.bfloat16
+    assert torch.equal(narrow, once.expand(p, 5)) and torch.equal(
+        back, torch.tensor(p * (1 + 2**-9)).bfloat16().expand(p, 5)
+    )
+    assert float(t.bytes) == (p - 1) / p * 5 * (4 + 2) and t.messages == 2 * (p - 1)

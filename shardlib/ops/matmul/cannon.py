@@ -88,16 +88,17 @@ def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
     return ppermute(b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)])
 
 
-def cannon_words(form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool]) -> Fraction:
+def cannon_words(form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1) -> Fraction:
     """Words one rank receives: q-1 shifts of A and of B, and the skew or the way home of each.
 
     A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
+    ``width``  words per word of a travelling sum: 2 where half precision is summed in fp32.
     """
     made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
     words = Fraction(0)
     for size, pre, is_result in zip((m * k, k * n), skewed, made, strict=True):
         last = Fraction(q > 1) if pre and is_result else Fraction(0) if pre else Fraction(q - 1, q)
-        words += Fraction(size, q * q) * (q - 1 + last)
+        words += Fraction(size, q * q) * ((q - 1) * (width if is_result else 1) + last)
     return words
 
 

@@ -27,6 +27,11 @@ class MatmulCase:
     out: Layout | None = None
     links: tuple[tuple[str, Link], ...] = ()
 
+    @property
+    def width(self) -> int:
+        """How much wider sums are than operands: half precision is summed in fp32."""
+        return 2 if self.itemsize == 2 else 1
+
     def batch(self) -> int | str:
         """Batch dimensions both operands have, or why they cannot be multiplied in place."""
         batch = len(self.w_shape) - 2
@@ -71,9 +76,10 @@ def met_over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str,
     return tuple(a for a in moving if a not in case.x.axes), tuple(a for a in moving if a not in case.w.axes)
 
 
-def all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int]) -> Cost:
+def all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int], width: int = 1) -> Cost:
+    """The price of a sum on every rank; its parts travel ``width`` times as wide as the result."""
     p = math.prod(mesh[a] for a in axes)
-    return moving(axes, Fraction(2 * (p - 1) * nbytes, p), 2 * (p - 1))
+    return moving(axes, Fraction((1 + width) * (p - 1) * nbytes, p), 2 * (p - 1))
 
 
 @lru_cache(maxsize=4096)

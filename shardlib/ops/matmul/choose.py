@@ -121,8 +121,11 @@ class _Grid2D:
         forms = [self.form, *(f for f in _FORMS if f != self.form)]
         costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
         w_bytes = local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
-        backward = costs[1] + costs[2] + all_reduce(w_bytes, self.extra, self.mesh)
         form = self.form
+        made = "ab" if form == "atb" else "atb"  # W's gradient, by
+        rounded = grid.schedule == "summa" and (made, grid.stay) not in (("ab", "C"), ("atb", "B"))  # sums that travel
+        backward = costs[1] + costs[2]
+        backward += all_reduce(w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
 
         def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
             p = x.raw.mT if form == "atb" else x.raw
@@ -208,7 +211,7 @@ def cannon(case: MatmulCase) -> Match | str:
         return "a skewed operand and rows split over further axes"
     return g.match(
         Grid("cannon", g.row, g.col, skewed=skewed, batch=g.batch),
-        lambda form: cannon_words(form, g.m, g.k, g.n, row, skewed),
+        lambda form: cannon_words(form, g.m, g.k, g.n, row, skewed, case.width),
         lambda form: cannon_messages(form, row, skewed),
         3,
     )

@@ -114,7 +114,7 @@ def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes) -> Pendi
     if not moves:
         return Pending(lambda: summed(a, b, over))
     coming = _post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
-    return Pending(lambda: settled(coming.wait(), a.dtype, over))
+    return Pending(lambda: settled(coming.wait(), a.dtype, over, rounded=True))
 
 
 class Product3(torch.autograd.Function):
@@ -287,9 +287,11 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     move_w, wide_w = _gathers(w, cube.w, mesh)
     move_y, wide_y = _gathers(y, cube.y, mesh)
     pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
-    forward = move_x + move_w + move_y + all_reduce(pending, psummed, mesh)
+    forward = move_x + move_w + move_y + all_reduce(pending, psummed, mesh, case.width if cube.y else 1)
     over = met_over(case, out)
-    backward = move_y + move_x + move_w + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
+    backward = move_y + move_x + move_w
+    backward += all_reduce(x, over[0], mesh, case.width if cube.x else 1)
+    backward += all_reduce(w, over[1], mesh, case.width if cube.w else 1)
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
     held = (wide_x - x) + (wide_w - w) + (wide_y - y)

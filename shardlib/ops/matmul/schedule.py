@@ -48,10 +48,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def settled(c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = ()) -> Tensor:
-    """An accumulator in the operands' ``dtype``, summed over further axes before it is rounded."""
+def settled(c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), rounded: bool = False) -> Tensor:
+    """An accumulator in the operands' ``dtype``, summed over further axes before it is rounded.
+
+    ``rounded``  its parts were rounded on their way here: they are not a second time, but travel as they are.
+    """
     if over:
-        return psum(c, over, wire=dtype)
+        return psum(c, over, out=dtype, wire=c.dtype if rounded else dtype)
     return c if c.dtype == dtype else c.to(dtype)
 
 

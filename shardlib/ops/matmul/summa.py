@@ -58,7 +58,7 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
     for owner, i, *_ in steps:
         part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
         add_to(a_cut[i], part, owner)
-    return settled(a, c.dtype, over)
+    return settled(a, c.dtype, over, rounded=True)
 
 
 def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
@@ -75,7 +75,7 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: A
     for *_, owner, j in steps:
         part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
         add_to(b_cut[j], part, owner)
-    return settled(b, c.dtype, over)
+    return settled(b, c.dtype, over, rounded=True)
 
 
 def _result(like: Tensor, over: Axes, *shape: int) -> Tensor:
