@@ -2,8 +2,9 @@
 
 The three-axis product (ops/matmul/cube.py) makes every known grid a point (pm, pk, pn): FSDP is
 pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
-equal.  Layers come in pairs that swap k and n, so nothing is resharded between them.  The choice
-prices all of them, with the gathered operands saved or not, and takes the cheapest that fits.
+equal.  Layers come in pairs that swap k and n, so nothing is resharded between them, and the axes may
+play other roles in MLPs than in attention.  The choice prices all of them, with the gathered operands
+saved or not, and takes the cheapest that fits.
 
 Source: Al Daas et al., SPAA 2022 (bounds); arXiv 2305.13525 (choosing a grid by its cost).
 """
@@ -13,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,9 +93,21 @@ def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
 # ---------------------------------------------------------------- choosing a grid
 
 
+class Layer(NamedTuple):
+    """A linear layer: does it come back from something wide, and is it one of an MLP beside other kinds of layers."""
+
+    inputs: int
+    outputs: int
+    back: bool = False
+    mlp: bool = False
+
+
 @dataclass(frozen=True)
 class Grid3:
-    """One candidate: sizes of the three axes, what is saved gathered, and what a step takes per rank."""
+    """One candidate: sizes of the three axes, what is saved gathered, and what a step takes per rank.
+
+    ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
+    """
 
     m: int
     k: int
@@ -101,6 +115,7 @@ class Grid3:
     save: str
     cost: Cost
     seconds: float
+    mlp: str = "mnk"
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -137,7 +152,7 @@ class Choice:
 
     @property
     def recipe(self) -> Callable[..., recipes.Recipe]:
-        return recipes.cube3d
+        return recipes.cube3d if self.best.mlp == "mnk" else partial(recipes.cube3d, mlp=self.best.mlp)
 
     @property
     def save(self) -> str:
@@ -149,11 +164,12 @@ class Choice:
             plain = ": TP x FSDP is the best here, no third axis helps"
         else:
             plain = f": {b.name}"
-        lines = [f"mesh {' '.join(f'{a}={s}' for a, s in b.mesh.items())}, recipes.cube3d{plain}"]
-        lines.append(" x   y   z  saved  MiB/step  messages  MiB held  seconds")
+        how = "" if b.mlp == "mnk" else f'(mlp="{b.mlp}")'
+        lines = [f"mesh {' '.join(f'{a}={s}' for a, s in b.mesh.items())}, recipes.cube3d{how}{plain}"]
+        lines.append(" x   y   z  mlp  saved  MiB/step  messages  MiB held  seconds")
         for g in self.table[:12]:
             moved, held = float(g.cost.bytes) / 2**20, float(g.cost.memory) / 2**20
-            axes = f"{g.m:>2} {g.n:>3} {g.k:>3}  {g.save or '-':<5}"
+            axes = f"{g.m:>2} {g.n:>3} {g.k:>3}  {g.mlp}  {g.save or '-':<5}"
             lines.append(f"{axes} {moved:>9.3f} {g.cost.messages:>9} {held:>9.1f}  {g.seconds:.2e}")
         if self.rejected:
             lines.append(f"{self.rejected} more do not divide the sizes or exceed the memory")
@@ -202,41 +218,57 @@ def choose(
             f"nothing to choose for: {what}", op="choose", fix="sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
         )
     table, rejected = [], 0
+    known = {a: links for a in "xyz"} if isinstance(links, Link) else links
+    work = 6 * batch * sequence * sum(layer.inputs * layer.outputs for layer in layers) / world
     for m, k, n in factorizations(world):
-        if not _divides(layers, m, k, n, batch, heads):
-            rejected += 1
-            continue
-        gathered = ("x" if max(k, n) > 1 else "") + ("w" if m > 1 else "")
-        for save in ("", "x", "w", "xw"):
-            if not set(save) <= set(gathered):
+        for mlp in _mlp_roles(layers, m, k, n):
+            if not _divides(layers, m, k, n, mlp, batch, heads):
+                rejected += 1
                 continue
-            cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state)
-            if memory is not None and cost.memory > memory:
-                continue
-            known = {a: links for a in "xyz"} if isinstance(links, Link) else links
-            work = 6 * batch * sequence * sum(i * o for i, o, _ in layers) / world
-            table.append(Grid3(m, k, n, save, cost, cost.seconds(known) + (work / flops if flops else 0.0)))
+            gathered = ("x" if max(k, n) > 1 else "") + ("w" if m > 1 or "m" in mlp[1:] else "")
+            for save in ("", "x", "w", "xw"):
+                if not set(save) <= set(gathered):
+                    continue
+                cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state, mlp)
+                if memory is None or cost.memory <= memory:
+                    seconds = cost.seconds(known) + (work / flops if flops else 0.0)
+                    table.append(Grid3(m, k, n, save, cost, seconds, mlp))
     if not table:
         raise ShardError(
             f"no grid of {world} ranks divides these sizes" + (" within the memory" if memory is not None else ""),
             op="choose",
-            operands={"batch": batch, "layers": ", ".join(f"{i} -> {o}" for i, o, _ in layers[:4])},
+            operands={"batch": batch, "layers": ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4])},
             fix=f"sl.choose(model, 1, batch={batch})",
         )
-    table.sort(key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save)))
+    table.sort(key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save), g.mlp != "mnk"))
     return Choice(table[0], tuple(table), rejected)
 
 
-def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """(inputs, outputs, contracting) of every linear layer."""
+def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
+    """Every linear layer in turn; of an MLP only where there are others too."""
     if not isinstance(model, nn.Module):
-        return [(i, o, turn % 2 == 1) for turn, (i, o) in enumerate(model)]
-    roles = recipes.roles(model)
-    return [
-        (layer.in_features, layer.out_features, roles[name] == "contract")
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear)
-    ]
+        pairs = [model[turn - turn % 2 : turn - turn % 2 + 2] for turn in range(len(model))]
+        found = [
+            Layer(i, o, turn % 2 == 1, len(pair) == 2 and pair[1][0] > pair[1][1])
+            for turn, ((i, o), pair) in enumerate(zip(model, pairs, strict=True))
+        ]
+    else:
+        roles, wide = recipes.roles(model), recipes.widening(model)
+        found = [
+            Layer(layer.in_features, layer.out_features, roles[name] == "contract", name in wide)
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear)
+        ]
+    return [layer._replace(mlp=False) for layer in found] if all(layer.mlp for layer in found) else found
+
+
+def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
+    """The roles that x, y and z may play in MLPs; a one-sized axis plays the usual one."""
+    if not any(layer.mlp for layer in layers):
+        return ["mnk"]
+    usual, sizes = "mnk", (m, n, k)
+    said = ("".join(r if s > 1 else u for r, s, u in zip(w, sizes, usual, strict=True)) for w in recipes.MLP_ROLES)
+    return list(dict.fromkeys(said))
 
 
 def factorizations(world: int) -> Iterator[tuple[int, int, int]]:
@@ -248,31 +280,71 @@ def factorizations(world: int) -> Iterator[tuple[int, int, int]]:
                     yield m, k, world // m // k
 
 
-def _divides(layers: list[tuple[int, int, bool]], m: int, k: int, n: int, batch: int, heads: int | None) -> bool:
-    if batch % (m * n) or batch % (m * k) or (heads or n) % n:
+def _divides(layers: Sequence[Layer], m: int, k: int, n: int, mlp: str, batch: int, heads: int | None) -> bool:
+    if batch % (m * n) or (heads or n) % n:
         return False
-    return all(i % ((n if back else k) * m) == 0 and o % (k if back else n) == 0 for i, o, back in layers)
+    for layer in layers:
+        pm, pk, pn = _sizes(layer, m, k, n, mlp)
+        if batch % (pm * pk):
+            return False
+        into, out = (pn, pk) if layer.back else (pk, pn)
+        if layer.inputs % (into * pm) or layer.outputs % out or (layer.outputs if layer.back else layer.inputs) % k:
+            return False
+    return True
+
+
+def _sizes(layer: Layer, m: int, k: int, n: int, mlp: str) -> tuple[int, int, int]:
+    """(pm, pk, pn) of a layer: of an MLP by the roles of x, y and z there."""
+    if not layer.mlp or mlp == "mnk":
+        return m, k, n
+    sizes = list(zip(mlp, (m, n, k), strict=True))
+    pm, pk, pn = (math.prod(s for role, s in sizes if role == wanted) for wanted in "mkn")
+    return pm, pk, pn
 
 
 def step_cost(
-    layers: Sequence[tuple[int, int, bool]], m: int, k: int, n: int, save: str, tokens: int, itemsize: int, state: int
+    layers: Sequence[Layer],
+    m: int,
+    k: int,
+    n: int,
+    save: str,
+    tokens: int,
+    itemsize: int,
+    state: int,
+    mlp: str = "mnk",
 ) -> Cost:
     """Forward and backward of every layer on the grid: bytes, messages, and bytes held at the peak."""
-    p = m * k * n
+    p, axes = m * k * n, {"x": m, "y": n, "z": k}
     total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
-    for inputs, outputs, back in layers:
-        pk, pn = (n, k) if back else (k, n)
-        axis_k, axis_n = ("y", "z") if back else ("z", "y")
+    for layer in layers:
+        inputs, outputs, back, _ = layer
+        roles = mlp if layer.mlp else "mnk"
         x, w, y = (Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs))
-        moves_x = moving((axis_n,), (pn - 1) * x, pn - 1)
-        moves_w = moving(("x",), (m - 1) * w, m - 1)
-        moves_y = moving((axis_k,), (pk - 1) * y, pk - 1)
+        plays = dict(zip(axes, roles, strict=True))
+        rows = tuple(a for a in "xy" if plays[a] == "n")  # of the narrow side, gathered going in, scattered coming out
+        narrow = [rows, ("z",) if plays["z"] == "n" else ()]
+        wide = [("z",) if plays["z"] == "k" else ()]
+        moves_x, wide_x = _moved(x, wide if back else narrow, axes)
+        moves_w, wide_w = _moved(w, [tuple(a for a in "xy" if plays[a] == "m")], axes)
+        moves_y, wide_y = _moved(y, narrow if back else wide, axes)
         total += moves_x + moves_w + moves_y  # forward
         total += moves_x + moves_w + moves_y  # dX, dW, dY
         total += Cost() if "x" in save else moves_x
         total += Cost() if "w" in save else moves_w
         weights += inputs * outputs
-        activations += x * (pn if "x" in save else 1) + (w * (m - 1) if "w" in save else 0)
-        widest = max(widest, x * pn + w * m + y * pk)
+        activations += (wide_x if "x" in save else x) + (wide_w - w if "w" in save else 0)
+        widest = max(widest, wide_x + wide_w + wide_y)
     held = Fraction(weights * (2 * itemsize + state), p) + activations + widest
     return Cost(total.bytes, total.messages, held, total.along)
+
+
+def _moved(nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[Cost, Fraction]:
+    """The price of gathering a block, dimension by dimension, and its bytes when gathered."""
+    cost = Cost()
+    for names in moves:
+        axes = tuple(a for a in names if sizes[a] > 1)
+        if axes:
+            p = math.prod(sizes[a] for a in axes)
+            cost += moving(axes, (p - 1) * nbytes, p - 1)
+            nbytes *= p
+    return cost, nbytes

@@ -20,11 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.errors import Unsupported
+from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import as_mesh
 
-__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "ring", "roles", "tesseract"]
+__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
+
+MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
+"""Of x, y and z: x and y split the rows of what goes in, y innermost, and z its columns."""
 
 _OUT = re.compile(
     r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv|query_key_value|Wqkv|fc1|fc_in|w1|w3"
@@ -35,6 +38,7 @@ _BACK = re.compile(
 )
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
 _KEYS = re.compile(r"(^|\.)(k|v)_proj$")
+_ATTEND = re.compile(r"(^|\.)((q|k|v)_proj|query|key|value|c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
 _PLAIN = re.compile(r"(^|\.)(pooler(\.dense)?|transform(\.dense)?)$")
 _SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
@@ -122,14 +126,26 @@ def tesseract(
 
 
 def cube3d(
-    model: nn.Module, mesh: Any = None, *, x: str = "x", y: str = "y", z: str = "z", data: str = "data"
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    x: str = "x",
+    y: str = "y",
+    z: str = "z",
+    data: str = "data",
+    mlp: str = "mnk",
 ) -> Recipe:
     """3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
 
     The axes may have any sizes: with one of size 1 this is 2D, with two 1D.  Tokens are split
     over x and y, labels over x and z, where the logits come out.
 
+    ``mlp``  the roles of x, y and z in MLPs, of m (gathers weights), n (gathers activations in, scatters
+             them out) and k (the other way round): mnk as everywhere else, mnn, mmk, mmn, nnk or nnn.  What
+             goes in and comes out lies the same in all of them, so nothing is resharded.
+
     Source: arXiv 2105.14450, section 3; general grids as in arXiv 2305.13525.
+    Raises: ShardError for other roles.
 
     >>> import shardlib as sl
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -137,7 +153,14 @@ def cube3d(
     ...     rules = cube3d(mlp)
     >>> rules, rules.tokens, rules.labels
     ([('0.weight', 'y (z x)'), ('0.bias', 'y'), ('2.weight', 'z (y x)'), ('2.bias', 'z')], '(x y) .', '(x z) .')
+    >>> with sl.simulate(x=2, y=2, z=2):
+    ...     cube3d(mlp, mlp="mnn")
+    [('0.weight', '(y z) x'), ('0.bias', '(y z)'), ('2.weight', '. (y z x)', '(x y) ... z'), ('2.bias', 'z')]
     """
+    if mlp not in MLP_ROLES:
+        raise ShardError(
+            f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}", op="recipe", fix='mlp="mnk"'
+        )
     rows, wide = (_batch(mesh, data, x, y, z, over=over) for over in ((x, y), (x, z)))
     layouts = {
         "expand": (f"{y} ({z} {x})", y),
@@ -150,7 +173,19 @@ def cube3d(
         "scores": (f". {z}", ".", f"{rows} ..."),
         "patch": (f"{z} ...", z),
     }
+    if mlp != "mnk":
+        m, n, k = (
+            " ".join(axis for axis, role in zip((x, y, z), mlp, strict=True) if role == wanted) for wanted in "mnk"
+        )
+        layouts["up"] = (f"{_token(n)} {_token(k, m)}", _token(n))
+        layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
     return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[y]), f"{rows} .", f"{wide} .")
+
+
+def _token(*axes: str) -> str:
+    """One dimension over these axes."""
+    names = " ".join(axes).split()
+    return f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "."
 
 
 def ring(
@@ -270,6 +305,26 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
     return {n: _role(n, m, tokens, widest) for n, m in holding}
 
 
+def widening(model: nn.Module) -> set[str]:
+    """Names of the linear layers of MLPs: what expands towards a layer that contracts from something wider.
+
+    >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
+    ['0', '2']
+    """
+    found: set[str] = set()
+    expanding: list[str] = []
+    by_name = dict(model.named_modules())
+    for name, role in roles(model).items():
+        if role in ("expand", "fused"):
+            expanding.append(name)
+        elif role == "contract":
+            inputs, outputs = _shape(by_name[name])
+            if inputs > outputs and not any(_ATTEND.search(n) for n in expanding):
+                found |= {name, *expanding}
+            expanding = []
+    return found
+
+
 def _rules(
     model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
 ) -> list[tuple[str, ...]]:
@@ -287,6 +342,8 @@ def _rules(
                     fix="sl.recipes.optimus2d(model)",
                 )
             found[name] = "keys"
+    if "up" in layouts:
+        found |= {name: "up" if found[name] == "expand" else "down" for name in widening(model)}
     owners: dict[int, str] = {}  # a tied parameter belongs to the layer that says most of it
     for name, value in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]

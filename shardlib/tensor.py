@@ -287,14 +287,14 @@ class _Sum(torch.autograd.Function):
     """psum whose result is the same on every rank, and so is its cotangent: backward is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
-            return unwrap(psum(wrap(raw, mesh), axes))
+            return unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None
+        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
 
 
 class _Share(torch.autograd.Function):
@@ -319,10 +319,15 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
-def total(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """Sum over ``axes``; the result is replicated and so is its cotangent."""
+def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None) -> Tensor:
+    """Sum over ``axes``; the result is replicated and so is its cotangent.
+
+    ``narrow``  the dtype of what travels and of the result, where raw is wider.
+    """
     over = real_axes(mesh, axes)
-    return _Sum.apply(raw, mesh, over) if over else raw  # type: ignore[return-value]
+    if over:
+        return _Sum.apply(raw, mesh, over, narrow)  # type: ignore[return-value]
+    return raw if narrow is None else raw.to(narrow)
 
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:

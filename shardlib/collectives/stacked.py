@@ -570,7 +570,7 @@ def psum(
     x: Tensor, mesh: Mesh, axes: Sequence[str], out: torch.dtype | None = None, wire: torch.dtype | None = None
 ) -> Tensor:
     if out is not None:
-        flat = F.pad(x.flatten(1), (0, -x[0].numel() % mesh.axis_size(tuple(axes))))
+        flat = F.pad(x.reshape(len(x), -1), (0, -x[0].numel() % mesh.axis_size(tuple(axes))))
         mine = psum_scatter(flat, mesh, axes, 0, wire).to(out)
         return all_gather(mine, mesh, axes, 0)[:, : x[0].numel()].reshape(x.shape)
     y, order = _split(x, mesh, axes)

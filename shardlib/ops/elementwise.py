@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.collectives import psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, bind
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof, vary
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, real_axes, typeof, vary
 
-__all__ = ["aligned", "elementwise"]
+__all__ = ["aligned", "brought", "elementwise"]
 
 _NAMES = """
     add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
@@ -116,21 +117,55 @@ def aligned(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
     """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
+    raws, overs, out, shape, deferred = brought(op, values, partial)
+    block: tuple[int, ...] = ()
+    for i, (v, raw, over) in enumerate(zip(values, raws, overs, strict=True)):
+        if raw.dtype in (torch.bfloat16, torch.float16) and over and v.size_ != shape:
+            block = block or out.local_shape(shape, v.mesh)
+            raws[i] = _Spread.apply(raw, v.mesh, over, block)  # type: ignore[call-overload]
+        else:
+            raws[i] = vary(raw, v.mesh, over)
+    return raws, out, shape, deferred
+
+
+def brought(
+    op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
+) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
+    """As ``aligned``, but the axes over which each operand's gradient must be summed are given, not yet heeded."""
     key = tuple((v.sharding, v.size_) for v in values)
     out, shape, targets = _plan(op, key, values[0].mesh, partial)
     deferred: frozenset[str] = frozenset()
     if any(v.deferred for v in values):
         deferred = frozenset().union(*(v.deferred for v in values)) - set(out.axes)
     meets = {*out.axes, *deferred}
-    raws = []
+    raws, overs = [], []
     for v, target in zip(values, targets, strict=True):
         if target is not None:
             v = reshard(v, target)
-        raw = v.raw
-        if raw.requires_grad:
-            raw = vary(raw, v.mesh, meets.difference(v.sharding.axes, v.deferred))
-        raws.append(raw)
-    return raws, out, shape, deferred
+        met = v.raw.requires_grad and meets.difference(v.sharding.axes, v.deferred)
+        raws.append(v.raw)
+        overs.append(real_axes(v.mesh, met) if met else ())
+    return raws, overs, out, shape, deferred
+
+
+class _Spread(torch.autograd.Function):
+    """Broadcast a half precision block to ``shape``; its gradient is summed in fp32, over ``axes`` as well."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        with bind(mesh):
+            x = wrap(raw, mesh)
+            ctx.shape = x.shape
+            return unwrap(x.expand(shape))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with bind(ctx.mesh):
+            g = wrap(grads[0], ctx.mesh)
+            total = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype, wire=g.dtype)
+            return unwrap(total), None, None, None
 
 
 @lru_cache(maxsize=8192)

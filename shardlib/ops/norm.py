@@ -16,9 +16,12 @@ from torch import Tensor
 from shardlib.collectives import all_gather, axis_size, psum, unwrap, wrap
 from shardlib.errors import Unsupported
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor import ShardedTensor, implements, partial_escape, typeof
+from shardlib.ops.elementwise import brought
+from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof
 
 __all__ = ["layer_norm", "rms_norm"]
+
+Axes = tuple[str, ...]
 
 
 def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
@@ -35,43 +38,67 @@ def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tens
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps), or x / sqrt(mean(x^2) + eps), over ``width`` trailing dims."""
+    """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * w, over ``width`` trailing dims.
+
+    apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the trailing
+    dims, ``overs`` are those over which the gradients of x, w and b are summed.  Half precision is
+    rounded once, at the end.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], width: int, count: int, eps: float, centre: bool
-    ) -> Tensor:
-        ctx.place = mesh, axes, width, count, centre
+        ctx: Any, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float, centre: bool,
+        x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.place = mesh, axes, overs, width, count
         with bind(mesh):
-            x = wrap(raw, mesh)
-            rows = _rows(x, width)
-            rows = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+            x = wrap(x_raw, mesh)
+            rows, mean = _rows(_wide(x), width), None
             if centre:
                 mean, var = _moments(rows, axes, count)
-                rows = rows - mean
             else:
                 squares = rows.square().sum(-1, keepdim=True)
                 var = (psum(squares, axes) if axes else squares) / count
             scale = (var + eps).rsqrt()
-            out = (rows * scale).to(x.dtype).reshape(x.shape)
-            ctx.save_for_backward(unwrap(out), unwrap(scale))
-            return unwrap(out)
+            out = _normal(rows, mean, scale).reshape(x.shape)
+            out = out if w_raw is None else out * _wide(wrap(w_raw, mesh))
+            out = out if b_raw is None else out + _wide(wrap(b_raw, mesh))
+            ctx.like = b_raw
+            ctx.save_for_backward(x_raw, w_raw, None if mean is None else unwrap(mean), unwrap(scale))
+            return unwrap(out.to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mesh, axes, width, count, centre = ctx.place
-        normal_raw, scale_raw = ctx.saved_tensors
+        mesh, axes, overs, width, count = ctx.place
         with bind(mesh):
-            grad = wrap(grads[0], mesh)
-            scale = wrap(scale_raw, mesh)
-            g = _rows(grad, width).to(scale.dtype)
-            y = _rows(wrap(normal_raw, mesh), width).to(scale.dtype)
+            x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in ctx.saved_tensors)
+            b = None if ctx.like is None else wrap(ctx.like, mesh)
+            assert x is not None and scale is not None, "saved above"
+            g, y = _wide(wrap(grads[0], mesh)), _normal(_rows(_wide(x), width), mean, scale)
+            db = None if b is None else _settled(g.sum_to_size(b.shape), overs[-1], b.dtype)
+            dw = None if w is None else _settled((g * y.reshape(g.shape)).sum_to_size(w.shape), overs[1], w.dtype)
+            g = _rows(g if w is None else g * _wide(w), width)
             sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
             sums = (psum(sums, axes) if axes else sums) / count
             dx = g - y * sums[..., 0:1]
-            dx = (dx - sums[..., 1:2] if centre else dx) * scale
-            return unwrap(dx.to(grad.dtype).reshape(grad.shape)), None, None, None, None, None, None
+            dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
+            found = (_settled(dx.reshape(x.shape), overs[0], x.dtype), dw, db)
+            return *[None] * 7, *(None if t is None else unwrap(t) for t in found)
+
+
+def _settled(x: Tensor, over: Axes, dtype: torch.dtype) -> Tensor:
+    """Summed over further axes, in ``dtype``."""
+    return psum(x, over, out=dtype, wire=dtype) if over else x.to(dtype)
+
+
+def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
+    return (rows if mean is None else rows - mean) * scale
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision as fp32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -91,15 +118,15 @@ def _normalised(
             mesh=x.mesh,
             fix=f"F.{op}(x, {list(x.size_[-1:])})",
         )
-    if x.sharding.partial:
-        raise partial_escape(op, x)
-    tokens = x.sharding.resolve(len(x.size_)).dims[-width:]
-    axes = tuple(a for t in tokens for a in t.axes if x.mesh.axes[a] > 1)
-    raw = _Normalise.apply(x.raw, x.mesh, axes, width, math.prod(shape), eps, centre)
-    out: Any = x.like(raw)  # type: ignore[arg-type]
-    if weight is not None:
-        out = out * weight
-    return out if bias is None else out + bias
+    values = [lift(v, x.mesh, op) for v in (x, weight, bias) if v is not None]
+    for value in values:
+        if value.sharding.partial:
+            raise partial_escape(op, value)
+    raws, overs, out, size, deferred = brought(op, values)
+    w, b = (next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias))
+    axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
+    raw = _Normalise.apply(x.mesh, axes, overs, width, math.prod(shape), eps, centre, raws[0], w, b)
+    return ShardedTensor(raw, out, size, x.mesh, deferred)  # type: ignore[arg-type]
 
 
 @implements(F.layer_norm, torch.layer_norm)
@@ -117,5 +144,5 @@ def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     x, eps = given["input"], given.get("eps")
-    eps = torch.finfo(x.raw.dtype).eps if eps is None else eps
+    eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps  # as torch: of what it computes in
     return _normalised("rms_norm", x, tuple(given["normalized_shape"]), given.get("weight"), None, eps, False)

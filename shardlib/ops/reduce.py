@@ -42,10 +42,13 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    asked = more.get("dtype") or x.raw.dtype
+    half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
+    more = more | {"dtype": torch.float32} if half else more
     raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more) if gone else x.raw
-    raw = total(raw, x.mesh, axes)
     if func in (torch.mean, Tensor.mean):
         raw = raw / (x.size_.numel() // max(1, shape.numel()))
+    raw = total(raw, x.mesh, axes, asked if half else None)
     return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
 
 
@@ -154,20 +157,27 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not x.sharding.resolve(len(x.size_)).dims[dim].is_split:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
         return x.like(local_call(run, x.mesh, (x.raw, dim - len(x.size_)), {"dtype": dtype}))
-    x = x if dtype is None else x.to(dtype)
+    dtype = x.dtype if dtype is None else dtype
+    x = _wide(x, dtype)
     shifted = x - x.detach().amax(dim, keepdim=True)
     if "log" in func.__name__:
-        return shifted - shifted.exp().sum(dim, keepdim=True).log()
+        return (shifted - shifted.exp().sum(dim, keepdim=True).log()).to(dtype)
     weight = shifted.exp()
-    return weight / weight.sum(dim, keepdim=True)
+    return (weight / weight.sum(dim, keepdim=True)).to(dtype)
+
+
+def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as what a result in ``dtype`` is computed in: half precision in fp32."""
+    return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
 @implements(torch.logsumexp, Tensor.logsumexp)
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """log(sum(exp(x))) with the maximum taken out first."""
     x, dim, keepdim, _ = _arguments(args, kwargs)
+    dtype, x = x.dtype, _wide(x, x.dtype)
     top = x.detach().amax(dim, keepdim=True)
-    out = (x - top).exp().sum(dim, keepdim=True).log() + top
+    out = ((x - top).exp().sum(dim, keepdim=True).log() + top).to(dtype)
     return out if keepdim else out.squeeze(dim)
 
 
@@ -178,6 +188,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     unbiased = more.get("correction", more.get("unbiased", True))
     gone, *_, shape = reduced_layout(x, dim, keepdim)
     count = x.size_.numel() // max(1, shape.numel())
+    dtype, x = x.dtype, _wide(x, x.dtype)
     centred = x - x.mean(gone, keepdim=True)
     out = (centred * centred).sum(gone, keepdim=keepdim) / (count - int(unbiased))
-    return out.sqrt() if func in (torch.std, Tensor.std) else out
+    return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)

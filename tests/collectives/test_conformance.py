@@ -233,6 +233,8 @@ def test_a_sum_sent_narrow_is_rounded_once_on_the_way_and_once_at_the_end(p: int
         back = unwrap(sl.psum(wrap(parts, m), "x", out=torch.bfloat16))
         with sl.trace() as t:
             sl.psum(wrap(parts, m), "x", out=torch.bfloat16)
+        alone = unwrap(sl.psum(wrap(parts[:, 0], m), "x", out=torch.bfloat16))
+    assert torch.equal(alone, back[:, 0])
     once = torch.tensor(p - 1 + 1 + 2**-9).bfloat16()  # p-1 parts arrived as 1
     assert narrow.dtype == back.dtype == torch.bfloat16
     assert torch.equal(narrow, once.expand(p, 5)) and torch.equal(
