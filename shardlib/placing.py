@@ -1,5 +1,6 @@
 """Placing data: shard, unshard, reshard."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -11,18 +12,20 @@ from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import (
     all_gather,
     all_to_all,
+    each_rank,
     pbroadcast,
     pick,
     ppermute,
     pslice,
     psum,
     psum_scatter,
+    start_ppermutes,
     unwrap,
     wrap,
 )
 from shardlib.errors import MeshError, PlainTensor, ShardError
-from shardlib.layouts import Layout, Step, coordinates
-from shardlib.mesh import Mesh, as_mesh, bind
+from shardlib.layouts import Exchange, Layout, Step, coordinates
+from shardlib.mesh import Mesh, as_mesh, bind, current_mesh
 from shardlib.tensor import PaddedTensor, ShardedTensor, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
@@ -141,10 +144,48 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
     if step.kind == "mask":
         keep = [1.0] + [0.0] * 4096
         return x * torch.as_tensor(pick(keep, axes)).to(x.dtype) if x.device.type != "meta" else x * 1
+    if step.kind == "exchange":
+        return _exchanged(x, step.axes, *step.table)
     table = torch.tensor(step.table, dtype=torch.int64, device=x.device)
     if step.kind == "order_slice":
         return pslice(torch.index_select(x, d, table), axes, d)
     return torch.index_select(all_gather(x, axes, d), d, table)
+
+
+def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
+    """Post all rounds, place what stays, then what arrives."""
+    mesh, raw = current_mesh(), unwrap(x)
+    lead = raw.shape[:1] if mesh.kind == "stacked" else ()
+    sent = [raw.new_zeros((*lead, *r.shape)) for r in plan.rounds]
+    out = raw.new_empty((*lead, *plan.shape))
+    ranks = []
+    for coord, view in each_rank(mesh):
+        rank = 0
+        for a in axes:
+            rank = rank * mesh.axes[a] + coord[a]
+        ranks.append((rank, view))
+        for buffer, r in zip(sent, plan.rounds, strict=True):
+            if rank in r.takes:
+                view(buffer).copy_(view(raw)[_box(r.takes[rank])])
+    coming = start_ppermutes([wrap(b, mesh) for b in sent], axes, [r.pairs for r in plan.rounds])
+    for rank, view in ranks:
+        if rank in plan.kept:
+            take, put = plan.kept[rank]
+            view(out)[_box(put)] = view(raw)[_box(take)]
+    for pending, r in zip(coming, plan.rounds, strict=True):
+        arrived = unwrap(pending.wait())
+        for rank, view in ranks:
+            if rank in r.puts:
+                view(out)[_box(r.puts[rank])] = view(arrived)
+    return wrap(out, mesh)
+
+
+def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """Places along each dimension as an index of the box that they span."""
+    if all(isinstance(p, range) for p in places):
+        return tuple(slice(p.start, p.stop) for p in places if isinstance(p, range))
+    last = len(places) - 1
+    return tuple(torch.tensor(list(p)).reshape(-1, *[1] * (last - d)) for d, p in enumerate(places))
 
 
 class _Reshard(torch.autograd.Function):

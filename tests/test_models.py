@@ -74,6 +74,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
 RECIPES: dict[str, Callable[[nn.Module], Any]] = {
     **{name: getattr(sl.recipes, name) for name in MESHES},
     "sequence": lambda m: sl.recipes.megatron1d(m, sequence=True),
+    "cube3d, other roles in MLPs": lambda m: sl.recipes.cube3d(m, mlp="nnn"),
     "ring": sl.recipes.ring,
     "striped": lambda m: sl.recipes.ring(m, schedule="striped"),
     "ring x 1d": lambda m: sl.recipes.ring(m, weights=sl.recipes.megatron1d(m)),

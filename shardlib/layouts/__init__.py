@@ -6,12 +6,13 @@ from shardlib.layouts.col import Col
 from shardlib.layouts.cube3d import Layout3D
 from shardlib.layouts.depth25d import Layout2p5D, Layout25D
 from shardlib.layouts.dims import Dim, axis_sizes, coordinates, positions
+from shardlib.layouts.exchange import Exchange
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.reshard import ReshardPlan, Step
 from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row
 
 __all__ = [
-    "Col", "Dim", "Layout", "Layout2D", "Layout2p5D", "Layout3D", "Layout25D", "Partial", "Replicated",
+    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout2p5D", "Layout3D", "Layout25D", "Partial", "Replicated",
     "ReshardPlan", "Ring", "Row", "Step", "axis_sizes", "coordinates", "positions",
 ]  # fmt: skip

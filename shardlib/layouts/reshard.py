@@ -11,23 +11,25 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     ppermute(axes, pairs)        whole blocks change places; n times the moving fraction
     order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag, striped
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
+    exchange(axes)               every rank gets what it lacks and nothing else (exchange.py)
 
-The plan is a shortest path over these steps and the axes that the two layouts name, so a
-direct plan never costs more than a detour through a B over those axes:
-cost(A >> C) <= cost(A >> B) + cost(B >> C).  Whole blocks change places only to undo a skew or
-where the target splits over the same axes; a detour that does so on the way may be cheaper.
+The plan is a shortest path over these steps and the axes that the two layouts name; of equal words it
+takes the collectives before an exchange.  Between layouts without pending sums an exchange is the
+least that any plan moves, so a direct plan never costs more than a detour:
+cost(A >> C) <= cost(A >> B) + cost(B >> C).  Where sums are pending that holds for a B over those axes.
 """
 
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, positions
+from shardlib.layouts.exchange import exchange, lacking
 
 __all__ = ["ReshardPlan", "Step"]
 
@@ -52,6 +54,7 @@ class Step:
             "psum": where,
             "mask": where,
             "ppermute": where,
+            "exchange": where,
         }.get(self.kind, f"{where}, dim {self.dim}")
         return f"{self.kind}({detail})"
 
@@ -103,18 +106,19 @@ def _search(source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[
     b.check(shape, sizes, op="reshard")
     first, last = _state(a), _state(b)
     tie = itertools.count()
-    queue: list[tuple[Fraction, int, int, _State, tuple[Step, ...]]] = [(Fraction(0), 0, next(tie), first, ())]
+    queue: list[tuple[Fraction, int, int, int, _State, tuple[Step, ...]]] = [(Fraction(0), 0, 0, next(tie), first, ())]
     done: set[_State] = set()
     while queue:
-        words, messages, _, state, path = heapq.heappop(queue)
+        words, exchanges, messages, _, state, path = heapq.heappop(queue)
         if state == last:
-            return path
+            return _settled(path, last, shape, sizes)
         if state in done:
             continue
         done.add(state)
         for step, after in _moves(state, last, shape, sizes):
             if after not in done:
-                entry = (words + step.words, messages + step.messages, next(tie), after, (*path, step))
+                again = exchanges + (step.kind == "exchange")
+                entry = (words + step.words, again, messages + step.messages, next(tie), after, (*path, step))
                 heapq.heappush(queue, entry)
     raise AssertionError(f"no path from {source} to {target}: every layout reaches the replicated one")
 
@@ -142,6 +146,7 @@ def _moves(
         return shape[d] // math.prod(sizes[a] for a in dims[d].axes)
 
     yield from _permutations(state, last, shape, sizes, here)
+    yield from _exchanges(state, last, shape, sizes)
     for axis in sorted(set(last[1]) - used):
         yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
     for axis in partial:
@@ -234,6 +239,37 @@ def _permutations(
         yield from _permute_to(state, (last[0], partial, last[2]), shape, sizes, here)
     elif last[2] and dims == last[0]:
         yield from _permute_to(state, (dims, partial, last[2]), shape, sizes, here)
+
+
+_WORLD = 64
+"""Ranks up to which an exchange is considered: its table has a row for every pair."""
+
+
+def _exchanges(
+    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[Step, _State]]:
+    """Straight to the end, where the same sums are pending; who sends what is found once the plan is (``_settled``)."""
+    axes = _between(state, last, sizes)
+    if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
+        words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
+        if words:
+            block = math.prod(map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0))))
+            yield Step("exchange", axes, table=(state,), words=words, elements=block), last
+
+
+def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(n for n in sizes if n in _axes(a) | _axes(b))
+
+
+def _settled(
+    path: tuple[Step, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """The path with the exchange at its end, if there is one, worked out."""
+    if not path or path[-1].kind != "exchange":
+        return path
+    dims, _, skew = path[-1].table[0]
+    table = exchange((dims, skew), (last[0], last[2]), shape, sizes, path[-1].axes)
+    return (*path[:-1], replace(path[-1], table=(table,), messages=len(table.rounds)))
 
 
 def _permute_to(
