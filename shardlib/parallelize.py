@@ -20,6 +20,7 @@ from torch.func import functional_call
 from shardlib.errors import RuleLint, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
+from shardlib.ops.matmul.cube import in_turn
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, promoting, replicated
 
@@ -74,7 +75,7 @@ class Apply:
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
-        with promoting():
+        with promoting(), in_turn():
             out = functional_call(self.module, state, args, kwargs)
         return out, {n: state[n] for n in buffers}
 

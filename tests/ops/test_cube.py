@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib.ops.matmul.cube import cube_words
@@ -219,3 +219,43 @@ def test_real_processes_equal_dense(request: Any, grid: tuple[int, int, int]) ->
     for row in LAYOUTS:
         for errors in workers.run(on_a_real_rank, row, m=pm, k=pk, n=pn):
             assert max(errors) < 1e-12, (row, errors)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc3(self.fc2(self.fc1(x)))
+
+
+def _in_backward(grid: dict[str, int]) -> tuple[list[str], float]:
+    """Kinds of collectives in the order they are posted, and the largest error of a gradient, of three products."""
+    torch.manual_seed(0)
+    model, x = Three().double(), torch.randn(8, 8, dtype=torch.float64)
+    want = torch.autograd.grad(model(x).square().sum() / 2, list(model.parameters()))
+    with sl.algorithm(matmul="mm3"):
+        apply, params = sl.parallelize(model, [("*", f". {' '.join(grid)}")])
+        y = apply(params, sl.shard(x, f"{' '.join(grid)} ."))
+        cotangent = y.detach()
+        with sl.trace() as t:
+            got = torch.autograd.grad(y, list(params.values()), cotangent, retain_graph=True)
+        (part,) = torch.autograd.grad(y, [params["fc3.weight"]], cotangent)  # fc2's gather is in vain
+    same = torch.equal(part.raw, got[2].raw)
+    errors = [float((sl.unshard(g) - w).abs().max()) for g, w in zip(got, want, strict=True)]
+    return [e.kind for e in t.events], max(errors) if same else math.inf
+
+
+BACKWARD = ["all_gather", "all_gather", "psum_scatter", "psum_scatter", "psum_scatter"]
+
+
+def test_the_next_weight_travels_during_the_product_of_a_gradient() -> None:
+    """W3 and W2 are gathered before dW3 is scattered; W1 is not needed."""
+    with sl.simulate(x=4):
+        kinds, error = _in_backward({"x": 4})
+    assert kinds == BACKWARD and error < 1e-12
+
+
+def test_so_it_does_on_real_processes(pool: Any) -> None:
+    assert all(kinds == BACKWARD and error < 1e-12 for kinds, error in pool.run(_in_backward, {"x": 4}, x=4))

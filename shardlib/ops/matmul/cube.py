@@ -9,7 +9,8 @@ The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N]
 Forward, a rank receives [(pn-1) MK + (pm-1) KN + (pk-1) MN] / P words, which is the lower bound
 on the matching grid (Al Daas et al., SPAA 2022).  Backward runs the same movements: dY is
 gathered over k once, dX scattered over n while dW is multiplied, and X and W gathered again
-unless they were saved so.  Megatron's column with sequence parallelism (P = pn) and row
+unless they were saved so; within ``in_turn`` the W of the product before, which comes next in
+backward, travels during dW's product too.  Megatron's column with sequence parallelism (P = pn) and row
 (P = pk), FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA,
 Cannon and the rings are schedules of the same words.
 
@@ -21,6 +22,9 @@ Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands
 """
 
 import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -38,7 +42,7 @@ from shardlib.ops.matmul.schedule import settled, summed
 from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, total, vary
 
-__all__ = ["Cube", "Move", "Movements", "Product3", "cube_words", "gradients", "movements"]
+__all__ = ["Cube", "Move", "Movements", "Product3", "cube_words", "gradients", "in_turn", "movements"]
 
 Axes = tuple[str, ...]
 
@@ -75,18 +79,31 @@ def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(
-    dy: Tensor, x: Tensor, w: Tensor, cube: Cube, need: tuple[bool, bool], over: tuple[Axes, Axes] = ((), ())
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor | Pending,
+    cube: Cube,
+    need: tuple[bool, bool],
+    over: tuple[Axes, Axes] = ((), ()),
+    onward: Callable[[], None] = lambda: None,
 ) -> tuple[Any, Any]:
     """dX and dW: X's gather travels during the product of dX, and dX's sum during the product of dW.
 
-    ``over``  the axes over which each of them is summed besides.
+    ``w``       a block, or the gathered one on its way.
+    ``over``    the axes over which each of them is summed besides.
+    ``onward``  starts what may travel during the product of dW as well.
     """
+    if need[0] and isinstance(w, Tensor):
+        w = _post(all_gather, w, () if "w" in cube.save else cube.w)
     dy = _post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
     wide_x = _post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
     dx = dw = None
     if need[0]:
-        w = _post(all_gather, w, () if "w" in cube.save else cube.w).wait()
+        assert isinstance(w, Pending), "posted above"
+        w = w.wait()
         dx = _scatter(dy, w.mT, cube.x, over[0])  # [M/m, K/k] -> [M/(m n), K/k]
+    del w
+    onward()
     x = wide_x.wait()
     if need[1]:
         dw = _scatter(_rows(x).mT, _rows(dy), cube.w, over[1]).wait()  # [K/k, N/n] -> [K/(k m), N/n]
@@ -117,12 +134,75 @@ def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes) -> Pendi
     return Pending(lambda: settled(coming.wait(), a.dtype, over, rounded=True))
 
 
+class Turn:
+    """The weight of one of several products that follow each other, which backward must gather again."""
+
+    def __init__(self, w: Tensor | None = None, moves: tuple[Move, ...] = (), mesh: Mesh | None = None) -> None:
+        self.w, self.moves, self.mesh = w, moves, mesh
+        self.coming: Pending | None = None
+
+    def begin(self) -> None:
+        """Start the gather, once."""
+        if self.coming is None and self.w is not None and self.mesh is not None:
+            with bind(self.mesh):
+                self.coming = _post(all_gather, wrap(self.w, self.mesh), self.moves)
+
+    def taken(self) -> Pending | None:
+        """The gather under way, for the one who waits for it."""
+        coming, self.coming = self.coming, None
+        return coming
+
+    def __del__(self) -> None:
+        if self.coming is not None:  # nobody needed it: it must still arrive before its buffers go
+            self.coming.wait()
+
+
+_NONE = Turn()
+
+
+class _Turns(threading.local):
+    last: Turn | None = None  # of the products that run now; None outside ``in_turn``
+
+
+_TURNS = _Turns()
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Products within it follow each other: backward starts the gather of the next weight it will need early.
+
+    A gathered weight is then on its way while the gradient of another is computed; no more is moved.
+    Every rank must run the same products.
+    """
+    before, _TURNS.last = _TURNS.last, _NONE
+    try:
+        yield
+    finally:
+        _TURNS.last = before
+
+
+def _turn(x: Tensor, w: Tensor, cube: Cube, mesh: Mesh) -> tuple[Turn, Turn]:
+    """This product's turn, and the last one before it that has something to gather."""
+    before = _TURNS.last
+    if before is None or not torch.is_grad_enabled() or not x.requires_grad or not cube.w or "w" in cube.save:
+        return _NONE, before or _NONE
+    _TURNS.last = Turn(w, cube.w, mesh)
+    return _TURNS.last, before
+
+
 class Product3(torch.autograd.Function):
-    """apply(cube, mesh, over, x, w) on raw blocks; ``over``: where the gradients of x and of w are summed besides."""
+    """apply(cube, mesh, over, turn, x, w) on raw blocks.
+
+    ``over``  where the gradients of x and of w are summed besides.
+    ``turn``  this product's, and the one that backward comes to next.
+    """
 
     @staticmethod
-    def forward(ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: tuple["Turn", "Turn"], x: Tensor, w: Tensor
+    ) -> Tensor:
         ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
+        ctx.turn = turn
         with bind(mesh):
             y, wide_x, wide_w = product(wrap(x, mesh), wrap(w, mesh), cube)
         ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
@@ -131,7 +211,7 @@ class Product3(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, w), dy, mesh, cube, over = ctx.saved_tensors, grads[0], ctx.mesh, ctx.cube, ctx.over
-        need, again = ctx.needs_input_grad[3:], torch.is_grad_enabled()
+        need, again = ctx.needs_input_grad[4:], torch.is_grad_enabled()
         if again and cube.save:
             raise Unsupported(
                 "a product that saved its gathered operands has no second derivative",
@@ -141,12 +221,17 @@ class Product3(torch.autograd.Function):
             )
         if again:  # sums over axes where a value is the same on every rank are differentiated as such
             x, w, dy = (vary(t, mesh, axes) for t, axes in ((x, over[0]), (w, over[1]), (dy, cube.summed)))
+        mine, before = ctx.turn
         with bind(mesh):
-            both = gradients(*(wrap(t, mesh) for t in (dy, x, w)), cube, need, ((), ()) if again else over)
+            dy, x, w = (wrap(t, mesh) for t in (dy, x, w))
+            if again:
+                both = gradients(dy, x, w, cube, need)
+            else:
+                both = gradients(dy, x, mine.taken() or w, cube, need, over, before.begin)
         found = (None if g is None else unwrap(g) for g in both)
         if again:
             found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -299,7 +384,8 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
     def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
-        return Product3.apply(cube, x.mesh, over, x.raw, w.raw)  # type: ignore[return-value]
+        turn = _turn(x.raw, w.raw, cube, x.mesh)
+        return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw)  # type: ignore[return-value]
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
