@@ -20,7 +20,7 @@ from torch.func import functional_call
 from shardlib.errors import RuleLint, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.ops.matmul.cube import in_turn
+from shardlib.ops.matmul.turns import Entry, in_turn
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, promoting, replicated
 
@@ -49,6 +49,7 @@ class Apply:
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
         self.yields = yields or {}
+        self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +62,7 @@ class Apply:
         if mesh is self.mesh:
             return self._run(params, self.buffers, args, kwargs)[0]
         moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
+        moved.orders = self.orders
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
     def mutable(
@@ -75,7 +77,8 @@ class Apply:
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
-        with promoting(), in_turn():
+        weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
+        with promoting(), in_turn(self.orders.setdefault(tuple(self.mesh.axes.items()), []), weights):
             out = functional_call(self.module, state, args, kwargs)
         return out, {n: state[n] for n in buffers}
 

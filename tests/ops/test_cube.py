@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.ops.matmul.cube import cube_words
@@ -230,32 +231,54 @@ class Three(nn.Module):
         return self.fc3(self.fc2(self.fc1(x)))
 
 
-def _in_backward(grid: dict[str, int]) -> tuple[list[str], float]:
-    """Kinds of collectives in the order they are posted, and the largest error of a gradient, of three products."""
+class Log(TorchDispatchMode):
+    """How many collectives had been posted when each local product began."""
+
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__()
+        self.events, self.posted = events, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.posted.append(len(self.events))
+        return func(*args, **(kwargs or {}))
+
+
+def _steps(axes: dict[str, int], where: str) -> tuple[list[tuple[list[int], list[str]]], float]:
+    """Two steps of three products: (collectives posted before each product, their kinds); the largest error."""
     torch.manual_seed(0)
     model, x = Three().double(), torch.randn(8, 8, dtype=torch.float64)
     want = torch.autograd.grad(model(x).square().sum() / 2, list(model.parameters()))
+    seen, error = [], 0.0
     with sl.algorithm(matmul="mm3"):
-        apply, params = sl.parallelize(model, [("*", f". {' '.join(grid)}")])
-        y = apply(params, sl.shard(x, f"{' '.join(grid)} ."))
-        cotangent = y.detach()
-        with sl.trace() as t:
-            got = torch.autograd.grad(y, list(params.values()), cotangent, retain_graph=True)
-        (part,) = torch.autograd.grad(y, [params["fc3.weight"]], cotangent)  # fc2's gather is in vain
-    same = torch.equal(part.raw, got[2].raw)
-    errors = [float((sl.unshard(g) - w).abs().max()) for g, w in zip(got, want, strict=True)]
-    return [e.kind for e in t.events], max(errors) if same else math.inf
+        apply, params = sl.parallelize(model, [("*", where)])
+        for _ in range(2):
+            with sl.trace() as t, Log(t.events) as log:
+                y = apply(params, sl.shard(x, f"{' '.join(axes)} ."))
+                got = torch.autograd.grad(y, list(params.values()), y.detach(), retain_graph=True)
+            seen.append((log.posted, [e.kind for e in t.events]))
+            errors = [float((sl.unshard(g) - w).abs().max()) for g, w in zip(got, want, strict=True)]
+            (part,) = torch.autograd.grad(y, [params["fc3.weight"]], y.detach())  # fc2's gather is in vain
+            error = max(error, *errors, float((part.raw - got[2].raw).abs().max()))
+    return seen, error
 
 
-BACKWARD = ["all_gather", "all_gather", "psum_scatter", "psum_scatter", "psum_scatter"]
+BACKWARD = ["all_gather", "psum_scatter", "all_gather", "psum_scatter", "psum_scatter"]
 
 
-def test_the_next_weight_travels_during_the_product_of_a_gradient() -> None:
-    """W3 and W2 are gathered before dW3 is scattered; W1 is not needed."""
+def _as_announced(seen: list[tuple[list[int], list[str]]], error: float) -> None:
+    """In backward, W3 is on its way when dW3 is multiplied; dW3 and W2 are when dX3 is; W1 is not needed."""
+    assert [kinds for _, kinds in seen] == [["all_gather"] * 3 + BACKWARD] * 2 and error < 1e-12
+    first, second = (posted for posted, _ in seen)
+    assert first == [1, 2, 3, 4, 6, 6, 7, 7]
+    assert second == [2, 3, 3, 4, 6, 6, 7, 7]  # the order of the first call is known
+
+
+def test_the_next_weight_travels_during_a_product() -> None:
     with sl.simulate(x=4):
-        kinds, error = _in_backward({"x": 4})
-    assert kinds == BACKWARD and error < 1e-12
+        _as_announced(*_steps({"x": 4}, ". x"))
 
 
 def test_so_it_does_on_real_processes(pool: Any) -> None:
-    assert all(kinds == BACKWARD and error < 1e-12 for kinds, error in pool.run(_in_backward, {"x": 4}, x=4))
+    for answer in pool.run(_steps, {"x": 4}, ". x", x=4):
+        _as_announced(*answer)

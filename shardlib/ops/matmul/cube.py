@@ -8,11 +8,11 @@ The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N]
 
 Forward, a rank receives [(pn-1) MK + (pm-1) KN + (pk-1) MN] / P words, which is the lower bound
 on the matching grid (Al Daas et al., SPAA 2022).  Backward runs the same movements: dY is
-gathered over k once, dX scattered over n while dW is multiplied, and X and W gathered again
-unless they were saved so; within ``in_turn`` the W of the product before, which comes next in
-backward, travels during dW's product too.  Megatron's column with sequence parallelism (P = pn) and row
-(P = pk), FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA,
-Cannon and the rings are schedules of the same words.
+gathered over k once, dX scattered over n while dW is multiplied (or, where W's side moves more,
+dW over m while dX is), and X and W gathered again unless they were saved so; turns.py starts W's
+gather one product early.  Megatron's column with sequence parallelism (P = pn) and row (P = pk),
+FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA, Cannon and the
+rings are schedules of the same words.
 
 A layout may split either dimension of a block for a gather: X over n in its rows or in K (as 2D
 blocks do), W over m in K or in N, Y over k in its rows or columns.  The gathered axes are the
@@ -22,9 +22,7 @@ Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands
 """
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -32,27 +30,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Pending, all_gather, psum_scatter, start, unwrap, wrap
+from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.schedule import Move, post, settled, summed
 from shardlib.ops.matmul.schedule import product as partial_product
-from shardlib.ops.matmul.schedule import settled, summed
+from shardlib.ops.matmul.turns import Turn, next_turn
 from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, total, vary
 
-__all__ = ["Cube", "Move", "Movements", "Product3", "cube_words", "gradients", "in_turn", "movements"]
+__all__ = ["Cube", "Movements", "Product3", "cube_words", "gradients", "movements"]
 
 Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Move:
-    """Gather a dimension over mesh axes, or scatter its sum; major axis first."""
-
-    axes: tuple[str, ...]
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +52,7 @@ class Cube:
 
     ``save``    the gathered operands that backward keeps, of "x" and "w".
     ``summed``  axes over which Y is summed besides, on every rank.
+    ``w_first``  backward multiplies dW before dX: W's side moves more, and the second product hides it.
     """
 
     x: tuple[Move, ...]
@@ -68,13 +60,21 @@ class Cube:
     y: tuple[Move, ...]
     save: str = ""
     summed: tuple[str, ...] = ()
+    w_first: bool = False
 
 
-def product(x: Tensor, w: Tensor, cube: Cube) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n]."""
-    coming = _post(all_gather, w, cube.w)
-    x = _post(all_gather, x, cube.x).wait()  # [M/m, K/k]
+def product(
+    x: Tensor, w: Tensor | Pending, cube: Cube, onward: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
+
+    ``w``       a block, or the gathered one on its way.
+    ``onward``  starts what may travel during the product.
+    """
+    coming = post(all_gather, w, cube.w) if isinstance(w, Tensor) else w
+    x = post(all_gather, x, cube.x).wait()  # [M/m, K/k]
     w = coming.wait()  # [K/k, N/n]
+    onward()
     return _scatter(x, w, cube.y, cube.summed).wait(), x, w
 
 
@@ -86,125 +86,59 @@ def gradients(
     need: tuple[bool, bool],
     over: tuple[Axes, Axes] = ((), ()),
     onward: Callable[[], None] = lambda: None,
-) -> tuple[Any, Any]:
-    """dX and dW: X's gather travels during the product of dX, and dX's sum during the product of dW.
+) -> tuple[Tensor | None, Tensor | None]:
+    """dX and dW: the sum of the first travels during the second's product, as does what that one must gather.
 
-    ``w``       a block, or the gathered one on its way.
     ``over``    the axes over which each of them is summed besides.
-    ``onward``  starts what may travel during the product of dW as well.
+    ``onward``  starts what may travel during the second product as well.
     """
-    if need[0] and isinstance(w, Tensor):
-        w = _post(all_gather, w, () if "w" in cube.save else cube.w)
-    dy = _post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
-    wide_x = _post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
-    dx = dw = None
-    if need[0]:
-        assert isinstance(w, Pending), "posted above"
-        w = w.wait()
-        dx = _scatter(dy, w.mT, cube.x, over[0])  # [M/m, K/k] -> [M/(m n), K/k]
-    del w
-    onward()
-    x = wide_x.wait()
-    if need[1]:
-        dw = _scatter(_rows(x).mT, _rows(dy), cube.w, over[1]).wait()  # [K/k, N/n] -> [K/(k m), N/n]
-    return None if dx is None else dx.wait(), dw
+    coming_w = post(all_gather, w, () if "w" in cube.save or not need[0] else cube.w) if isinstance(w, Tensor) else w
+    dy = post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
+    coming_x = post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
+
+    def of_x() -> Pending:  # [M/m, K/k] -> [M/(m n), K/k]
+        return _scatter(dy, coming_w.wait().mT, cube.x, over[0])
+
+    def of_w() -> Pending:  # [K/k, N/n] -> [K/(k m), N/n]
+        return _scatter(_rows(coming_x.wait()).mT, _rows(dy), cube.w, over[1])
+
+    both = [(0, of_x), (1, of_w)][:: -1 if cube.w_first else 1]
+    sums: dict[int, Pending] = {}
+    for turn, (which, of) in enumerate(both):
+        if turn == 1:
+            onward()
+        if need[which]:
+            sums[which] = of()
+    found = {which: coming.wait() for which, coming in sums.items()}
+    return found.get(0), found.get(1)
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
-    """Start the moves: all but the last are waited for; differentiable where a gradient is recorded."""
-    if torch.is_grad_enabled():
-        for move in moves:
-            x = f(x, move.axes, move.dim, **how)
-    elif moves:
-        for move in moves[:-1]:
-            x = f(x, move.axes, move.dim, **how)
-        return start(f, x, moves[-1].axes, moves[-1].dim, **how)
-    return Pending(lambda: x)
-
-
 def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes) -> Pending:
     """a @ b, scattered, and summed over further axes; of half precision only what travels is rounded before a sum."""
     if not moves:
-        return Pending(lambda: summed(a, b, over))
-    coming = _post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
+        out = summed(a, b, over)
+        return Pending(lambda: out)
+    coming = post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
     return Pending(lambda: settled(coming.wait(), a.dtype, over, rounded=True))
-
-
-class Turn:
-    """The weight of one of several products that follow each other, which backward must gather again."""
-
-    def __init__(self, w: Tensor | None = None, moves: tuple[Move, ...] = (), mesh: Mesh | None = None) -> None:
-        self.w, self.moves, self.mesh = w, moves, mesh
-        self.coming: Pending | None = None
-
-    def begin(self) -> None:
-        """Start the gather, once."""
-        if self.coming is None and self.w is not None and self.mesh is not None:
-            with bind(self.mesh):
-                self.coming = _post(all_gather, wrap(self.w, self.mesh), self.moves)
-
-    def taken(self) -> Pending | None:
-        """The gather under way, for the one who waits for it."""
-        coming, self.coming = self.coming, None
-        return coming
-
-    def __del__(self) -> None:
-        if self.coming is not None:  # nobody needed it: it must still arrive before its buffers go
-            self.coming.wait()
-
-
-_NONE = Turn()
-
-
-class _Turns(threading.local):
-    last: Turn | None = None  # of the products that run now; None outside ``in_turn``
-
-
-_TURNS = _Turns()
-
-
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """Products within it follow each other: backward starts the gather of the next weight it will need early.
-
-    A gathered weight is then on its way while the gradient of another is computed; no more is moved.
-    Every rank must run the same products.
-    """
-    before, _TURNS.last = _TURNS.last, _NONE
-    try:
-        yield
-    finally:
-        _TURNS.last = before
-
-
-def _turn(x: Tensor, w: Tensor, cube: Cube, mesh: Mesh) -> tuple[Turn, Turn]:
-    """This product's turn, and the last one before it that has something to gather."""
-    before = _TURNS.last
-    if before is None or not torch.is_grad_enabled() or not x.requires_grad or not cube.w or "w" in cube.save:
-        return _NONE, before or _NONE
-    _TURNS.last = Turn(w, cube.w, mesh)
-    return _TURNS.last, before
 
 
 class Product3(torch.autograd.Function):
     """apply(cube, mesh, over, turn, x, w) on raw blocks.
 
     ``over``  where the gradients of x and of w are summed besides.
-    ``turn``  this product's, and the one that backward comes to next.
+    ``turn``  what it may start early: turns.py.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: tuple["Turn", "Turn"], x: Tensor, w: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor) -> Tensor:
         ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
         ctx.turn = turn
         with bind(mesh):
-            y, wide_x, wide_w = product(wrap(x, mesh), wrap(w, mesh), cube)
+            y, wide_x, wide_w = product(wrap(x, mesh), turn.taken() or wrap(w, mesh), cube, turn.onward)
         ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
         return unwrap(y)
 
@@ -221,13 +155,13 @@ class Product3(torch.autograd.Function):
             )
         if again:  # sums over axes where a value is the same on every rank are differentiated as such
             x, w, dy = (vary(t, mesh, axes) for t, axes in ((x, over[0]), (w, over[1]), (dy, cube.summed)))
-        mine, before = ctx.turn
+        turn = ctx.turn
         with bind(mesh):
             dy, x, w = (wrap(t, mesh) for t in (dy, x, w))
             if again:
                 both = gradients(dy, x, w, cube, need)
             else:
-                both = gradients(dy, x, mine.taken() or w, cube, need, over, before.begin)
+                both = gradients(dy, x, turn.taken() or w, cube, need, over, turn.backward)
         found = (None if g is None else unwrap(g) for g in both)
         if again:
             found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
@@ -379,12 +313,15 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     backward += all_reduce(w, over[1], mesh, case.width if cube.w else 1)
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
+    of_x, of_w = ((wide - own) * (1 + (name not in save)) for name, wide, own in (("x", wide_x, x), ("w", wide_w, w)))
+    cube = replace(cube, w_first=of_w > of_x)
     held = (wide_x - x) + (wide_w - w) + (wide_y - y)
     forward, backward = (replace(c, memory=held) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
     def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
-        turn = _turn(x.raw, w.raw, cube, x.mesh)
+        again = torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
+        turn = next_turn(w.raw, cube.w, x.mesh, again)
         return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw)  # type: ignore[return-value]
 
     moved = (

@@ -20,7 +20,8 @@ from shardlib.collectives import axis_size, unwrap, wrap
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
-from shardlib.ops.matmul.cube import Cube, Move, gradients, movements
+from shardlib.ops.matmul.cube import Cube, gradients, movements
+from shardlib.ops.matmul.schedule import Move
 from shardlib.ops.registry import Cost, Match, moving, rule
 from shardlib.tensor import ShardedTensor, vary
 

@@ -3,14 +3,33 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Pending, axis_size, psum
+from shardlib.collectives import Pending, axis_size, psum, start
 
-__all__ = ["accumulator", "add_product", "ahead", "cut", "panels", "product", "settled", "summed"]
+__all__ = ["Move", "accumulator", "add_product", "ahead", "cut", "panels", "post", "product", "settled", "summed"]
+
+
+class Move(NamedTuple):
+    """Gather a dimension over mesh axes, or scatter its sum; major axis first."""
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
+    """Start the moves: all but the last are waited for; differentiable where a gradient is recorded."""
+    if torch.is_grad_enabled():
+        for move in moves:
+            x = f(x, move.axes, move.dim, **how)
+    elif moves:
+        for move in moves[:-1]:
+            x = f(x, move.axes, move.dim, **how)
+        return start(f, x, moves[-1].axes, moves[-1].dim, **how)
+    return Pending(lambda: x)
 
 
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:

@@ -1,0 +1,136 @@
+"""Products that follow each other: each starts the gather of the weight that the next one needs.
+
+Forward, that is the next product of the last call, whose order is remembered; backward, the
+product before.  What is gathered travels while the weight before it is multiplied, so one gathered
+weight more is held at a time and nothing more is moved.  A prediction that fails costs its gather.
+
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3, gathers each layer's weights as they are
+needed; starting one layer early is Zhao et al., arXiv 2304.11277, section 3.3.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardlib.collectives import Pending, all_gather, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.matmul.schedule import Move, post
+
+__all__ = ["Entry", "Turn", "in_turn", "next_turn"]
+
+
+class Turn:
+    """A product's weight, to be gathered by ``moves``; ``before`` and ``after`` it come these."""
+
+    before: "Turn | None" = None
+    after: "Turn | None" = None
+
+    def __init__(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> None:
+        self.w, self.moves, self.mesh = w, moves, mesh
+        self.coming: Pending | None = None
+
+    def begin(self) -> None:
+        """Start the gather, once."""
+        if self.coming is None:
+            with bind(self.mesh):
+                self.coming = post(all_gather, wrap(self.w, self.mesh), self.moves)
+
+    def taken(self) -> Pending | None:
+        """The gather under way, for the one who waits for it."""
+        coming, self.coming = self.coming, None
+        return coming
+
+    def onward(self) -> None:
+        """Start what comes after it."""
+        if self.after is not None:
+            self.after.begin()
+
+    def backward(self) -> None:
+        """Start what came before it."""
+        if self.before is not None:
+            self.before.begin()
+
+    def __del__(self) -> None:
+        if self.coming is not None:  # nobody needed it: it must still arrive before its buffers go
+            self.coming.wait()
+
+
+class Entry(NamedTuple):
+    """One product of a call: which parameter, whether transposed, and how it was gathered."""
+
+    name: str
+    turned: bool
+    moves: tuple[Move, ...]
+
+
+class _Line:
+    """The products of one call so far."""
+
+    def __init__(self, order: list[Entry], weights: Mapping[str, Tensor]) -> None:
+        self.order, self.weights = order, weights
+        self.names = {_place(w): name for name, w in weights.items()}
+        self.seen: list[Entry] = []
+        self.last: Turn | None = None
+        self.next: Turn | None = None
+
+    def turn(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Turn:
+        fits = self.next is not None and _same(self.next.w, w) and self.next.moves == moves
+        here = self.next if fits and self.next is not None else Turn(w, moves, mesh)
+        here.before, here.after = self.last, None
+        if moves:
+            here.after = self.next = self._following(w, moves, mesh)
+        if again:
+            self.last = here
+        return here
+
+    def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Turn | None:
+        name = self.names.get(_place(w), "")
+        turned = bool(name) and not _same(self.weights[name], w)
+        self.seen.append(Entry(name, turned, moves))
+        at = len(self.seen)
+        if self.order[at - 1 : at] != self.seen[-1:] or at == len(self.order):
+            return None
+        follows = self.order[at]
+        if not follows.name:
+            return None
+        w = self.weights[follows.name]
+        return Turn(w.mT if follows.turned else w, follows.moves, mesh)
+
+
+def _place(w: Tensor) -> tuple[int, int]:
+    """The same for a tensor and its transpose."""
+    return id(w if w._base is None else w._base), int(w.storage_offset())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return _place(a) == _place(b) and a.shape == b.shape and a.stride() == b.stride()
+
+
+class _Now(threading.local):
+    line: _Line | None = None
+
+
+_NOW = _Now()
+
+
+@contextmanager
+def in_turn(order: list[Entry], weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it products follow each other as in ``order``, which is brought up to date at the end.
+
+    ``weights``  the blocks that may be gathered early, by name.
+    Every rank must run the same products.
+    """
+    before, _NOW.line = _NOW.line, _Line(order, weights)
+    try:
+        yield
+        order[:] = _NOW.line.seen
+    finally:
+        _NOW.line = before
+
+
+def next_turn(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Turn:
+    """The turn of the product that now runs; ``again``: backward will gather its weight once more."""
+    return Turn(w, moves, mesh) if _NOW.line is None else _NOW.line.turn(w, moves, mesh, again)
