@@ -29,7 +29,7 @@ from benchmarks import rig
 
 __all__ = ["contest", "main"]
 
-LAYERS, H, BATCH, SEQUENCE = 6, 512, 8, 64
+LAYERS, H, BATCH, SEQUENCE = 4, 1024, 8, 128
 
 
 class Paced(TorchDispatchMode):
@@ -58,6 +58,7 @@ class MLP(nn.Sequential):
 
 def _step(rules: Callable[[nn.Module], Any], where: str, rule: str, **axes: int) -> Callable[[], None]:
     mesh = sl.make_mesh(device="cpu", **axes)
+    sl.probe(mesh, repeats=2)  # panels are cut for links that are measured
     with sl.use_mesh(mesh):
         model = MLP()
         apply, params = sl.parallelize(model, rules(model))

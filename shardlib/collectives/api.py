@@ -6,7 +6,7 @@ together.  A one-sized axis moves nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -339,7 +339,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
     elif mesh.kind == "dist":
         if OPEN:
             _note("preduce", x.to(wire), mesh, (axis,), ())
-        dist.preduce_add(target, x, mesh, (axis,), root, wire)
+        dist.preduce_add(target, x, mesh, (axis,), root, wire)()
     elif x.dtype == wire:
         target.add_(preduce(x, axis, root))
     else:
@@ -359,11 +359,14 @@ def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     return dist.broadcasts(mesh, (axis,))
 
 
-def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, Tensor, int], object]:
-    """``preduce_add(target, x, axis, root, wire)`` as a function of target, x and root, for loops in rules."""
+def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
+    """``preduce_add(target, x, axis, root, wire)`` as a function of target, x and root, for loops in rules.
+
+    It is posted; call what it returns to finish it.
+    """
     mesh = _SCOPE.mesh or current_mesh()
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
-        return lambda target, x, root: preduce_add(target, x, axis, root, wire)
+        return lambda target, x, root: partial(preduce_add, target, x, axis, root, wire)
     return dist.reductions(mesh, (axis,), wire)
 
 

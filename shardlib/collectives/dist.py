@@ -288,21 +288,10 @@ def broadcasts(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, int], _Po
 
 def reductions(
     mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None
-) -> Callable[[Tensor, Tensor, int], object]:
-    """preduce_add over one group, which is looked up once."""
+) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
+    """Posted preduce_add over one group, which is looked up once."""
     g = group(mesh, axes)
-    if g.native:
-        return lambda target, x, root: preduce_add(target, x, mesh, axes, root, wire)
-    me, places, send, turns = g.index, g.places, g.handle.send, g.turns
-
-    def add(target: Tensor, x: Tensor, root: int) -> object:
-        if root == me:
-            return _collect(target, x, g, next(turns), wire or target.dtype)
-        dtype = wire or target.dtype
-        x = x if x.dtype == dtype else x.to(dtype)
-        return send([x.contiguous()], places[root], next(turns)).wait()
-
-    return add
+    return lambda target, x, root: _add(target, x, g, root, wire or target.dtype)
 
 
 def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
@@ -322,35 +311,53 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
 
         return finish
 
-    return lambda: _collect(x.new_zeros(x.shape), x, g, tag, x.dtype)
+    return _collect(x.new_zeros(x.shape), x, g, tag, x.dtype)
 
 
 def preduce_add(
     target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int, wire: torch.dtype | None = None
-) -> None:
-    """Add the sum of ``x`` to the root's ``target``; others only send."""
-    wire = wire or target.dtype
-    g = mesh.groups.get(axes) or group(mesh, axes)
+) -> Callable[[], object]:
+    """Add the sum of ``x`` to the root's ``target``; others only send.  Posted, until what it returns is called."""
+    return _add(target, x, mesh.groups.get(axes) or group(mesh, axes), root, wire or target.dtype)
+
+
+def _add(target: Tensor, x: Tensor, g: _Group, root: int, wire: torch.dtype) -> Callable[[], object]:
+    tag = next(g.turns)
     if g.native:
-        target.add_(preduce(x.to(wire), mesh, axes, root)())
-    elif g.index == root:
-        _collect(target, x, g, next(g.turns), wire)
-    else:
-        g.handle.send([x.to(wire).contiguous()], g.places[root], next(g.turns)).wait()
+        out = x.to(wire, copy=True, memory_format=torch.contiguous_format)
+        work = dist.reduce(out, g.ranks[root], group=g.handle, async_op=True)
+        return lambda: work.wait() and target.add_(out) if g.index == root else work.wait()  # type: ignore[union-attr]
+    if g.index == root:
+        return _collect(target, x, g, tag, wire)
+    sent = (x if x.dtype == wire else x.to(wire)).contiguous()
+    sending = g.handle.send([sent], g.places[root], tag)
+    return lambda sent=sent: sending.wait()
 
 
-def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Tensor:
-    """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32."""
-    half = target.dtype in (torch.bfloat16, torch.float16)
-    total = target.float() if half else target
-    for i, place in enumerate(g.places):
-        if i == g.index:
-            total.add_(x)
-            continue
-        buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
-        g.handle.recv([buffer], place, tag).wait()
-        total.add_(buffer)
-    return target.copy_(total) if half else total
+def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
+    """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32.
+
+    The first part travels from now on, the others once it is added.
+    """
+    buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
+    others = [place for i, place in enumerate(g.places) if i != g.index]
+    coming = g.handle.recv([buffer], others[0], tag)
+
+    def finish() -> Tensor:
+        half, work = target.dtype in (torch.bfloat16, torch.float16), coming
+        total = target.float() if half else target
+        left = iter(others[1:])
+        for i in range(g.size):
+            if i == g.index:
+                total.add_(x)
+                continue
+            work.wait()
+            total.add_(buffer)
+            if (place := next(left, None)) is not None:
+                work = g.handle.recv([buffer], place, tag)
+        return target.copy_(total) if half else total
+
+    return finish
 
 
 def _nothing(x: Tensor) -> Tensor:

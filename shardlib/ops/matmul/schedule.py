@@ -10,7 +10,19 @@ from torch import Tensor
 
 from shardlib.collectives import Pending, axis_size, psum, start
 
-__all__ = ["Move", "accumulator", "add_product", "ahead", "cut", "panels", "post", "product", "settled", "summed"]
+__all__ = [
+    "Move",
+    "accumulator",
+    "add_product",
+    "ahead",
+    "cut",
+    "nothing",
+    "panels",
+    "post",
+    "product",
+    "settled",
+    "summed",
+]
 
 
 class Move(NamedTuple):
@@ -40,6 +52,10 @@ def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tu
         if k + 1 < count:
             coming = post(k + 1)
         yield tuple([p.wait() for p in now])
+
+
+def nothing() -> None:
+    """What is to be waited for before anything was posted."""
 
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:

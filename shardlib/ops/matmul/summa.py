@@ -2,7 +2,7 @@
 
 A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row
 and B's panel along each mesh column; nobody ever holds a whole operand, and the panels of
-step k+1 travel while step k is multiplied.  Three forms, each the others' backward:
+step k+1, and the sums of step k-1, travel while step k is multiplied.  Three forms, each the others' backward:
 
     AB    C = A B      C stays (Y-stationary)    dA = ABT(dC, B)   dB = ATB(A, dC)
     ABT   A = C B^T    C stays (X-stationary)    dC = AB(dA, B)    dB = ATB(dA, C)
@@ -22,7 +22,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
-from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, panels, product, settled
+from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, nothing, panels, product, settled
 
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
 
@@ -54,10 +54,12 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
     def post(k: int) -> tuple:
         return (send_b(b_cut[steps[k][3]], steps[k][2]),)
 
-    arriving = ahead(post, len(steps))
+    arriving, added = ahead(post, len(steps)), nothing
     for owner, i, *_ in steps:
         part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
-        add_to(a_cut[i], part, owner)
+        added()  # the part before this one travelled meanwhile
+        added = add_to(a_cut[i], part, owner)
+    added()
     return settled(a, c.dtype, over, rounded=True)
 
 
@@ -71,10 +73,12 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: A
     def post(k: int) -> tuple:
         return (send_a(a_cut[steps[k][1]], steps[k][0]),)
 
-    arriving = ahead(post, len(steps))
+    arriving, added = ahead(post, len(steps)), nothing
     for *_, owner, j in steps:
         part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
-        add_to(b_cut[j], part, owner)
+        added()
+        added = add_to(b_cut[j], part, owner)
+    added()
     return settled(b, c.dtype, over, rounded=True)
 
 
