@@ -62,7 +62,15 @@ def test_no_rule_loses_more_than_the_dense_product(name: str, dtype: torch.dtype
 
 
 X, V = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 512)
+WIDE = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) / 22
 OTHERS = {  # name -> function, operands, their layouts, mesh
+    "linear, rows": (F.linear, (X, WIDE, V), (". x", ". x", "."), {"x": 8}),
+    "linear, columns": (F.linear, (X, WIDE, V), (". .", "x .", "x"), {"x": 8}),
+    "linear, data": (F.linear, (X, WIDE, V), ("x .", ". .", "."), {"x": 8}),
+    "linear, 2D": (F.linear, (X, WIDE, V), ("x y", "y x", "y"), {"x": 4, "y": 4}),
+    "linear, 2D, X stays": (F.linear, (X, WIDE, V), ("x y", "x y", "y"), {"x": 4, "y": 2}),
+    "linear, 2.5D": (F.linear, (X, WIDE, V), ("(d x) y", "y x", "y"), {"d": 4, "x": 2, "y": 2}),
+    "linear, 3D": (F.linear, (X, WIDE, V), ("(x y) z", "y (z x)", "y"), {"x": 2, "y": 2, "z": 2}),
     "a bias": (lambda x, b: x + b, (X, V), ("x .", "."), {"x": 8}),
     "a scale": (lambda x, b: x * b, (X, V), ("x y", "y"), {"x": 8, "y": 2}),
     "layer_norm": (

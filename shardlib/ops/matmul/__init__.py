@@ -44,8 +44,10 @@ def rmatmul(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def linear(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """x @ w.T + b; w is stored (out, in)."""
     x, w, bias = (*args, *([kwargs.get("bias")] if len(args) < 3 else []))[:3]
+    if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
+        return product_of(x, w.mT, bias=bias)
     out = product_of(x, w.mT)
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias  # type: ignore[return-value]
 
 
 @implements(torch.addmm, Tensor.addmm)

@@ -27,7 +27,9 @@ __all__ = ["cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_w
 Axes = tuple[str, ...]
 
 
-def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
+def cannon_ab(
+    a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = (), bias: Tensor | None = None
+) -> Tensor:
     """C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
@@ -39,7 +41,7 @@ def cannon_ab(a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool
         if coming is not None:
             a = coming.wait()
             b = shift(b, row, -1)
-    return settled(c, a.dtype, over)
+    return settled(c, a.dtype, over, bias=bias)
 
 
 def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:

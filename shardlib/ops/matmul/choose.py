@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.collectives import unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.product import Grid, Product
+from shardlib.ops.matmul.schedule import settled
 from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_words
 from shardlib.ops.registry import Match, choose, moving, rule
 from shardlib.tensor import WATCHERS, ShardedTensor, lift, real_axes, typeof
@@ -127,10 +130,10 @@ class _Grid2D:
         backward = costs[1] + costs[2]
         backward += all_reduce(w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
 
-        def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
+        def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
             p = x.raw.mT if form == "atb" else x.raw
             q = w.raw.mT if form == "abt" else w.raw
-            return Product.apply(form, grid, x.mesh, over, p, q)  # type: ignore[return-value]
+            return Product.apply(form, grid, x.mesh, over, p, q, bias)  # type: ignore[return-value]
 
         out, note = self.out(), f"form {form.upper()}, {_stays(form, grid)}"
         return Match(out, run, costs[0], backward, note, met_over(self.case, out))
@@ -217,8 +220,11 @@ def cannon(case: MatmulCase) -> Match | str:
     )
 
 
-def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor:
-    """x @ w by the cheapest or the pinned rule; ``out`` is the layout the result must have."""
+def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None) -> ShardedTensor:
+    """x @ w by the cheapest or the pinned rule; ``out`` is the layout the result must have.
+
+    ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the columns do.
+    """
     if not (type(x) is type(w) is ShardedTensor and x.mesh is w.mesh):
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
@@ -227,7 +233,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor
         unfolded = x.view(
             *x.folded, x.size_[-1]
         )  # the weight's rule speaks of these dimensions, and groups of rows too
-        return product_of(unfolded, w, out).view(x.size_[0], w.size_[-1])  # type: ignore[return-value]
+        return product_of(unfolded, w, out, bias).view(x.size_[0], w.size_[-1])  # type: ignore[return-value]
     if x.raw.dtype != w.raw.dtype:
         raise ShardError(
             "operands have different dtypes",
@@ -249,5 +255,34 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None) -> ShardedTensor
         over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
         over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
     over = real_axes(mesh, over_x), real_axes(mesh, over_w)
-    raw = match.run(x, w, over)
-    return ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
+    fused = bias is not None and _in_place(bias, x, out)
+    raw = match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None)
+    if fused and bias is not None and bias.raw.requires_grad:
+        met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
+        raw = _Biased.apply(raw, bias.raw, mesh, met)
+    y = ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
+    return y if bias is None or fused else y + bias  # type: ignore[return-value]
+
+
+def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout) -> bool:
+    """May this bias be added before a half precision result is rounded?"""
+    half = x.raw.dtype in (torch.bfloat16, torch.float16) and bias.raw.dtype == x.raw.dtype
+    return half and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:] and not bias.deferred
+
+
+class _Biased(torch.autograd.Function):
+    """apply(y, bias, mesh, axes): y, which holds the bias already; the bias's gradient is summed over ``axes``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+        ctx.place = mesh, axes, bias.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, axes, dtype = ctx.place
+        with bind(mesh):
+            g = wrap(grads[0], mesh)
+            total = settled(g.float().flatten(0, -2).sum(0), dtype, axes)
+            return grads[0], unwrap(total), None, None

@@ -64,9 +64,9 @@ class Cube:
 
 
 def product(
-    x: Tensor, w: Tensor | Pending, cube: Cube, onward: Callable[[], None] = lambda: None
+    x: Tensor, w: Tensor | Pending, cube: Cube, onward: Callable[[], None] = lambda: None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
+    """Y (plus a bias), and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
 
     ``w``       a block, or the gathered one on its way.
     ``onward``  starts what may travel during the product.
@@ -75,7 +75,7 @@ def product(
     x = post(all_gather, x, cube.x).wait()  # [M/m, K/k]
     w = coming.wait()  # [K/k, N/n]
     onward()
-    return _scatter(x, w, cube.y, cube.summed).wait(), x, w
+    return _scatter(x, w, cube.y, cube.summed, bias).wait(), x, w
 
 
 def gradients(
@@ -117,35 +117,39 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes) -> Pending:
+def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None) -> Pending:
     """a @ b, scattered, and summed over further axes; of half precision only what travels is rounded before a sum."""
     if not moves:
-        out = summed(a, b, over)
+        out = summed(a, b, over, bias)
         return Pending(lambda: out)
     coming = post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
-    return Pending(lambda: settled(coming.wait(), a.dtype, over, rounded=True))
+    return Pending(lambda: settled(coming.wait(), a.dtype, over, True, bias))
 
 
 class Product3(torch.autograd.Function):
-    """apply(cube, mesh, over, turn, x, w) on raw blocks.
+    """apply(cube, mesh, over, turn, x, w, bias) on raw blocks.
 
     ``over``  where the gradients of x and of w are summed besides.
     ``turn``  what it may start early: turns.py.
+    ``bias``  added before the result is rounded, or None; its gradient is not computed here.
     """
 
     @staticmethod
-    def forward(ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor, bias: Any
+    ) -> Tensor:
         ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
         ctx.turn = turn
         with bind(mesh):
-            y, wide_x, wide_w = product(wrap(x, mesh), turn.taken() or wrap(w, mesh), cube, turn.onward)
+            bias = None if bias is None else wrap(bias, mesh)
+            y, wide_x, wide_w = product(wrap(x, mesh), turn.taken() or wrap(w, mesh), cube, turn.onward, bias)
         ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
         return unwrap(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, w), dy, mesh, cube, over = ctx.saved_tensors, grads[0], ctx.mesh, ctx.cube, ctx.over
-        need, again = ctx.needs_input_grad[4:], torch.is_grad_enabled()
+        need, again = ctx.needs_input_grad[4:6], torch.is_grad_enabled()
         if again and cube.save:
             raise Unsupported(
                 "a product that saved its gathered operands has no second derivative",
@@ -165,7 +169,7 @@ class Product3(torch.autograd.Function):
         found = (None if g is None else unwrap(g) for g in both)
         if again:
             found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
-        return None, None, None, None, *found
+        return None, None, None, None, *found, None
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -319,10 +323,10 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     forward, backward = (replace(c, memory=held) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
+    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
         again = torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
         turn = next_turn(w.raw, cube.w, x.mesh, again)
-        return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw)  # type: ignore[return-value]
+        return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw, bias)  # type: ignore[return-value]
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"

@@ -29,18 +29,21 @@ Axes = tuple[str, ...]
 
 
 class Product1(torch.autograd.Function):
-    """apply(axes, mesh, over, x, w) on raw blocks: Y summed over ``axes``, the gradients of x and w over ``over``."""
+    """apply(axes, mesh, over, x, w, bias) on raw blocks: Y summed over ``axes``, x's and w's gradients over ``over``.
+
+    ``bias``  added before Y is rounded, or None; its gradient is not computed here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, axes: Axes, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, axes: Axes, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor, bias: Any) -> Tensor:
         ctx.axes, ctx.mesh, ctx.over = axes, mesh, over
         ctx.save_for_backward(x, w)
-        return _product(x, w, axes, mesh)
+        return _product(x, w, axes, mesh, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, w), dy, mesh, over = ctx.saved_tensors, grads[0], ctx.mesh, ctx.over
-        need_x, need_w = ctx.needs_input_grad[3:]
+        need_x, need_w = ctx.needs_input_grad[3:5]
         product = _product
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
             x, w, dy = vary(x, mesh, over[0]), vary(w, mesh, over[1]), vary(dy, mesh, ctx.axes)
@@ -49,12 +52,12 @@ class Product1(torch.autograd.Function):
         if w.ndim < x.ndim and need_w:  # leading dimensions of x are rows
             x, dy = (t.flatten(1 if mesh.kind == "stacked" else 0, -2) for t in (x, dy))
         dw = product(x.mT, dy, over[1], mesh) if need_w else None
-        return None, None, None, dx, dw
+        return None, None, None, dx, dw, None
 
 
-def _product(a: Tensor, b: Tensor, over: Axes, mesh: Mesh) -> Tensor:
+def _product(a: Tensor, b: Tensor, over: Axes, mesh: Mesh, bias: Tensor | None = None) -> Tensor:
     with bind(mesh):
-        return unwrap(summed(wrap(a, mesh), wrap(b, mesh), over))
+        return unwrap(summed(wrap(a, mesh), wrap(b, mesh), over, None if bias is None else wrap(bias, mesh)))
 
 
 def _differentiable(a: Tensor, b: Tensor, over: Axes, mesh: Mesh) -> Tensor:
@@ -86,10 +89,10 @@ def oned(case: MatmulCase) -> Match | str:
     backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes]) -> Tensor:
+    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
         axes = real_axes(x.mesh, xk.axes)
-        if not (axes or any(over)):
+        if not (axes or any(over) or bias is not None):
             return local_call(torch.matmul, x.mesh, (x.raw, w.raw), {})
-        return Product1.apply(axes, x.mesh, over, x.raw, w.raw)  # type: ignore[return-value]
+        return Product1.apply(axes, x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
 
     return Match(out, run, forward, backward, kind, met_over(case, out))

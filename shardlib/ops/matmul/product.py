@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlib.collectives import unwrap, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_ab, cannon_abt, cannon_atb
-from shardlib.ops.matmul.summa import Axes, summa_ab, summa_abt, summa_atb, swap
+from shardlib.ops.matmul.summa import Axes, Bias, summa_ab, summa_abt, summa_atb, swap
 from shardlib.tensor import total, vary
 
 __all__ = ["Grid", "Product"]
@@ -40,21 +40,24 @@ class Grid:
 
 
 class Product(torch.autograd.Function):
-    """apply(form, grid, mesh, over, p, q) on raw blocks: ab(A, B), abt(C, B) or atb(A, C).
+    """apply(form, grid, mesh, over, p, q, bias) on raw blocks: ab(A, B), abt(C, B) or atb(A, C).
 
     ``over``  the axes over which the gradients of p and of q are summed besides.
+    ``bias``  added before the result is rounded; its gradient is not computed here.
     """
 
     @staticmethod
-    def forward(ctx: Any, form: str, grid: Grid, mesh: Mesh, over: tuple[Axes, Axes], p: Tensor, q: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, form: str, grid: Grid, mesh: Mesh, over: tuple[Axes, Axes], p: Tensor, q: Tensor, bias: Bias = None
+    ) -> Tensor:
         ctx.form, ctx.grid, ctx.mesh, ctx.over = form, grid, mesh, over
         ctx.save_for_backward(p, q)
-        return _run(form, grid, mesh, p, q)
+        return _run(form, grid, mesh, p, q, (), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (p, q), g, form, mesh = ctx.saved_tensors, grads[0], ctx.form, ctx.mesh
-        need_p, need_q = ctx.needs_input_grad[4:]
+        need_p, need_q = ctx.needs_input_grad[4:6]
         over_p, over_q = ctx.over
 
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
@@ -77,36 +80,42 @@ class Product(torch.autograd.Function):
         else:  # B = A^T C
             dp = product("abt", q, g, over_p) if need_p else None
             dq = product("ab", p, g, over_q) if need_q else None
-        return None, None, None, None, dp, dq
+        return None, None, None, None, dp, dq, None
 
 
-def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor, over: Axes = ()) -> Tensor:
+def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None) -> Tensor:
     with bind(mesh):
         if mesh.kind != "stacked":
-            return _local(form, grid, p, q, over)
-        return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh), over))
+            return _local(form, grid, p, q, over, bias)
+        bias = None if bias is None else wrap(bias, mesh)
+        return unwrap(_local(form, grid, wrap(p, mesh), wrap(q, mesh), over, bias))
 
 
-def _local(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes) -> Tensor:
+def _local(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes, bias: Bias) -> Tensor:
     """Fold leading dimensions that are only rows, multiply, unfold."""
     if p.ndim == q.ndim == 2:
-        return _multiply(form, grid, p, q, over)
+        return _multiply(form, grid, p, q, over, bias)
     lead = p.shape[:-1]
     if p.ndim > 2 + grid.batch:
         p = p.reshape(*lead[: grid.batch], -1, p.shape[-1])
     if q.ndim > 2 + grid.batch:
         q = q.reshape(*lead[: grid.batch], -1, q.shape[-1])
-    out = _multiply(form, grid, p, q, over)
+    out = _multiply(form, grid, p, q, over, bias)
     return out if form == "atb" or len(lead) == out.ndim - 1 else out.reshape(*lead, out.shape[-1])
 
 
-def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes) -> Tensor:
+def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes, bias: Bias) -> Tensor:
     row, col = grid.row, grid.col
+    late = bias is not None and (form != "ab" if grid.schedule == "cannon" else (form, grid.stay) in _MOVED)
+    early = None if late else bias
     if grid.schedule == "cannon":
-        return _CANNON[form](p, q, row, col, grid.skewed, over)
-    return _SUMMA[form, grid.stay](p, q, row, col, grid.slices, over)
+        out = _CANNON[form](p, q, row, col, grid.skewed, over, *([early] if form == "ab" else []))
+    else:
+        out = _SUMMA[form, grid.stay](p, q, row, col, grid.slices, over, early)
+    return out + bias if late and bias is not None else out
 
 
+_MOVED = (("abt", "B"), ("atb", "A"))  # results that change places once they are rounded
 _CANNON = {"ab": cannon_ab, "abt": cannon_abt, "atb": cannon_atb}
 _SUMMA = {
     ("ab", "C"): summa_ab,

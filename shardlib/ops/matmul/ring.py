@@ -135,7 +135,7 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[tuple[str, ...], tuple[str, ...]]) -> Tensor:
+    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[tuple[str, ...], tuple[str, ...]], bias: None) -> Tensor:
         met = (vary(v.raw, x.mesh, axes) for v, axes in zip((x, w), over, strict=True))
         return RingProduct.apply(form, axis, dim, ways, x.mesh, *met)  # type: ignore[return-value]
 

@@ -83,19 +83,24 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def settled(c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), rounded: bool = False) -> Tensor:
+def settled(
+    c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), rounded: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """An accumulator in the operands' ``dtype``, summed over further axes before it is rounded.
 
     ``rounded``  its parts were rounded on their way here: they are not a second time, but travel as they are.
+    ``bias``     to be added before the rounding too.
     """
+    if bias is not None:
+        c = c + bias.to(c.dtype) / (axis_size(over) if over else 1)
     if over:
         return psum(c, over, out=dtype, wire=c.dtype if rounded else dtype)
     return c if c.dtype == dtype else c.to(dtype)
 
 
-def summed(a: Tensor, b: Tensor, over: tuple[str, ...]) -> Tensor:
-    """a @ b, summed over mesh axes: half precision parts in fp32, rounded to travel and once they are summed."""
-    return settled(product(a, b), a.dtype, over) if over else a @ b
+def summed(a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias, summed over mesh axes: half precision parts in fp32, rounded to travel and once they are summed."""
+    return a @ b if not over and bias is None else settled(product(a, b), a.dtype, over, bias=bias)
 
 
 class Panels(NamedTuple):

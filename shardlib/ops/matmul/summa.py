@@ -9,8 +9,8 @@ step k+1, and the sums of step k-1, travel while step k is multiplied.  Three fo
     ATB   B = A^T C    C stays (W-stationary)    dA = ABT(C, dB)   dC = AB(A, dB)
 
 Each form moves A and B once and keeps C where it is; ``over`` are further axes to sum its result
-over.  On a square grid a block transpose (``swap``) turns one form into another, so that any of
-the three can be the one that stays: the largest should.
+over, ``bias`` is added to it.  On a square grid a block transpose (``swap``) turns one form into
+another, so that any of the three can be the one that stays: the largest should.
 
 Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (algorithms 1-3).
 """
@@ -27,9 +27,10 @@ from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, n
 __all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
 
 Axes = tuple[str, ...]
+Bias = Tensor | None
 
 
-def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
+def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
@@ -41,13 +42,13 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Ax
 
     for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
         add_product(c, a_k, b_k)
-    return settled(c, a.dtype, over)
+    return settled(c, a.dtype, over, bias=bias)
 
 
-def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
+def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    a = _result(c, over, *c.shape[:-1], b.shape[-2] // of_b * of_a)
+    a = _result(c, bool(over) or bias is not None, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
     send_b, add_to = broadcasts(row), reductions(col, c.dtype)
 
@@ -60,13 +61,13 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
         added()  # the part before this one travelled meanwhile
         added = add_to(a_cut[i], part, owner)
     added()
-    return settled(a, c.dtype, over, rounded=True)
+    return settled(a, c.dtype, over, True, bias)
 
 
-def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = ()) -> Tensor:
+def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    b = _result(c, over, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
+    b = _result(c, bool(over) or bias is not None, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
     send_a, add_to = broadcasts(col), reductions(row, c.dtype)
 
@@ -79,12 +80,12 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: A
         added()
         added = add_to(b_cut[j], part, owner)
     added()
-    return settled(b, c.dtype, over, rounded=True)
+    return settled(b, c.dtype, over, True, bias)
 
 
-def _result(like: Tensor, over: Axes, *shape: int) -> Tensor:
-    """Zeros to sum parts into: of half precision in fp32 where more is to be summed."""
-    return accumulator(like, *shape) if over else like.new_zeros(shape)
+def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
+    """Zeros to sum parts into: of half precision in fp32 where more is to be added."""
+    return accumulator(like, *shape) if more else like.new_zeros(shape)
 
 
 def swap(x: Tensor, row: str, col: str) -> Tensor:
