@@ -339,7 +339,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
     elif mesh.kind == "dist":
         if OPEN:
             _note("preduce", x.to(wire), mesh, (axis,), ())
-        dist.preduce_add(target, x, mesh, (axis,), root, wire)()
+        dist.reductions(mesh, (axis,), wire)(target, x, root)()
     elif x.dtype == wire:
         target.add_(preduce(x, axis, root))
     else:

@@ -9,6 +9,7 @@ add them in rank order ourselves; NCCL keeps its native collectives.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,8 +291,35 @@ def reductions(
     mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
     """Posted preduce_add over one group, which is looked up once."""
-    g = group(mesh, axes)
-    return lambda target, x, root: _add(target, x, g, root, wire or target.dtype)
+    g = mesh.groups.get(axes) or group(mesh, axes)
+    me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
+
+    def add(target: Tensor, x: Tensor, root: int) -> Callable[[], object]:
+        dtype, tag = wire or target.dtype, next(turns)
+        if send is None:
+            return _reduced(target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root)
+        if root == me:
+            return _collect(target, x, g, tag, dtype)
+        x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+        return partial(_sent, send([x], places[root], tag), x)
+
+    return add
+
+
+def _sent(work: Any, block: Tensor) -> None:
+    """A block lives until it is sent."""
+    work.wait()
+
+
+def _reduced(target: Tensor, x: Tensor, g: _Group, root: int) -> Callable[[], object]:
+    work: Any = dist.reduce(x, g.ranks[root], group=g.handle, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if g.index == root:
+            target.add_(x)
+
+    return finish
 
 
 def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
@@ -314,47 +342,25 @@ def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
     return _collect(x.new_zeros(x.shape), x, g, tag, x.dtype)
 
 
-def preduce_add(
-    target: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int, wire: torch.dtype | None = None
-) -> Callable[[], object]:
-    """Add the sum of ``x`` to the root's ``target``; others only send.  Posted, until what it returns is called."""
-    return _add(target, x, mesh.groups.get(axes) or group(mesh, axes), root, wire or target.dtype)
-
-
-def _add(target: Tensor, x: Tensor, g: _Group, root: int, wire: torch.dtype) -> Callable[[], object]:
-    tag = next(g.turns)
-    if g.native:
-        out = x.to(wire, copy=True, memory_format=torch.contiguous_format)
-        work = dist.reduce(out, g.ranks[root], group=g.handle, async_op=True)
-        return lambda: work.wait() and target.add_(out) if g.index == root else work.wait()  # type: ignore[union-attr]
-    if g.index == root:
-        return _collect(target, x, g, tag, wire)
-    sent = (x if x.dtype == wire else x.to(wire)).contiguous()
-    sending = g.handle.send([sent], g.places[root], tag)
-    return lambda sent=sent: sending.wait()
-
-
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
     """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32.
 
-    The first part travels from now on, the others once it is added.
+    The first part travels from now on, each other one once that before it is added.
     """
     buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
-    others = [place for i, place in enumerate(g.places) if i != g.index]
-    coming = g.handle.recv([buffer], others[0], tag)
+    recv, places, me = g.handle.recv, g.places, g.index
+    first = 0 if me else 1
+    coming = recv([buffer], places[first], tag)
 
     def finish() -> Tensor:
-        half, work = target.dtype in (torch.bfloat16, torch.float16), coming
+        half = target.dtype in (torch.bfloat16, torch.float16)
         total = target.float() if half else target
-        left = iter(others[1:])
-        for i in range(g.size):
-            if i == g.index:
+        for i in range(len(places)):
+            if i == me:
                 total.add_(x)
                 continue
-            work.wait()
+            (coming if i == first else recv([buffer], places[i], tag)).wait()
             total.add_(buffer)
-            if (place := next(left, None)) is not None:
-                work = g.handle.recv([buffer], place, tag)
         return target.copy_(total) if half else total
 
     return finish

@@ -254,7 +254,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         meets = {*out.axes, *deferred}
         over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
         over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
-    over = real_axes(mesh, over_x), real_axes(mesh, over_w)
+    over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else _NOWHERE
     fused = bias is not None and _in_place(bias, x, out)
     raw = match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None)
     if fused and bias is not None and bias.raw.requires_grad:
@@ -262,6 +262,9 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         raw = _Biased.apply(raw, bias.raw, mesh, met)
     y = ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
     return y if bias is None or fused else y + bias  # type: ignore[return-value]
+
+
+_NOWHERE: tuple[Axes, Axes] = ((), ())
 
 
 def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout) -> bool:

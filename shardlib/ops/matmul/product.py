@@ -48,7 +48,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, form: str, grid: Grid, mesh: Mesh, over: tuple[Axes, Axes], p: Tensor, q: Tensor, bias: Bias = None
+        ctx: Any, form: str, grid: Grid, mesh: Mesh, over: tuple[Axes, Axes], p: Tensor, q: Tensor, bias: Bias
     ) -> Tensor:
         ctx.form, ctx.grid, ctx.mesh, ctx.over = form, grid, mesh, over
         ctx.save_for_backward(p, q)
@@ -56,31 +56,26 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (p, q), g, form, mesh = ctx.saved_tensors, grads[0], ctx.form, ctx.mesh
+        (p, q), g, form, at, product = ctx.saved_tensors, grads[0], ctx.form, (ctx.grid, ctx.mesh), _run
         need_p, need_q = ctx.needs_input_grad[4:6]
         over_p, over_q = ctx.over
-
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
-            p, q = vary(p, mesh, over_p), vary(q, mesh, over_q)
-
-            def product(form: str, a: Tensor, b: Tensor, over: Axes) -> Any:
-                return total(Product.apply(form, ctx.grid, mesh, ((), ()), a, b), mesh, over)  # type: ignore[arg-type]
-        else:
-
-            def product(form: str, a: Tensor, b: Tensor, over: Axes) -> Any:
-                return _run(form, ctx.grid, mesh, a, b, over)
-
+            p, q, product = vary(p, ctx.mesh, over_p), vary(q, ctx.mesh, over_q), _recorded
         dp = dq = None
         if form == "ab":  # C = A B
-            dp = product("abt", g, q, over_p) if need_p else None
-            dq = product("atb", p, g, over_q) if need_q else None
+            dp = product("abt", *at, g, q, over_p) if need_p else None
+            dq = product("atb", *at, p, g, over_q) if need_q else None
         elif form == "abt":  # A = C B^T
-            dp = product("ab", g, q, over_p) if need_p else None
-            dq = product("atb", g, p, over_q) if need_q else None
+            dp = product("ab", *at, g, q, over_p) if need_p else None
+            dq = product("atb", *at, g, p, over_q) if need_q else None
         else:  # B = A^T C
-            dp = product("abt", q, g, over_p) if need_p else None
-            dq = product("ab", p, g, over_q) if need_q else None
+            dp = product("abt", *at, q, g, over_p) if need_p else None
+            dq = product("ab", *at, p, g, over_q) if need_q else None
         return None, None, None, None, dp, dq, None
+
+
+def _recorded(form: str, grid: Grid, mesh: Mesh, a: Tensor, b: Tensor, over: Axes) -> Tensor:
+    return total(Product.apply(form, grid, mesh, ((), ()), a, b, None), mesh, over)  # type: ignore[arg-type]
 
 
 def _run(form: str, grid: Grid, mesh: Mesh, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None) -> Tensor:
@@ -105,14 +100,14 @@ def _local(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes, bias: Bias) 
 
 
 def _multiply(form: str, grid: Grid, p: Tensor, q: Tensor, over: Axes, bias: Bias) -> Tensor:
-    row, col = grid.row, grid.col
-    late = bias is not None and (form != "ab" if grid.schedule == "cannon" else (form, grid.stay) in _MOVED)
-    early = None if late else bias
-    if grid.schedule == "cannon":
-        out = _CANNON[form](p, q, row, col, grid.skewed, over, *([early] if form == "ab" else []))
-    else:
-        out = _SUMMA[form, grid.stay](p, q, row, col, grid.slices, over, early)
-    return out + bias if late and bias is not None else out
+    row, col, cannon = grid.row, grid.col, grid.schedule == "cannon"
+    if bias is not None and (form != "ab" if cannon else (form, grid.stay) in _MOVED):
+        return _multiply(form, grid, p, q, over, None) + bias
+    if not cannon:
+        return _SUMMA[form, grid.stay](p, q, row, col, grid.slices, over, bias)
+    if bias is None:
+        return _CANNON[form](p, q, row, col, grid.skewed, over)
+    return cannon_ab(p, q, row, col, grid.skewed, over, bias)
 
 
 _MOVED = (("abt", "B"), ("atb", "A"))  # results that change places once they are rounded

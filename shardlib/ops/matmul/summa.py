@@ -48,7 +48,8 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Ax
 def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    a = _result(c, bool(over) or bias is not None, *c.shape[:-1], b.shape[-2] // of_b * of_a)
+    more = bool(over) or bias is not None
+    a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
     send_b, add_to = broadcasts(row), reductions(col, c.dtype)
 
@@ -61,13 +62,14 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
         added()  # the part before this one travelled meanwhile
         added = add_to(a_cut[i], part, owner)
     added()
-    return settled(a, c.dtype, over, True, bias)
+    return settled(a, c.dtype, over, True, bias) if more else a
 
 
 def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     steps, of_a, of_b = panels(row, col, slices)
-    b = _result(c, bool(over) or bias is not None, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
+    more = bool(over) or bias is not None
+    b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
     send_a, add_to = broadcasts(col), reductions(row, c.dtype)
 
@@ -80,7 +82,7 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: A
         added()
         added = add_to(b_cut[j], part, owner)
     added()
-    return settled(b, c.dtype, over, True, bias)
+    return settled(b, c.dtype, over, True, bias) if more else b
 
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
