@@ -37,6 +37,7 @@ bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.overhead
 	$(PY) -m benchmarks.matmul
 	$(PY) -m benchmarks.family
+	$(PY) -m benchmarks.overlap
 	$(PY) -m benchmarks.attention
 	$(PY) -m benchmarks.sequence_paper
 
