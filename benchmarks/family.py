@@ -222,7 +222,7 @@ def _plot(tables: list[list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panes = plt.subplots(1, len(tables), figsize=(6 * len(tables), 5), squeeze=False)
+    figure, panes = plt.subplots(1, len(tables), figsize=(8 * len(tables), 7), squeeze=False)
     for pane, table in zip(panes[0], tables, strict=True):
         for i, row in enumerate(sorted(table, key=lambda row: row["MiB sent"])):
             ours = row["contestant"].startswith(("grid", "blocks", "alike"))
@@ -230,8 +230,9 @@ def _plot(tables: list[list[dict[str, Any]]], path: Path) -> None:
             pane.scatter(*at, color="tab:blue" if ours else "tab:red")
             pane.annotate(row["contestant"], at, fontsize=6, xytext=(4, 3 if i % 2 else -8), textcoords="offset points")
         pane.set_title(f"{table[0]['ranks']} ranks; blue: three-axis products, red: the others")
+        pane.set_xscale("log"), pane.set_yscale("log")
         pane.set_xlabel("MiB sent per rank"), pane.set_ylabel("seconds per step")
-        pane.set_xlim(0, 1.3 * max(row["MiB sent"] for row in table)), pane.set_ylim(bottom=0)
+        pane.set_xlim(right=1.8 * max(row["MiB sent"] for row in table))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
