@@ -1,5 +1,6 @@
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
 
+from shardlib import functions as functions
 from shardlib import ops, recipes
 from shardlib.checkpoint import load, save
 from shardlib.collectives import (

@@ -3,8 +3,12 @@
 Each entry: what it is, the versions it was seen in, and what to do when it goes.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.abc import MetaPathFinder
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,14 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlib.errors import Unsupported
 
 __all__ = [
+    "backward_now",
     "DispatchMode",
     "all_gather_single",
     "attention_op",
+    "builtin_homes",
     "dtensor_handlers",
     "is_strided",
     "no_redistribution",
     "no_torch_function",
+    "opened",
     "reduce_scatter_single",
+    "seeded",
 ]
 
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
@@ -110,3 +118,218 @@ def attention_op(name: str) -> Callable[..., Any] | None:
         return None
     found = [a.name for a in op.default._schema.arguments]
     return op if found == _ATTENTION[name].split() else None
+
+
+# Where torch.nn.functional's and torch.linalg's builtins live; their functions reach __torch_function__ under
+# these objects.  Seen in 2.11 and 2.13.  When it goes: those run on whole operands.
+builtin_homes: tuple[Any, ...] = tuple(h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None)
+
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_OPENED: dict[str, dict[str, Any]] = {}
+
+
+def opened(func: Any) -> Callable[..., Any] | None:
+    """The Python body of a torch function without its question to tensor subclasses, or None where it has none.
+
+    torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``; the
+    same code runs with that answered False, and the operators inside it are asked one by one.  Seen in
+    2.11 and 2.13.  When it goes: such functions run on whole operands.
+    """
+    if not isinstance(func, FunctionType) or not any(n in func.__globals__ for n in _ASKS):
+        return None
+    module = func.__module__
+    if module not in _OPENED:
+        _OPENED[module] = func.__globals__ | dict.fromkeys(_ASKS, lambda *_: False)
+    new = FunctionType(func.__code__, _OPENED[module], func.__name__, func.__defaults__, func.__closure__)
+    new.__kwdefaults__ = func.__kwdefaults__
+    return new
+
+
+_DRAWS = frozenset(
+    """
+    alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu rrelu_ rrelu_with_noise
+    multi_head_attention_forward fractional_max_pool2d fractional_max_pool3d gumbel_softmax pca_lowrank svd_lowrank
+    trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_
+    dropout_ feature_dropout_ alpha_dropout_ feature_alpha_dropout_ native_dropout
+    """.split()
+)
+
+
+def seeded(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function draws random numbers: torch tags such operators nondeterministic_seeded."""
+    name = getattr(func, "__name__", "")
+    if name in _DRAWS:
+        if kwargs.get("training") is False or kwargs.get("train") is False:
+            return False
+        return not any(a is False for a in args[2:])
+    if name in ("scaled_dot_product_attention",):
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False
+    packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
+    if packet is None or name in ("dropout",):
+        return name == "dropout"
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3])
+
+
+# ---------------------------------------------------------------- autograd.Function
+
+_FunctionBase: Any = torch._C._FunctionBase
+
+# What a Function inherits that defines no ``setup_context``.  Seen in 2.11 and 2.13.
+NO_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
+
+# The identity whose graph node carries module backward hooks.  Seen in 2.11 and 2.13; torch asks its node's
+# name.  When it goes: full backward hooks must be refused.
+HookFunction: Any = torch.nn.modules._functions.BackwardHookFunction
+
+
+class Local(torch.autograd.Function):
+    """Base of the library's own Functions: always on raw blocks, so torch's C entry is called at once.
+
+    ``torch._C._FunctionBase.apply`` seen in 2.11 and 2.13.  When it goes: drop the line.
+    """
+
+    apply = _FunctionBase.__dict__["apply"]
+
+    def __init_subclass__(cls) -> None:
+        """Backward runs without autocast, wherever it is called: its dtypes were chosen forward."""
+        run = cls.__dict__.get("backward")
+        if isinstance(run, staticmethod):
+            cls.backward = staticmethod(_uncast(run.__func__))  # type: ignore[method-assign]
+
+
+def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not any_autocast():
+            return backward(ctx, *grads)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return backward(ctx, *grads)
+
+    return run
+
+
+# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 and 2.13.  When it goes:
+# torch.is_autocast_enabled per device.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def intercept_functions(
+    wrappers: frozenset[type],
+    instead: Callable[[Any, tuple[Any, ...]], Any],
+    hid: Callable[[Any, tuple[Any, ...], Any], Any],
+) -> None:
+    """Where a wrapper is among the arguments of a user's ``Function.apply``, ``instead(cls, args)`` runs;
+    where one is only among the results (it came in a list, or in a closure), ``hid(cls, args, out)`` judges.
+
+    ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``, sees the
+    arguments after defaults are bound and leaves ``Function.apply`` itself, which torch.compile knows by
+    name, alone.  Seen in 2.11 and 2.13.  When it goes: replace ``torch.autograd.Function.apply``.
+    """
+    base = torch.autograd.function._SingleLevelFunction
+    inherited = _FunctionBase.__dict__["apply"].__get__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if wrappers.isdisjoint(map(type, args)) and not kwargs:
+            out = inherited(None, cls)(*args)
+            if type(out) is torch.Tensor:
+                return out
+            hidden = type(out) in wrappers or (type(out) is tuple and not wrappers.isdisjoint(map(type, out)))
+            return hid(cls, args, out) if hidden else out
+        if kwargs and wrappers.isdisjoint(map(type, [*args, *kwargs.values()])):
+            return inherited(None, cls)(*args, **kwargs)
+        return instead(cls, args)
+
+    base.apply = classmethod(apply)
+
+
+def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Every checkpointed region's ``recompute`` is replaced by ``kept(recompute)`` when it is made.
+
+    ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of the non-reentrant kind, by
+    ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike; callers import
+    these functions by name, so a class is the one place that all of them pass.  Seen in 2.11 and 2.13.
+    When it goes: checkpointing inside ``apply`` must be refused.
+    """
+    from torch.utils.checkpoint import _CheckpointFrame
+
+    made = _CheckpointFrame.__init__
+
+    def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, kept(recompute_fn), *args, **kwargs)
+
+    _CheckpointFrame.__init__ = init  # type: ignore[method-assign]
+
+
+def intercept_inputs(wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
+    """A checkpointed region saves its wrapper arguments as raw blocks: ``open_(x)`` is (raw, how to wrap it).
+
+    torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a wrapper has
+    neither there.  Without this a region nested in a region recomputes from inputs that need no gradient,
+    and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen in 2.13; in 2.11 a Function,
+    ``_NoopSaveInputs``, does this.
+    """
+    from torch.utils.checkpoint import _CheckpointFrame
+
+    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        self.wraps = {}
+        given = list(args)
+        for i, x in enumerate(args):
+            if type(x) in wrappers:
+                given[i], self.wraps[i] = open_(x)
+        save(self, *given)
+
+    def get_inputs(self: Any) -> list[Any]:
+        out = get(self)
+        for i, wrap in self.wraps.items():
+            out[i] = wrap(out[i])
+        return out
+
+    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs  # type: ignore[method-assign]
+
+
+class _Untraced(MetaPathFinder):
+    """torch.compile runs the library's code as it is: its frames are neither compiled nor inlined.
+
+    Dynamo would trace through ``__torch_function__`` and rebuild wrappers wrongly.  Its own switch for a
+    package is ``torch._dynamo.trace_rules.add``, seen in 2.11 and 2.13; importing ``torch._dynamo`` takes a
+    second, so that waits until somebody else imports it.  Costs nothing per call, unlike
+    ``torch._dynamo.disable``.  When it goes: ``torch.compiler.disable`` on both ``__torch_function__``.
+    """
+
+    name = "torch._dynamo.trace_rules"
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None, "this very module is being imported"
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            module.add("shardlib")
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def run_uncompiled() -> None:
+    """See _Untraced."""
+    found = sys.modules.get(_Untraced.name)
+    if found is not None:
+        found.add("shardlib")  # type: ignore[attr-defined]
+    elif not any(isinstance(f, _Untraced) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Untraced())
+
+
+run_uncompiled()
+
+
+def backward_now() -> int:
+    """A number of the backward pass that runs in this thread, -1 outside any; no two passes share one."""
+    return torch._C._current_graph_task_id()

@@ -1,20 +1,18 @@
-"""The border to torch's DTensor: conversion without a copy, its rules as the strict fallback,
-and our matmul rules on plain DTensors.
-"""
+"""The border to torch's DTensor: conversion without a copy, and our matmul rules on plain DTensors."""
 
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardlib._compat import dtensor_handlers, no_redistribution
+from shardlib._compat import dtensor_handlers
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.errors import NotExpressible, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul import product_of
 from shardlib.ops.registry import algorithm
 from shardlib.placing import reshard
-from shardlib.tensor import FALLBACK, ShardedTensor, no_rule
+from shardlib.tensor import ShardedTensor
 
 __all__ = ["dtensor_rules", "from_dtensor", "to_dtensor"]
 
@@ -37,48 +35,6 @@ def _natural(x: ShardedTensor) -> Layout:
     names = x.mesh.names
     dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.sharding.resolve(len(x.size_)).dims]
     return Layout(tuple(dims), x.sharding.partial)
-
-
-# ---------------------------------------------------------------- DTensor's rules for our tensors
-
-
-def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation without a rule of ours runs DTensor's, if nothing has to move."""
-    found = [a for a in _flat((args, kwargs)) if isinstance(a, ShardedTensor)]
-    strict = no_redistribution()
-    if not found or strict is None or found[0].mesh.kind != "dist":
-        raise no_rule(func, args, kwargs)
-    try:
-        with strict:
-            out = func(*_swap(args), **_swap(kwargs))
-    except ShardError:
-        raise
-    except Exception as e:
-        raise no_rule(func, args, kwargs, f"and DTensor's own rule refused: {str(e).splitlines()[0]}") from e
-    return _back(out)
-
-
-def _flat(tree: Any) -> list[Any]:
-    if isinstance(tree, tuple | list):
-        return [x for item in tree for x in _flat(item)]
-    return [x for item in tree.values() for x in _flat(item)] if isinstance(tree, dict) else [tree]
-
-
-def _swap(tree: Any) -> Any:
-    if isinstance(tree, ShardedTensor):
-        return to_dtensor(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)(_swap(v) for v in tree)
-    return {k: _swap(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _back(tree: Any) -> Any:
-    if isinstance(tree, DTensor):
-        return from_dtensor(tree)
-    return type(tree)([_back(v) for v in tree]) if type(tree) in (tuple, list) else tree
-
-
-FALLBACK.append(_fallback)
 
 
 # ---------------------------------------------------------------- our rules for DTensors

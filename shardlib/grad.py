@@ -23,7 +23,9 @@ def value_and_grad(
     ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
 
-    A leaf that the loss does not use gets zeros.  Raises: ShardError if the loss is no scalar.
+    A leaf that the loss does not use gets zeros.  Where some leaves require grad, the others are frozen: their
+    gradient is None, nothing is computed or moved for it, and transforms leave them alone.
+    Raises: ShardError if the loss is no scalar.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -38,7 +40,9 @@ def value_and_grad(
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, tree = optree.tree_flatten(args[argnums], none_is_leaf=False)
-        ours = [_leaf(x, axes) for x in leaves]
+        frozen = any(x.requires_grad for x in leaves)  # a tree that asks nowhere is asked for everywhere
+        frozen_at = [frozen and not x.requires_grad for x in leaves]
+        ours = [x.detach() if f else _leaf(x, axes) for x, f in zip(leaves, frozen_at, strict=True)]
         inner = optree.tree_unflatten(tree, ours)
         with torch.enable_grad():
             out = f(*args[:argnums], inner, *args[argnums + 1 :], **kwargs)
@@ -50,9 +54,11 @@ def value_and_grad(
                     fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
                 )
             raw = _ready(loss)
-        wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in ours]
+        asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
+        wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
         found = torch.autograd.grad(raw.sum(), wanted, allow_unused=True) if raw.requires_grad else [None] * len(wanted)
-        grads = [_grad(x, r, g) for x, r, g in zip(ours, wanted, found, strict=True)]
+        each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
+        grads = [None if f else next(each) for f in frozen_at]
         value = loss.detach()
         return ((value, aux) if has_aux else value), optree.tree_unflatten(tree, grads)
 

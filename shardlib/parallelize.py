@@ -8,8 +8,10 @@ replicated, or sharded, by accident.
 
 import difflib
 import fnmatch
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -17,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardlib.ambient import inside
 from shardlib.errors import RuleLint, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.ops.matmul.turns import Entry, in_turn
+from shardlib.ops.matmul.turns import Entry, idle, in_turn
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, promoting, replicated
 
@@ -50,6 +53,7 @@ class Apply:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
         self.yields = yields or {}
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
+        self.reads: dict[Any, list[int]] = {}  # and which of them read one value
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +66,7 @@ class Apply:
         if mesh is self.mesh:
             return self._run(params, self.buffers, args, kwargs)[0]
         moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
-        moved.orders = self.orders
+        moved.orders, moved.reads = self.orders, self.reads
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
     def mutable(
@@ -78,14 +82,16 @@ class Apply:
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
         weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
-        with promoting(), in_turn(self.orders.setdefault(tuple(self.mesh.axes.items()), []), weights):
+        where = tuple(self.mesh.axes.items())
+        order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
+        with promoting(), in_turn(order, weights, reads), inside(partial(_swapped, self.module, state)):
             out = functional_call(self.module, state, args, kwargs)
         return out, {n: state[n] for n in buffers}
 
     def _names(self, count: int) -> list[str]:
-        code = self.module.forward.__code__
-        names = [n for n in code.co_varnames[: code.co_argcount] if n != "self"]
-        return (names + [""] * count)[:count]
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        given = inspect.signature(self.module.forward).parameters.values()
+        return ([p.name for p in given if p.kind in kinds] + [""] * count)[:count]
 
     def _place(self, name: str, value: Any) -> Any:
         def place(x: Any) -> Any:
@@ -115,6 +121,24 @@ class Apply:
                 mesh=self.mesh,
                 fix="apply(params, ...) with every key that parallelize returned",
             )
+
+
+class _Around(nn.Module):
+    """Runs a function while the module's tensors are exchanged."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def _swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    """``run()`` once more, as the call with ``state`` saw the module."""
+    named = {f"module.{n}": t for n, t in state.items()}
+    with promoting(), idle():
+        return functional_call(_Around(module), named, (run,))
 
 
 def _matches(pattern: Pattern, name: str, value: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardlib._compat import Local
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import (
     all_gather,
@@ -23,10 +24,10 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
-from shardlib.errors import MeshError, PlainTensor, ShardError
+from shardlib.errors import MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Exchange, Layout, Step, coordinates
 from shardlib.mesh import Mesh, as_mesh, bind, current_mesh
-from shardlib.tensor import PaddedTensor, ShardedTensor, implements, settle, typeof
+from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
@@ -44,7 +45,7 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
     ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
     ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
                 ``unshard`` strips it; functions without a rule for that refuse.
-    Only the local block is copied; the result is a leaf that requires grad if x does.
+    Only the local block is copied; differentiable: x gets its gradient whole.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, NoMesh; x is left as it was.
 
     >>> import shardlib as sl
@@ -65,6 +66,10 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
         return optree.tree_unflatten(
             tree, [shard(leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
         )
+    if x.layout != torch.strided or isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        raise Unsupported(
+            "only dense, initialised tensors are placed", op="shard", fix="sl.shard(x.to_dense(), layout)"
+        )
     if isinstance(x, ShardedTensor):
         raise ShardError(
             "the tensor is sharded already",
@@ -80,10 +85,14 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
         x = _from_rank(x, m, src)
     if size != x.shape:
         widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
-        raw = _blocks(torch.nn.functional.pad(x.detach(), widths), lay, m)
-        return PaddedTensor(raw.requires_grad_(x.requires_grad), lay, size, m, x.shape)
-    raw = _blocks(x.detach(), lay, m)
-    return ShardedTensor(raw.requires_grad_(x.requires_grad), lay, x.shape, m)
+        return PaddedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), lay, size, m, x.shape)
+    return ShardedTensor(_placed(x, lay, m), lay, x.shape, m)
+
+
+def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Placed.apply(x, layout, m)
+    return _blocks(x.detach(), layout, m)
 
 
 def _padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
@@ -188,12 +197,13 @@ def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
     return tuple(torch.tensor(list(p)).reshape(-1, *[1] * (last - d)) for d, p in enumerate(places))
 
 
-class _Reshard(torch.autograd.Function):
+class _Reshard(Local):
     """raw from one layout to another; the cotangent takes the way back."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Tensor:
         ctx.way = source, target, shape, mesh
+        ctx.set_materialize_grads(False)
         with bind(mesh):
             x = wrap(raw, mesh)
             for step in (source >> target).steps(shape, mesh):
@@ -203,6 +213,8 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if grads[0] is None:
+            return None, None, None, None, None
         source, target, shape, mesh = ctx.way
         back = _Reshard.apply(grads[0], _bare(target), _bare(source), shape, mesh)
         return back, None, None, None, None
@@ -256,17 +268,18 @@ def constrain(x: Any, layout: Any) -> Any:
     return reshard(x, layout)
 
 
-class _First(torch.autograd.Function):
-    """One rank's copy of a value all hold; the cotangent goes to every copy."""
+class _Placed(Local):
+    """A tensor that every rank holds, in blocks; its gradient is gathered whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor) -> Tensor:
-        ctx.ranks = raw.shape[0]
-        return raw[0].clone()
+    def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        ctx.way = layout, x.shape, mesh, x.device
+        return _blocks(x, layout, mesh)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].expand(ctx.ranks, *grads[0].shape)
+        layout, shape, mesh, device = ctx.way
+        return unshard(ShardedTensor(grads[0], _bare(layout), shape, mesh)).to(device), None, None
 
 
 def unshard(x: Any) -> Any:

@@ -11,16 +11,20 @@ place, and its transpose is the psum that makes the gradient whole again.
 """
 
 import copy
-from collections.abc import Callable, Collection
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlib._compat import no_torch_function
+from shardlib._compat import Local, any_autocast, backward_now, no_torch_function
+from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
-from shardlib.errors import NoRule, PartialEscape, PlainTensor, ShardError, Unsupported
+from shardlib.errors import NoRule, PartialEscape, PlainTensor, RankMismatch, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 
@@ -43,6 +47,9 @@ FALLBACK: list[Rule] = []
 WATCHERS: list[Any] = []
 """While one is here, it runs every function on a sharded tensor, ``watcher(rule, func, args, kwargs)``, and
 is told which algorithm was chosen, ``watcher.chose(match)``.  See explain.py."""
+
+_UNCAST: set[Any] = set()
+"""Functions that look at a tensor and compute nothing: autocast does not concern them."""
 
 _NONE: frozenset[str] = frozenset()
 
@@ -67,6 +74,8 @@ class ShardedTensor(torch.Tensor):
     ``deferred``  mesh axes over which a replicated value's gradient is left unsummed.
     ``yields``    the layout that a product with this weight must give, if it matters.
     ``folded``    of a matrix whose rows were several dimensions until a view: their sizes.
+    ``node``      what ``grad_fn`` is where hooks on it must see values, see functions.py.
+    ``moved``     what was made of the value once, for all that read it: see ``once``.
     """
 
     raw: Tensor
@@ -75,6 +84,8 @@ class ShardedTensor(torch.Tensor):
     deferred: frozenset[str]
     yields: Layout | None = None
     folded: tuple[int, ...] | None = None
+    node: Any = None
+    moved: "_Made | None" = None
 
     @staticmethod
     def __new__(
@@ -107,8 +118,13 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         rule = TABLE.get(func, _unknown)
         if WATCHERS:
-            return WATCHERS[-1](rule, func, args, kwargs or {})
-        return rule(func, args, kwargs or {})
+            rule = partial(WATCHERS[-1], _guarded(rule))
+        if any_autocast() and func not in _UNCAST:
+            return cast(_autocast_device(), _guarded(rule), func, args, kwargs or {})
+        try:
+            return rule(func, args, kwargs or {})
+        except _MENDED as e:
+            return _otherwise(e, func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,9 +186,19 @@ class PaddedTensor(ShardedTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = PADDED.get(func) or (TABLE[func] if func in _ANYWHERE else None)
-        if rule is not None:
-            return rule(func, args, kwargs or {})
+        if rule is not None and any_autocast() and func not in _UNCAST:
+            rule = partial(cast, _autocast_device(), rule)
         x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
+        try:
+            if rule is not None:
+                return rule(func, args, kwargs or {})
+        except _MENDED as e:
+            return _otherwise(e, func, args, kwargs or {})
+        if FALLBACK:
+            try:
+                return FALLBACK[0](func, args, kwargs or {}, None)
+            except ShardError:
+                pass
         raise Unsupported(
             f"{func.__name__} has no rule for padded blocks",
             op=func.__name__,
@@ -180,6 +206,38 @@ class PaddedTensor(ShardedTensor):
             mesh=x.mesh,
             fix="sl.shard(sl.unshard(x), '...')",
         )
+
+
+def _autocast_device() -> str:
+    return "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
+
+
+_MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, AttributeError, IndexError, NotImplementedError)
+"""What a rule may refuse with where whole operands would do."""
+
+
+def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+    """A refused call on whole operands, if they are whole or may be gathered; else the refusal."""
+    if not FALLBACK or getattr(refusal, "final", False):
+        raise refusal
+    try:
+        return FALLBACK[0](func, args, kwargs, refusal)
+    except ShardError as e:
+        if isinstance(refusal, ShardError):
+            refusal.final = True  # type: ignore[attr-defined]
+            raise refusal from None
+        e.final = True  # type: ignore[attr-defined]
+        raise
+
+
+def _guarded(rule: Rule) -> Rule:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return rule(func, args, kwargs)
+        except _MENDED as e:
+            return _otherwise(e, func, args, kwargs)
+
+    return run
 
 
 def _unpickle(
@@ -270,20 +328,59 @@ def _lower(x: Any) -> Any:
     return type(x)(_lower(v) for v in x) if type(x) in (tuple, list) else x
 
 
-class _Vary(torch.autograd.Function):
+class Wide:
+    """The gradient of a half precision value, in fp32 until it is summed and rounded once.
+
+    Autograd carries gradients in their value's dtype.  Products that read one value add theirs here instead and
+    hand autograd none; the node that sums runs after all of them, and takes what this backward added.
+    """
+
+    __slots__ = ("sum", "task")
+
+    def __init__(self) -> None:
+        self.task, self.sum = -1, None
+
+    def add(self, g: Tensor) -> None:
+        """``g`` in fp32, not used elsewhere."""
+        task = backward_now()
+        if self.task == task and self.sum is not None:
+            self.sum += g
+        else:  # what a backward left here that did not ask for this gradient is void
+            self.task, self.sum = task, g
+
+    def take(self, g: Tensor | None) -> Tensor | None:
+        """All that was added, and what came by autograd."""
+        mine = self.sum if self.task == backward_now() else None
+        self.task, self.sum = -1, None
+        if mine is None or g is None:
+            return g if mine is None else mine
+        return mine.add_(g)
+
+
+def is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+class _Vary(Local):
     """Identity; the gradient is summed over ``axes``."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None) -> Tensor:
+        ctx.mesh, ctx.axes, ctx.wide, ctx.dtype = mesh, axes, wide, raw.dtype
+        ctx.set_materialize_grads(False)
         return raw.view_as(raw)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Sum.apply(grads[0], ctx.mesh, ctx.axes), None, None
+        g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
+        if g is None:
+            return None, None, None, None
+        half = ctx.dtype in (torch.bfloat16, torch.float16)  # its parts travel as they are and are summed in fp32
+        g = _Sum.apply(g.float() if half else g, ctx.mesh, ctx.axes, ctx.dtype if half else None)
+        return g, None, None, None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Local):
     """psum whose result is the same on every rank, and so is its cotangent: backward is the identity."""
 
     @staticmethod
@@ -297,7 +394,7 @@ class _Sum(torch.autograd.Function):
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
 
 
-class _Share(torch.autograd.Function):
+class _Share(Local):
     """Identity; the gradient is divided by the number of ranks that all return it."""
 
     @staticmethod
@@ -319,6 +416,73 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
+_SERIAL = itertools.count()
+
+
+class _Made:
+    """What was made of a value's blocks, and of which: an entry is void once they changed in place."""
+
+    __slots__ = ("found", "raw", "serial", "tracked", "version")
+
+    def __init__(self, raw: Tensor, tracked: bool) -> None:
+        self.raw, self.version, self.tracked = raw, raw._version, tracked
+        self.found: dict[Any, Any] = {}
+        self.serial = next(_SERIAL)
+
+    def fits(self, raw: Tensor, tracked: bool) -> bool:
+        return self.raw is raw and self.version == raw._version and self.tracked == tracked
+
+
+def made_of(x: ShardedTensor) -> dict[Any, Any]:
+    """What was made of ``x`` as it is now, by key; empty where changes in place cannot be seen."""
+    raw = x.raw
+    if raw.is_inference():
+        return {}
+    tracked = raw.requires_grad and torch.is_grad_enabled()
+    if x.moved is None or not x.moved.fits(raw, tracked):
+        x.moved = _Made(raw, tracked)
+    return x.moved.found
+
+
+def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
+    """``vary`` of a value, made once: all that read it so add their gradients before the one psum."""
+    return varied_wide(x, axes)[0]
+
+
+def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide | None]:
+    """The same, and where products of half precision add their gradients in fp32."""
+    over = real_axes(x.mesh, axes)
+    if not (over and x.raw.requires_grad and torch.is_grad_enabled()):
+        return x.raw, None
+    found = made_of(x)
+    key = ("vary", over)
+    if key not in found:
+        wide = Wide() if is_half(x.raw) else None
+        found[key] = _Vary.apply(x.raw, x.mesh, over, wide), wide
+    return found[key]
+
+
+def widened(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
+    """``vary`` in fp32 of a half precision value: its gradient is summed wide, and rounded as it travels and once."""
+    if not is_half(raw):
+        return vary(raw, mesh, axes)
+    over = real_axes(mesh, axes)
+    return _Widen.apply(raw, mesh, over) if over and raw.requires_grad else raw.float()  # type: ignore[return-value]
+
+
+class _Widen(Local):
+    """fp32 of a half precision value; the gradient is summed over ``axes``."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.axes, ctx.dtype = mesh, axes, raw.dtype
+        return raw.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Sum.apply(grads[0], ctx.mesh, ctx.axes, ctx.dtype), None, None
+
+
 def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None) -> Tensor:
     """Sum over ``axes``; the result is replicated and so is its cotangent.
 
@@ -328,6 +492,19 @@ def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | 
     if over:
         return _Sum.apply(raw, mesh, over, narrow)  # type: ignore[return-value]
     return raw if narrow is None else raw.to(narrow)
+
+
+def vjp_again(
+    f: Callable[..., Tensor], mesh: Mesh, inputs: Sequence[Tensor | None], overs: Sequence[Collection[str]], g: Tensor
+) -> list[Tensor | None]:
+    """The gradients of f(*inputs) as functions that can be differentiated again; for backward in grad mode.
+
+    ``inputs``  saved raw inputs (their graph goes on), ``overs`` the axes over which each one's is summed.
+    """
+    met = [None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)]
+    need = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(f(*met), need, g, create_graph=True, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
@@ -382,16 +559,31 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
     return replicated(x, mesh)
 
 
-class _Copies(torch.autograd.Function):
+class _Copies(Local):
     """A copy for each simulated rank; their cotangents are the same, and so is the original's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        return x.unsqueeze(0).expand(count, *x.shape)
+        ctx.set_materialize_grads(False)
+        return x.unsqueeze(0).repeat(count, *[1] * x.ndim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0][0], None
+        return None if grads[0] is None else _First.apply(grads[0]), None
+
+
+class _First(Local):
+    """One rank's copy of a value all hold; the cotangent goes to every copy."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor) -> Tensor:
+        ctx.ranks = raw.shape[0]
+        ctx.set_materialize_grads(False)
+        return raw[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None if grads[0] is None else _Copies.apply(grads[0], ctx.ranks)
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
@@ -404,9 +596,12 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     return ShardedTensor(raw, Layout.parse("...").resolve(x.ndim), x.shape, mesh)
 
 
+_VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
+
+
 def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    if name == "__get__" or name == "__set__":  # a property that no rule changes
+    if (name == "__get__" or name == "__set__") and getattr(func.__self__, "__name__", "") not in _VALUES:
         with no_torch_function():
             return func(*args, **kwargs)
     if FALLBACK:
@@ -474,9 +669,14 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0].raw.is_contiguous()
 
 
-@implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor.retains_grad.__get__)
+@implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__)
 def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].raw)
+
+
+@implements(Tensor.grad_fn.__get__)
+def _grad_fn(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].raw) if args[0].node is None else args[0].node
 
 
 @implements(Tensor.requires_grad.__set__)
@@ -513,6 +713,20 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(Tensor.grad.__set__)
 def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
     x, grad = args
+    if grad is not None:
+        want = gradient_of(x, x.raw)
+        alike = isinstance(grad, ShardedTensor) and (grad.sharding, grad.size_, grad.mesh) == (
+            want.sharding, want.size_, want.mesh
+        )  # fmt: skip
+        if not alike:
+            raise ShardError(
+                "a gradient lies as its tensor does",
+                op="grad",
+                operands={"tensor": typeof(x), "gradient": typeof(grad)},
+                mesh=x.mesh,
+                fix=f"x.grad = sl.{'reshard' if isinstance(grad, ShardedTensor) else 'shard'}"
+                f"(gradient, {str(want.sharding)!r})",
+            )
     x.raw.grad = None if grad is None else grad.raw
 
 
@@ -529,6 +743,61 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
         kwargs["inputs"] = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     x = settle(x)
     x.raw.backward(_cotangent(x, gradient), *args[2:], **kwargs)
+
+
+@implements(torch.autograd.backward)
+def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = _listed(given.pop("tensors"))
+    cotangents = given.pop("grad_tensors", None)
+    cotangents = [None] * len(tensors) if cotangents is None else _listed(cotangents)
+    tensors = [settle(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    if given.get("inputs") is not None:
+        given["inputs"] = [_raw(x) for x in _listed(given["inputs"])]
+    torch.autograd.backward(
+        [_raw(x) for x in tensors],
+        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(tensors, cotangents, strict=True)],
+        **given,
+    )
+
+
+@implements(Tensor.register_hook)
+def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    like = x.like(x.raw.detach())  # not x: its hook would keep it
+
+    def run(raw: Tensor) -> Tensor | None:
+        found = hook(gradient_of(like, raw))
+        return None if found is None else _hooked(like, found)
+
+    return x.raw.register_hook(run)
+
+
+def _hooked(like: ShardedTensor, found: Any) -> Tensor:
+    want = gradient_of(like, like.raw)
+    if not isinstance(found, ShardedTensor) or found.sharding != want.sharding or found.size_ != want.size_:
+        raise ShardError(
+            "a hook's gradient lies otherwise than the one it was given",
+            op="register_hook",
+            operands={"given": typeof(want), "returned": typeof(found)},
+            mesh=like.mesh,
+            fix=f"return sl.reshard(grad, {str(want.sharding)!r})",
+        )
+    return found.raw
+
+
+@implements(Tensor.register_post_accumulate_grad_hook)
+def _register_post_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    held = weakref.ref(x)
+
+    def run(raw: Tensor) -> None:
+        leaf = held()
+        if leaf is not None:
+            hook(leaf)
+
+    return x.raw.register_post_accumulate_grad_hook(run)
 
 
 def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
@@ -625,6 +894,8 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 _ANYWHERE.update(
     f
     for f, rule in TABLE.items()
-    if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _requires_grad, _grad, _set_grad, _del_grad,
-                _same_place, _data, _in_place, _item)
+    if rule in (_plain, _is_contiguous, _from_raw, _grad_fn, _set_requires_grad, _requires_grad, _grad, _set_grad,
+                _del_grad, _same_place, _data, _in_place, _item)
 )  # fmt: skip
+
+_UNCAST.update(f for f, rule in TABLE.items() if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _data))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import dist, record, stacked
 from shardlib.collectives.count import OPEN, note
 from shardlib.collectives.stacked import Stacked, of
@@ -82,7 +83,7 @@ _ADJOINT: dict[str, Callable[..., tuple]] = {
 }
 
 
-class _Moved(torch.autograd.Function):
+class _Moved(Local):
     """A linear collective on raw storage; its backward is the adjoint collective."""
 
     @staticmethod
@@ -97,7 +98,7 @@ class _Moved(torch.autograd.Function):
         return _raw_call(name, grads[0], mesh, axes, tuple(back)), None, None, None, None
 
 
-class _Max(torch.autograd.Function):
+class _Max(Local):
     """pmax; the gradient goes to the maxima, shared where several ranks hold one."""
 
     @staticmethod
@@ -120,6 +121,7 @@ def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tup
     if OPEN:
         _note(op, raw, mesh, axes, params)
     if mesh.kind == "dist":
+        raw = raw.resolve_conj() if raw.is_conj() else raw  # torch.distributed sends the memory as it is
         return _DIST[op](raw, mesh, axes, *params)
     module: ModuleType = stacked if mesh.kind == "stacked" else record
     out = getattr(module, op)(raw, mesh, axes, *params)

@@ -155,11 +155,37 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     if type(args[0]) is not Stacked and func.__name__ in _IN_PLACE:
         raise _plain_target(func)
     ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
+    if _one_by_one(func, args, kwargs, tensors, ndim):
+        return _each(func, args, kwargs)
     raws = [_padded(a, ndim) for a in args]
     out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
     if isinstance(args[0], Stacked) and out is raws[0]:
         return args[0]
     return Stacked(out, mesh)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: int) -> bool:
+    """Where one more dimension would change what torch does: 0-dim operands of other dtypes, memory formats."""
+    if kwargs.get("memory_format") is not None or func.__name__ in ("masked_fill", "masked_fill_"):
+        return True
+    return (len(tensors) > 1 and ndim and any(t.ndim == 0 and t.dtype != tensors[0].dtype for t in tensors)) or (
+        len(tensors) > 1 and tensors[0].ndim == 0 and ndim > 0 and len({t.dtype for t in tensors}) > 1
+    )  # type: ignore[return-value]
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """The function for one rank after the other."""
+    given: Any = (args, kwargs)
+    leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
+    mesh, found = _mesh_of(given), []
+    a: Any
+    k: Any
+    for rank in range(mesh.size):
+        a, k = optree.tree_unflatten(tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves])
+        found.append(func(*a, **k))
+    if func.__name__ in _IN_PLACE:
+        return args[0]
+    return Stacked(torch.stack(found), mesh)
 
 
 _IN_PLACE = {n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")} | {

@@ -1,7 +1,24 @@
 """Rules: importing this package fills the table that ShardedTensor dispatches on."""
 
-from shardlib.ops import conv, dropout, elementwise, embedding, loss, matmul, norm, padding, reduce, sdpa, views
+from shardlib.ops import (
+    contract,
+    conv,
+    dropout,
+    elementwise,
+    embedding,
+    loss,
+    losses,
+    matmul,
+    norm,
+    padding,
+    reduce,
+    sdpa,
+    table,
+    views,
+    whole,
+)
 
 __all__ = [
-    "conv", "dropout", "elementwise", "embedding", "loss", "matmul", "norm", "padding", "reduce", "sdpa", "views",
+    "contract", "conv", "dropout", "elementwise", "embedding", "loss", "losses", "matmul", "norm", "padding", "reduce",
+    "sdpa", "table", "views", "whole",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.mesh import Mesh
 from shardlib.tensor import ShardedTensor, implements, partial_escape
 
@@ -46,11 +47,33 @@ def keep_mask(index: Tensor, seed: int, p: float) -> Tensor:
 
     Source: Steele, Lea and Flood 2014, the finaliser of SplittableRandom.
     """
-    x = index * -7046029254386353131 + seed  # 0x9E3779B97F4A7C15
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
-    x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) & ((1 << 53) - 1)
-    return x >= int(p * (1 << 53))
+    out = torch.empty(index.shape, dtype=torch.bool, device=index.device)
+    bar = int(p * (1 << 53))
+    index, flat = index.reshape(-1), out.reshape(-1)
+    step = 1 << 15 if index.device.type == "cpu" else max(index.numel(), 1)  # what a cache holds
+    for at in range(0, index.numel(), step):
+        x = index[at : at + step] * -7046029254386353131  # 0x9E3779B97F4A7C15
+        x += seed
+        x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
+        x *= -4658895280553007687  # 0xBF58476D1CE4E5B9
+        x ^= (x >> 27).bitwise_and_(0x1FFFFFFFFF)
+        x *= -7723592293110705685  # 0x94D049BB133111EB
+        x ^= (x >> 31).bitwise_and_(0x1FFFFFFFF)
+        torch.ge(x.bitwise_and_((1 << 53) - 1), bar, out=flat[at : at + step])
+    return out
+
+
+class _Drop(Local):
+    """apply(x, keep, scale): x * scale where kept; only which are kept is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.keep, ctx.scale = keep, scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Drop.apply(grads[0], ctx.keep, ctx.scale), None, None
 
 
 @implements(F.dropout, torch.dropout)
@@ -67,4 +90,4 @@ def dropout(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if x.mesh.kind == "record":
         return x.like(x.raw * 1)
     keep = keep_mask(global_index(x), seed, p)
-    return x.like(x.raw * keep * (1 / (1 - p) if p < 1 else 0.0))
+    return x.like(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0))

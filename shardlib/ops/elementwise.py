@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, real_axes, typeof, vary
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, real_axes, total, typeof, vary
 
 __all__ = ["aligned", "brought", "elementwise"]
 
@@ -148,7 +149,7 @@ def brought(
     return raws, overs, out, shape, deferred
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Local):
     """Broadcast a half precision block to ``shape``; its gradient is summed in fp32, over ``axes`` as well."""
 
     @staticmethod
@@ -160,12 +161,15 @@ class _Spread(torch.autograd.Function):
             return unwrap(x.expand(shape))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            with bind(ctx.mesh):
+                part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
+            return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
         with bind(ctx.mesh):
             g = wrap(grads[0], ctx.mesh)
-            total = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype, wire=g.dtype)
-            return unwrap(total), None, None, None
+            whole = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype, wire=g.dtype)
+            return unwrap(whole), None, None, None
 
 
 @lru_cache(maxsize=8192)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import ImplicitCommunication, Unsupported
 from shardlib.layouts import Dim, Layout
@@ -26,7 +27,7 @@ from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typ
 __all__ = ["embedding"]
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(Local):
     """Rows of a table whose vocabulary is split over ``axes``.
 
     ids [B, ...], table [V/axes, H] -> [B, ..., H]; where a dimension of ids is itself split over
@@ -51,11 +52,10 @@ class _Lookup(torch.autograd.Function):
             return unwrap(psum_scatter(out, axes, at) if at >= 0 else psum(out, axes))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, at = ctx.place
         with bind(mesh):
-            g = wrap(grads[0], mesh)
+            g = wrap(grads[0] if at >= 0 else vary(grads[0], mesh, axes), mesh)
             g = all_gather(g, axes, at) if at >= 0 else g
             here, drop = (wrap(t, mesh) for t in ctx.saved_tensors)
             return unwrap(_scatter_rows(g, here, drop, ctx.vocab)), None, None, None, None, None
@@ -80,6 +80,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={"table": typeof(table)},
             fix="F.embedding(ids, table)",
         )
+    padding = None if padding is None else padding % table.shape[0]
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
     for value in (ids, table):

@@ -7,17 +7,29 @@ Source: Chan, Golub and LeVeque 1983 for the merge; arXiv 2104.05343, section 3.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_size, psum, unwrap, wrap
 from shardlib.errors import Unsupported
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
-from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof
+from shardlib.tensor import (
+    ShardedTensor,
+    implements,
+    is_half,
+    lift,
+    partial_escape,
+    typeof,
+    vary,
+    vjp_again,
+    widened,
+)  # fmt: skip
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -37,7 +49,7 @@ def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tens
     return mean, (m2s.sum(0) + spread) / count
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalise(Local):
     """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * w, over ``width`` trailing dims.
 
     apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the trailing
@@ -50,27 +62,20 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float, centre: bool,
         x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.place = mesh, axes, overs, width, count
-        with bind(mesh):
-            x = wrap(x_raw, mesh)
-            rows, mean = _rows(_wide(x), width), None
-            if centre:
-                mean, var = _moments(rows, axes, count)
-            else:
-                squares = rows.square().sum(-1, keepdim=True)
-                var = (psum(squares, axes) if axes else squares) / count
-            scale = (var + eps).rsqrt()
-            out = _normal(rows, mean, scale).reshape(x.shape)
-            out = out if w_raw is None else out * _wide(wrap(w_raw, mesh))
-            out = out if b_raw is None else out + _wide(wrap(b_raw, mesh))
-            ctx.like = b_raw
-            ctx.save_for_backward(x_raw, w_raw, None if mean is None else unwrap(mean), unwrap(scale))
-            return unwrap(out.to(x.dtype))
+        ctx.place, ctx.how = (mesh, axes, overs, width, count), (eps, centre)
+        out, mean, scale = _forward(mesh, axes, width, count, eps, centre, x_raw, w_raw, b_raw)
+        ctx.like = b_raw
+        ctx.save_for_backward(x_raw, w_raw, mean, scale)
+        return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, overs, width, count = ctx.place
+        if torch.is_grad_enabled():
+            f = partial(_forward, mesh, axes, width, count, *ctx.how)
+            raws = (*ctx.saved_tensors[:2], ctx.like)
+            over = (overs[0], overs[1 if raws[1] is not None else 0], overs[-1])
+            return *[None] * 7, *vjp_again(lambda *t: f(*t)[0], mesh, raws, over, grads[0])
         with bind(mesh):
             x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in ctx.saved_tensors)
             b = None if ctx.like is None else wrap(ctx.like, mesh)
@@ -85,6 +90,25 @@ class _Normalise(torch.autograd.Function):
             dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
             found = (_settled(dx.reshape(x.shape), overs[0], x.dtype), dw, db)
             return *[None] * 7, *(None if t is None else unwrap(t) for t in found)
+
+
+def _forward(
+    mesh: Mesh, axes: Axes, width: int, count: int, eps: float, centre: bool,
+    x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    with bind(mesh):
+        x = wrap(x_raw, mesh)
+        rows, mean = _rows(_wide(x), width), None
+        if centre:
+            mean, var = _moments(rows, axes, count)
+        else:
+            squares = rows.square().sum(-1, keepdim=True)
+            var = (psum(squares, axes) if axes else squares) / count
+        scale = (var + eps).rsqrt()
+        out = _normal(rows, mean, scale).reshape(x.shape)
+        out = out if w_raw is None else out * _wide(wrap(w_raw, mesh))
+        out = out if b_raw is None else out + _wide(wrap(b_raw, mesh))
+        return unwrap(out.to(x.dtype)), None if mean is None else unwrap(mean), unwrap(scale)
 
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype) -> Tensor:
@@ -106,6 +130,29 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return x.reshape(-1, math.prod(x.shape[x.ndim - width :]))
 
 
+def _whole(
+    x: ShardedTensor, raw: Tensor, overs: list[Axes], w: Tensor | None, b: Tensor | None, shape: tuple[int, ...],
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """Layer normalisation of rows that each rank holds whole: torch's own kernel.
+
+    The scale and the shift of half precision values are widened first, so that their gradients are summed, over
+    the mesh too, before they are rounded.
+    """
+    mesh = x.mesh
+    raw = vary(raw, mesh, overs[0])
+    w, b = (None if t is None else widened(t, mesh, over) for t, over in ((w, overs[1]), (b, overs[-1])))
+    if mesh.kind != "stacked" and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
+        return F.layer_norm(raw, shape, w, b, eps)
+    wide = raw.float() if is_half(raw) else raw  # every rank has its own scale; elsewhere no kernel mixes dtypes
+    out = F.layer_norm(wide, shape, None, None, eps)
+    for scale, f in ((w, torch.mul), (b, torch.add)):
+        if scale is not None:
+            ones = [1] * (raw.ndim - len(shape) - (mesh.kind == "stacked"))
+            out = f(out, scale.unflatten(0, (-1, *ones)) if mesh.kind == "stacked" else scale)
+    return out.to(raw.dtype)
+
+
 def _normalised(
     op: str, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
 ) -> ShardedTensor:
@@ -125,6 +172,9 @@ def _normalised(
     raws, overs, out, size, deferred = brought(op, values)
     w, b = (next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias))
     axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
+    if centre and not axes:
+        whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
+        return ShardedTensor(whole, out, size, x.mesh, deferred)
     raw = _Normalise.apply(x.mesh, axes, overs, width, math.prod(shape), eps, centre, raws[0], w, b)
     return ShardedTensor(raw, out, size, x.mesh, deferred)  # type: ignore[arg-type]
 

@@ -2,15 +2,20 @@
 
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import pmax, unwrap, wrap
-from shardlib.errors import ImplicitCommunication
+from shardlib.errors import NoRule
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import bind
-from shardlib.tensor import ShardedTensor, implements, local_call, partial_escape, total, typeof
+from shardlib.ops.binding import binder
+from shardlib.ops.dims import rows_call
+from shardlib.ops.whole import each
+from shardlib.placing import reshard
+from shardlib.tensor import ShardedTensor, implements, local_call, partial_escape, real_axes, total, typeof
 
 __all__ = ["reduced_layout"]
 
@@ -29,19 +34,40 @@ def reduced_layout(
     return gone, axes, Layout(dims=tuple(kept), partial=x.sharding.partial), shape
 
 
-def _arguments(args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
-    x, *rest = args
-    kwargs = dict(kwargs)
-    dim = rest[0] if rest else kwargs.pop("dim", None)
-    keepdim = rest[1] if len(rest) > 1 else kwargs.pop("keepdim", False)
-    return x, dim, keepdim, kwargs
+_MAX = binder("""
+    max(input)
+    max(input, dim: int, keepdim: bool = False)
+    max(input, other: tensor)
+""")
+_SUM = binder("""
+    sum(input, *, dtype=None)
+    sum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)
+""")
+_DIM = binder("amax(input, dim: ints = None, keepdim: bool = False)")
+_VAR = binder("""
+    var(input, dim: ints = None, *, correction: number = 1, keepdim: bool = False)
+    var(input, dim: ints = None, unbiased: bool = True, keepdim: bool = False)
+    var(input, unbiased: bool)
+""")
+_SOFTMAX = binder("""
+    softmax(input, dim: int, dtype=None)
+    softmax(input, dim: int, _stacklevel=3, dtype=None)
+""")
+
+
+def _arguments(bind: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
+    given = bind(*args, **kwargs)
+    x, dim = given.pop("input"), given.pop("dim", None)
+    return x, None if dim == [] else dim, given.pop("keepdim", False), given
 
 
 @implements(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
-    x, dim, keepdim, more = _arguments(args, kwargs)
+    x, dim, keepdim, more = _arguments(_SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    if func in (torch.mean, Tensor.mean) and not (x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]):
+        raise NoRule("a mean needs floating point", op="mean", operands={"tensor": typeof(x)}, fix="x.double().mean()")
     asked = more.get("dtype") or x.raw.dtype
     half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
     more = more | {"dtype": torch.float32} if half else more
@@ -55,103 +81,115 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(Tensor.any, torch.any, Tensor.all, torch.all)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
-    x, dim, keepdim, _ = _arguments(args, kwargs)
+    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if func.__name__ == "any":
-        return (x != 0).long().sum(dim, keepdim=keepdim) > 0
-    return (x == 0).long().sum(dim, keepdim=keepdim) == 0
+        out = (x != 0).long().sum(dim, keepdim=keepdim) > 0
+    else:
+        out = (x == 0).long().sum(dim, keepdim=keepdim) == 0
+    return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
 @implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local maximum; over split dimensions a pmax as well (then without a gradient)."""
-    x, dim, keepdim, _ = _arguments(args, kwargs)
+    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
     raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
+    if axes and x.dtype in (torch.bool, torch.uint8):
+        raise NoRule("a maximum of bytes", op=func.__name__, operands={"tensor": typeof(x)}, fix="x.long().amax()")
     if axes:
         if raw.requires_grad:
-            raise ImplicitCommunication(
-                "the gradient of a maximum over a split dimension is not defined here",
-                op=func.__name__,
-                operands={"tensor": typeof(x)},
-                mesh=x.mesh,
-                fix=f"x.detach().{func.__name__}({dim}, keepdim={keepdim})",
-            )
+            return merged(torch.amax if func in (torch.amax, Tensor.amax) else torch.amin, x, dim, keepdim, {})
         sign = 1 if func in (torch.amax, Tensor.amax) else -1
         with bind(x.mesh):
             raw = sign * unwrap(pmax(wrap(sign * raw, x.mesh), axes))
     return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
 
 
+def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]) -> ShardedTensor:
+    """A reduction that merges by itself: of every block, gathered, and of those again.
+
+    What travels is one number per rank and row.
+    """
+    gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    if x.sharding.partial:
+        raise partial_escape(func.__name__, x)
+
+    def run(v: ShardedTensor, keep: bool) -> Tensor:
+        call: Any = (v.raw, *more.get("args", ())), {"dim": gone, "keepdim": keep}
+        leaves, tree = optree.tree_flatten(call)
+        return each(func, v.mesh, leaves, [0], tree)
+
+    if not real_axes(x.mesh, axes):
+        return ShardedTensor(run(x, keepdim), layout, shape, x.mesh, x.deferred)
+    tokens = x.sharding.resolve(len(x.size_)).dims
+    kept = Layout(tuple(Dim(t.axes) if d in gone else t for d, t in enumerate(tokens)))
+    size = [x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.size_)]
+    parts = ShardedTensor(run(x, True), kept, torch.Size(size), x.mesh, x.deferred)
+    whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
+    return ShardedTensor(run(whole, keepdim), layout, shape, x.mesh, x.deferred)
+
+
+_NORM = binder("""
+    vector_norm(x, ord=2, dim: ints = None, keepdim: bool = False, *, dtype=None)
+    norm(input, p=2, dim: ints = None, keepdim: bool = False, dtype=None)
+    norm(input, p: number = 2, *, dtype=None)
+""")
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The norm of the blocks' norms."""
+    x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
+    x = x if dtype is None else x.to(dtype)
+    if ord_ == 0 or 0 in x.size_ or not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise NoRule("no rule for this norm", op="vector_norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x)")
+    if not real_axes(x.mesh, x.sharding.axes):
+        raise NoRule("whole", op="vector_norm", fix="x")
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    out = merged(torch.linalg.vector_norm, x.float() if half else x, dim, keepdim, {"args": (ord_,)})
+    return out.to(x.dtype) if half else out
+
+
+@implements(Tensor.norm, torch.norm)
+def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Over one dimension or all: a vector's norm; "fro" as torch takes it."""
+    x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
+    if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
+        raise NoRule("no rule for this norm", op="norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x).norm()")
+    return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+_FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
+
+
 @implements(torch.max, Tensor.max, torch.min, Tensor.min)
 def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
-    """Without a dimension the extreme of all; with one, values and indices along a whole dimension."""
-    if len(args) == 1 and not kwargs:
-        return extremes(torch.amax if func in (torch.max, Tensor.max) else torch.amin, args, {})
-    return along(func, args, kwargs)
+    """Without a dimension the extreme of all, of two tensors the larger; along a dimension it is declared."""
+    given = _MAX(*args, **kwargs)
+    if "other" in given:
+        return (torch.maximum if func.__name__ == "max" else torch.minimum)(given["input"], given["other"])
+    if "dim" in given:
+        return ALONG[0](func, args, kwargs)
+    return extremes(torch.amax if func.__name__ == "max" else torch.amin, (given["input"],), {})
 
 
-def _locally(x: ShardedTensor, dim: int, name: str) -> int:
-    ndim = len(x.size_)
-    token = x.sharding.resolve(ndim).dims[dim % ndim]
-    if x.sharding.partial:
-        raise partial_escape(name, x)
-    if token.is_split:
-        dims = [str(t) for t in x.sharding.resolve(ndim).dims]
-        dims[dim % ndim] = "."
-        raise ImplicitCommunication(
-            f"{name} along dimension {dim % ndim}, which is split {token}, needs it whole",
-            op=name,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, {' '.join(dims)!r})",
-        )
-    return dim % ndim
-
-
-@implements(
-    torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.topk, Tensor.topk, torch.sort, Tensor.sort,
-    torch.argsort, Tensor.argsort, torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.flip,
-    Tensor.flip, torch.roll, Tensor.roll, torch.prod, Tensor.prod,
-)  # fmt: skip
-def along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions along one dimension that is whole on every rank."""
-    x = args[0]
-    name = func.__name__
-    where = {"topk": 2, "roll": 2}.get(name, 1)
-    default = -1 if name in ("topk", "sort", "argsort") else None
-    dim = args[where] if len(args) > where else kwargs.get("dim", kwargs.get("dims", default))
-    if dim is None:
-        if x.sharding.axes:
-            _locally(x, next(d for d, t in enumerate(x.sharding.resolve(len(x.size_)).dims) if t.is_split), name)
-        reduces = True
-        dims: tuple[int, ...] = tuple(range(len(x.size_)))
-    else:
-        dims = tuple(_locally(x, d, name) for d in (dim if isinstance(dim, tuple | list) else (dim,)))
-        reduces = name in ("argmax", "argmin", "max", "min", "prod")
-    out = local_call(func, x.mesh, (x.raw, *args[1:]), kwargs)
-    keepdim = kwargs.get("keepdim", len(args) > where + 1 and args[where + 1] is True)
-
-    def place(raw: Tensor) -> ShardedTensor:
-        if reduces:
-            _, _, layout, shape = reduced_layout(x, dims, keepdim)
-        else:
-            layout, shape = x.sharding, list(x.size_)
-            shape[dims[0]] = raw.shape[dims[0] + (x.mesh.kind == "stacked")]
-        return ShardedTensor(raw, layout, torch.Size(shape), x.mesh, x.deferred)
-
-    return type(out)([place(r) for r in out]) if isinstance(out, tuple) else place(out)
+ALONG: list[Any] = []
+"""max and min along a dimension; filled by table.py."""
 
 
 @implements(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
-    x, *rest = args
-    dim = (rest[0] if rest else kwargs["dim"]) % len(x.size_)
-    dtype = kwargs.get("dtype")
+    given = _SOFTMAX(*args, **kwargs)
+    x, dim, dtype = given["input"], given["dim"], given["dtype"]
+    if not -max(1, len(x.size_)) <= dim < max(1, len(x.size_)) or not x.size_:
+        raise IndexError(dim)
+    dim = dim % len(x.size_)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if not x.sharding.resolve(len(x.size_)).dims[dim].is_split:
@@ -173,22 +211,29 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.logsumexp, Tensor.logsumexp)
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """log(sum(exp(x))) with the maximum taken out first."""
-    x, dim, keepdim, _ = _arguments(args, kwargs)
-    dtype, x = x.dtype, _wide(x, x.dtype)
-    top = x.detach().amax(dim, keepdim=True)
-    out = ((x - top).exp().sum(dim, keepdim=True).log() + top).to(dtype)
-    return out if keepdim else out.squeeze(dim)
+    """Of a split dimension: of the blocks' results."""
+    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
+    if not x.dtype.is_floating_point:
+        raise NoRule("no floating point", op="logsumexp", operands={"tensor": typeof(x)}, fix="x.double().logsumexp(0)")
+    wide: Any = _wide(x, x.dtype)
+    return merged(torch.logsumexp, wide, dim, keepdim, {}).to(x.dtype)
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std)
 def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Around the global mean, in two passes."""
-    x, dim, keepdim, more = _arguments(args, kwargs)
+    x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     unbiased = more.get("correction", more.get("unbiased", True))
-    gone, *_, shape = reduced_layout(x, dim, keepdim)
+    unbiased = 1 if unbiased is None else unbiased
+    if not x.dtype.is_floating_point:
+        raise NoRule("no real floating point", op="var", operands={"tensor": typeof(x)}, fix="x.double().var()")
+    gone, axes, _, shape = reduced_layout(x, dim, keepdim)
+    if not real_axes(x.mesh, axes):
+        return rows_call(
+            func, args, kwargs, lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))}
+        )
     count = x.size_.numel() // max(1, shape.numel())
     dtype, x = x.dtype, _wide(x, x.dtype)
     centred = x - x.mean(gone, keepdim=True)
-    out = (centred * centred).sum(gone, keepdim=keepdim) / (count - int(unbiased))
+    out = (centred * centred).sum(gone, keepdim=keepdim) / max(count - unbiased, 0)
     return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)

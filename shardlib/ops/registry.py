@@ -79,6 +79,7 @@ class Match:
     over: tuple[tuple[str, ...], ...] = ()  # per operand: the axes along which it meets data that it does not vary with
     gathered: int = 0  # bytes of operands gathered whole over an axis while it runs
     saved: int = 0  # bytes saved for backward beyond the operands' own blocks
+    shared: int = 0  # of those gathered, bytes that further products will read
     rule: str = ""  # the name it was chosen under
 
     @property
@@ -232,7 +233,7 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     room = _AMBIENT.room
     if room is None:
         alike = [(n, m) for n, m in alike if not m.saved]
-        least = [(n, m) for n, m in alike if not m.gathered]
+        least = [(n, m) for n, m in alike if m.gathered == m.shared]
     else:
         least = [(n, m) for n, m in alike if m.gathered + m.saved <= room]
     links = dict(getattr(case, "links", ()))

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
+from shardlib.ops.binding import binder
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, replicated, typeof
+from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
 
 __all__ = ["view_layout"]
 
@@ -229,9 +230,15 @@ def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return _permuted(args[0], tuple(d % len(args[0].size_) for d in order))
 
 
+_TRANSPOSE = binder("""
+    transpose(input, dim0: int, dim1: int)
+    transpose(input, axis0: int, axis1: int)
+""")
+
+
 @implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
 def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, i, j = (*args, *kwargs.values())
+    x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.size_)))
     order[i], order[j] = order[j], order[i]
     return _permuted(x, tuple(order))
@@ -247,15 +254,15 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return out
 
 
-@implements(Tensor.movedim, torch.movedim)
+_MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
+
+
+@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
-    order = tuple(
-        torch.movedim(
-            torch.empty([1] * len(x.size_)).as_strided([1] * len(x.size_), range(len(x.size_))), *args[1:]
-        ).stride()
-    )
-    return _permuted(x, order)
+    x, source, target = _MOVEDIM(*args, **kwargs).values()
+    ndim = len(x.size_)
+    frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
+    return _permuted(x, tuple(torch.movedim(frame, source, target).stride()))
 
 
 # ---------------------------------------------------------------- dimensions of size one, expand
@@ -311,14 +318,24 @@ def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
     return list(pieces)
 
 
+_SPLIT = binder("""
+    split(input, split_size, dim: int = 0)
+    split(tensor, split_size_or_sections, dim: int = 0)
+    split(input, split_sizes, dim: int = 0)
+""")
+_CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
+
+
 @implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
-    x, pieces, *rest = (*args, *kwargs.values())
-    dim = (rest[0] if rest else 0) % len(x.size_)
+    x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
+    dim = dim % len(x.size_)
     sizes = _split_sizes(func, x.size_[dim], pieces)
     token = x.sharding.resolve(len(x.size_)).dims[dim]
     local, piece = sizes, token
-    if token.is_split:
+    if len(sizes) == 1:
+        local = [x.sharding.local_shape(x.size_, x.mesh)[dim]]
+    elif token.is_split:
         ways = len(sizes)
         groups = token.parts[0] if isinstance(token.parts[0], int) else 1
         if len(set(sizes)) != 1 or groups % ways or token.order != "contiguous":
@@ -348,18 +365,36 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
     return " ".join(dims)
 
 
+_UNBIND = binder("unbind(input, dim: int = 0)")
+
+
 @implements(Tensor.unbind, torch.unbind)
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
-    x, *rest = (*args, *kwargs.values())
-    dim = (rest[0] if rest else 0) % len(x.size_)
+    x, dim = _UNBIND(*args, **kwargs).values()
+    dim = dim % len(x.size_)
     return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
+
+
+_SELECT = binder("select(input, dim: int, index: int)")
+_NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
 @implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, dim, *rest = (*args, *kwargs.values())
-    piece = rest[0] if func in (Tensor.select, torch.select) else slice(rest[0], rest[0] + rest[1])
+    if func in (Tensor.select, torch.select):
+        x, dim, piece = _SELECT(*args, **kwargs).values()
+    else:
+        x, dim, start, length = _NARROW(*args, **kwargs).values()
+        size = x.size_[dim]
+        if not (isinstance(start, int) and -size <= start <= size and 0 <= length <= size - start % max(1, size)):
+            raise IndexError("start and length out of range")
+        start = start + size if start < 0 else start
+        piece = slice(start, start + length)
     return getitem(Tensor.__getitem__, (x, (*[slice(None)] * (dim % len(x.size_)), piece)), {})
+
+
+PICKED: list[Any] = []
+"""Indexing by tensors; filled by table.py."""
 
 
 @implements(Tensor.__getitem__)
@@ -368,7 +403,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, Tensor | list) for i in index):
-        return _picked(x, index)
+        return PICKED[-1](x, args[1])
     named = sum(i is not None and i is not Ellipsis for i in index)
     fill = [slice(None)] * (len(x.size_) - named)
     if Ellipsis in index:
@@ -403,28 +438,6 @@ def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(
         raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred
     )
-
-
-def _picked(x: ShardedTensor, index: tuple[Any, ...]) -> ShardedTensor:
-    """Indexing by tensors, all of it whole on every rank."""
-    values = [torch.as_tensor(i) if isinstance(i, Tensor | list) else i for i in index]
-    values = [
-        replicated(v, x.mesh) if isinstance(v, Tensor) and not isinstance(v, ShardedTensor) else v for v in values
-    ]
-    split = [v for v in (x, *values) if isinstance(v, ShardedTensor) and (v.sharding.axes or v.sharding.partial)]
-    if split:
-        raise ImplicitCommunication(
-            "indexing by a tensor takes a value and indices that every rank holds whole; F.embedding takes split ones",
-            op="getitem",
-            operands={"tensor": typeof(x)} | {f"index {i}": typeof(v) for i, v in enumerate(values)
-                                              if isinstance(v, ShardedTensor)},
-            mesh=x.mesh,
-            fix="sl.reshard(x, '...')",
-        )  # fmt: skip
-    raws = tuple(v.raw if isinstance(v, ShardedTensor) else v for v in values)
-    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, raws), {})
-    shape = raw.shape[1:] if x.mesh.kind == "stacked" else raw.shape
-    return ShardedTensor(raw, Layout((Dim(),) * len(shape)), shape, x.mesh, x.deferred)
 
 
 @implements(F.pad)
@@ -491,37 +504,23 @@ def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(raw, x.sharding, size, x.mesh, x.deferred)
 
 
-@implements(torch.gather, Tensor.gather)
-def gather(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Values at indices along a dimension that is whole in both; other dimensions split alike."""
-    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-    mesh = next(t.mesh for t in given.values() if isinstance(t, ShardedTensor))
-    x, index = (lift(given[n], mesh, "gather") for n in ("input", "index"))
-    dim = given["dim"] % len(x.size_)
-    x, index = _alike([x, index], dim)
-    if x.sharding != index.sharding or x.sharding.resolve(len(x.size_)).dims[dim].is_split or x.sharding.partial:
-        raise ImplicitCommunication(
-            f"values and indices must lie alike, and dimension {dim} be whole",
-            op="gather",
-            operands={"input": typeof(x), "index": typeof(index)},
-            mesh=mesh,
-            fix=f"torch.gather(sl.reshard(x, '...'), {dim}, sl.reshard(index, '...'))",
-        )
-    raw = local_call(torch.gather, mesh, (x.raw, dim - len(x.size_), index.raw), {})
-    return ShardedTensor(raw, x.sharding, index.size_, mesh, x.deferred)
+_CAT = binder("cat(tensors, dim: int = 0)")
 
 
-@implements(torch.cat, torch.concat, torch.stack)
+@implements(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    tensors, *rest = (*args, *kwargs.values())
+    given = _CAT(*args, **kwargs)
+    tensors, rest = given["tensors"], [given["dim"]]
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, (rest[0] if rest else 0)), {}) for v in values]
     elif any(v.size_ != (0,) for v in values):
         values = [v for v in values if v.size_ != (0,)]  # as torch does
+    if len({v.dtype for v in values}) > 1:
+        raise TypeError("pieces of several dtypes")
     if len(values) == 1:
-        return values[0]
+        return values[0].clone()  # type: ignore[return-value]
     dim = (rest[0] if rest else 0) % len(values[0].size_)
     values = _alike(values, dim)
     first = values[0]

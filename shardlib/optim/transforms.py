@@ -56,9 +56,14 @@ class TraceState(NamedTuple):
 
 
 def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
-    """Map over leaves by their blocks; the result lies where ``first``'s leaf lies."""
+    """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
+
+    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is.
+    """
 
     def one(x: Tensor, *more: Tensor) -> Tensor:
+        if x is None or any(m is None for m in more):
+            return x
         raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
         if isinstance(x, ShardedTensor):
             out = f(x.raw, *raws)
@@ -68,13 +73,13 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
 
     with torch.no_grad():
         _same_tree(first, others)
-        return optree.tree_map(one, first, *others)
+        return optree.tree_map(one, first, *others, none_is_leaf=True)
 
 
 def _same_tree(first: Any, others: Sequence[Any]) -> None:
-    paths, _, tree = optree.tree_flatten_with_path(first)
+    paths, _, tree = optree.tree_flatten_with_path(first, none_is_leaf=True)
     for other in others:
-        theirs, _, structure = optree.tree_flatten_with_path(other)
+        theirs, _, structure = optree.tree_flatten_with_path(other, none_is_leaf=True)
         if structure != tree:
             names = [".".join(map(str, p)) for p in set(paths) ^ set(theirs)]
             raise ShardError(

@@ -128,7 +128,7 @@ def test_the_gradient_takes_the_way_back(case: Any) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     g = torch.randn(shape, dtype=torch.float64)
     with sl.simulate(**mesh):
-        start = sl.shard(x.requires_grad_(), a)
+        start = sl.shard(x, a).requires_grad_()
         out = sl.reshard(start, b)
         out.backward(sl.shard(g, b))
         assert start.grad is not None and start.grad.sharding == a

@@ -93,8 +93,8 @@ def test_pre_skewed_operands_save_the_first_move(q: int, m: int, k: int, n: int)
     g = torch.randn(q * m, q * n, dtype=torch.float64)
     (x @ w).backward(g)
     with sl.simulate(x=q, y=q):
-        a = sl.shard(x.detach().requires_grad_(), sl.Layout2D("x", "y", skew="a"))
-        b = sl.shard(w.detach().requires_grad_(), sl.Layout2D("x", "y", skew="b"))
+        a = sl.shard(x.detach(), sl.Layout2D("x", "y", skew="a")).requires_grad_()
+        b = sl.shard(w.detach(), sl.Layout2D("x", "y", skew="b")).requires_grad_()
         price = dict(sl.why("matmul", a, b).verdicts)["cannon"]
         with sl.trace() as t:
             c = a @ b
@@ -119,7 +119,7 @@ def test_batched_products_share_their_leading_dimensions(grid: tuple[int, int], 
     (x @ w).backward(g)
     with sl.simulate(x=row, y=col):
         texts = (". x y", ". x y") if rule == "summa" else (". x .", ". . y")
-        p, q = sl.shard(x.detach().requires_grad_(), texts[0]), sl.shard(w.detach().requires_grad_(), texts[1])
+        p, q = (sl.shard(t.detach(), text).requires_grad_() for t, text in zip((x, w), texts, strict=True))
         assert sl.why("matmul", p, q).chosen == rule
         c = p @ q
         c.backward(sl.shard(g, c.sharding))

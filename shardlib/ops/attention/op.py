@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardlib._compat import Local
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, ShardError, Unsupported
@@ -39,7 +40,7 @@ ENGINES: dict[str, tuple[Any, Any]] = {
 # ---------------------------------------------------------------- autograd
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Local):
     """Raw q, k, v, bias, sink -> out, lse.  Saves the blocks, out and lse; no scores."""
 
     @staticmethod

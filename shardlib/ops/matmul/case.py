@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
@@ -16,7 +17,11 @@ __all__ = ["MatmulCase", "all_reduce", "case", "local_elements", "met_over", "ou
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element, Y's layout if asked."""
+    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element, Y's layout if asked.
+
+    ``held``  how X was moved already, for another product: that is not paid for again.
+    ``more``  whether another product will read X as it is: None where nobody knows.
+    """
 
     x: Layout
     w: Layout
@@ -26,6 +31,8 @@ class MatmulCase:
     itemsize: int
     out: Layout | None = None
     links: tuple[tuple[str, Link], ...] = ()
+    held: frozenset[Any] = frozenset()
+    more: bool | None = None
 
     @property
     def width(self) -> int:
@@ -101,7 +108,13 @@ def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout:
 
 
 @case_of("matmul")
-def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) -> MatmulCase:
+def case(
+    x: ShardedTensor,
+    w: ShardedTensor,
+    out: Layout | str | None = None,
+    held: frozenset[Any] = frozenset(),
+    more: bool | None = None,
+) -> MatmulCase:
     """What the rules need to know of two operands; ``out`` is the layout Y must have, if any."""
     for value in (x, w):
         if value.sharding.partial:
@@ -119,4 +132,6 @@ def case(x: ShardedTensor, w: ShardedTensor, out: Layout | str | None = None) ->
         x.raw.element_size(),
         out,
         tuple(x.mesh.links.items()),
+        held,
+        more,
     )

@@ -23,17 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
+from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.product import Grid, Product
 from shardlib.ops.matmul.schedule import settled
 from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_words
+from shardlib.ops.matmul.turns import read_again
 from shardlib.ops.registry import Match, choose, moving, rule
-from shardlib.tensor import WATCHERS, ShardedTensor, lift, real_axes, typeof
+from shardlib.tensor import WATCHERS, ShardedTensor, lift, made_of, real_axes, total, typeof
 
 __all__ = ["product_of"]
 
@@ -243,8 +246,10 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
             fix="x @ w.to(x.dtype)",
         )
     out = out or w.yields
-    key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out)
-    match = choose("matmul", key, lambda: case(x, w, out))
+    more = read_again(x)
+    held = frozenset(made_of(x))
+    key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out, held, more)
+    match = choose("matmul", key, lambda: case(x, w, out, held, more))
     if WATCHERS:
         WATCHERS[-1].chose(match)
     out, deferred = match.out, x.deferred
@@ -257,6 +262,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else _NOWHERE
     fused = bias is not None and _in_place(bias, x, out)
     raw = match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None)
+    if more is False:
+        let_go(x)
     if fused and bias is not None and bias.raw.requires_grad:
         met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
         raw = _Biased.apply(raw, bias.raw, mesh, met)
@@ -273,7 +280,7 @@ def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout) -> bool:
     return half and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:] and not bias.deferred
 
 
-class _Biased(torch.autograd.Function):
+class _Biased(Local):
     """apply(y, bias, mesh, axes): y, which holds the bias already; the bias's gradient is summed over ``axes``."""
 
     @staticmethod
@@ -282,10 +289,17 @@ class _Biased(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, dtype = ctx.place
+        if torch.is_grad_enabled():
+            g = grads[0].flatten(1 if mesh.kind == "stacked" else 0, -2).float()
+            return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
         with bind(mesh):
             g = wrap(grads[0], mesh)
-            total = settled(g.float().flatten(0, -2).sum(0), dtype, axes)
-            return grads[0], unwrap(total), None, None
+            rows = g.flatten(0, -2)
+            if axes:  # in fp32, a few rows at a time, until it travels
+                rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
+                rows = settled(rows, dtype, axes)
+            else:  # torch's own sum is fp32 within
+                rows = rows.sum(0)
+            return grads[0], unwrap(rows), None, None

@@ -30,16 +30,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.once import Again, gathered
 from shardlib.ops.matmul.schedule import Move, post, settled, summed
 from shardlib.ops.matmul.schedule import product as partial_product
 from shardlib.ops.matmul.turns import Turn, next_turn
 from shardlib.ops.registry import Cost, Match, moving, rule
-from shardlib.tensor import ShardedTensor, total, vary
+from shardlib.tensor import ShardedTensor, is_half, made_of, total, vary
 
 __all__ = ["Cube", "Movements", "Product3", "cube_words", "gradients", "movements"]
 
@@ -86,17 +88,22 @@ def gradients(
     need: tuple[bool, bool],
     over: tuple[Axes, Axes] = ((), ()),
     onward: Callable[[], None] = lambda: None,
+    wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX and dW: the sum of the first travels during the second's product, as does what that one must gather.
 
     ``over``    the axes over which each of them is summed besides.
     ``onward``  starts what may travel during the second product as well.
+    ``wide``    dX is left in fp32, for the sum of several.
     """
     coming_w = post(all_gather, w, () if "w" in cube.save or not need[0] else cube.w) if isinstance(w, Tensor) else w
     dy = post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
     coming_x = post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
 
     def of_x() -> Pending:  # [M/m, K/k] -> [M/(m n), K/k]
+        if wide:
+            out = partial_product(dy, coming_w.wait().mT)
+            return Pending(lambda: out)
         return _scatter(dy, coming_w.wait().mT, cube.x, over[0])
 
     def of_w() -> Pending:  # [K/k, N/n] -> [K/(k m), N/n]
@@ -126,23 +133,32 @@ def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Te
     return Pending(lambda: settled(coming.wait(), a.dtype, over, True, bias))
 
 
-class Product3(torch.autograd.Function):
+class Product3(Local):
     """apply(cube, mesh, over, turn, x, w, bias) on raw blocks.
 
     ``over``  where the gradients of x and of w are summed besides.
     ``turn``  what it may start early: turns.py.
     ``bias``  added before the result is rounded, or None; its gradient is not computed here.
+    ``once``  x is gathered already, for several products: the gather that backward makes again, and the block
+              that is saved for it, if it is not saved whole; or None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor, bias: Any
-    ) -> Tensor:
+        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor, bias: Any,
+        once: tuple[Again, Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
         ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
         ctx.turn = turn
         with bind(mesh):
             bias = None if bias is None else wrap(bias, mesh)
             y, wide_x, wide_w = product(wrap(x, mesh), turn.taken() or wrap(w, mesh), cube, turn.onward, bias)
+        ctx.again = ctx.sum = None
+        if once is not None:
+            ctx.sum = once[0].sum if is_half(x) else None
+            if once[1] is not None:
+                ctx.again, x = once  # type: ignore[assignment]
+                once[0].readers += 1
         ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
         return unwrap(y)
 
@@ -159,17 +175,22 @@ class Product3(torch.autograd.Function):
             )
         if again:  # sums over axes where a value is the same on every rank are differentiated as such
             x, w, dy = (vary(t, mesh, axes) for t, axes in ((x, over[0]), (w, over[1]), (dy, cube.summed)))
+        if ctx.again is not None and need[1]:
+            x = ctx.again.gather(x)
         turn = ctx.turn
         with bind(mesh):
             dy, x, w = (wrap(t, mesh) for t in (dy, x, w))
             if again:
                 both = gradients(dy, x, w, cube, need)
             else:
-                both = gradients(dy, x, turn.taken() or w, cube, need, over, turn.backward)
-        found = (None if g is None else unwrap(g) for g in both)
+                both = gradients(dy, x, turn.taken() or w, cube, need, over, turn.backward, ctx.sum is not None)
+        found = tuple(None if g is None else unwrap(g) for g in both)
+        if ctx.sum is not None and found[0] is not None and not again:
+            ctx.sum.add(found[0])
+            found = None, found[1]
         if again:
             found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
-        return None, None, None, None, *found, None
+        return None, None, None, None, *found, None, None
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -317,23 +338,42 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     backward += all_reduce(w, over[1], mesh, case.width if cube.w else 1)
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
+    held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
+    again = ("again", cube.x, over[0]) in case.held  # other products gather it once more in backward
+    shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in cube.save))
+    if held:  # X was gathered for another product, and its gradient is scattered with that one's
+        forward = move_w + move_y + all_reduce(pending, psummed, mesh, case.width if cube.y else 1)
+        backward = move_y + move_w + all_reduce(w, over[1], mesh, case.width if cube.w else 1)
+        backward += Cost() if "w" in cube.save else move_w
+        backward += Cost() if "x" in cube.save or again else move_x
     of_x, of_w = ((wide - own) * (1 + (name not in save)) for name, wide, own in (("x", wide_x, x), ("w", wide_w, w)))
     cube = replace(cube, w_first=of_w > of_x)
-    held = (wide_x - x) + (wide_w - w) + (wide_y - y)
-    forward, backward = (replace(c, memory=held) for c in (forward, backward))
+    temporary = (wide_x - x) * (not held) + (wide_w - w) + (wide_y - y)
+    more = (wide_x - x) if case.more and not held else 0  # for other products as well
+    forward, backward = (replace(c, memory=temporary) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
     def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
         again = torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
         turn = next_turn(w.raw, cube.w, x.mesh, again)
-        return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw, bias)  # type: ignore[return-value]
+        if not shared:
+            return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw, bias)  # type: ignore[return-value]
+        wide, once = gathered(x, cube.x, over[0])
+        over_x = over[0]
+        at, over = replace(cube, x=(), save=cube.save.replace("x", "")), ((), over[1])
+        keep = once, None if "x" in cube.save else x.raw
+        if keep[1] is not None:
+            made_of(x)["again", cube.x, over_x] = None
+        return Product3.apply(at, x.mesh, over, turn, wide, w.raw, bias, keep)  # type: ignore[return-value]
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
         for name, moves, verb in (("X", cube.x, "gathered"), ("W", cube.w, "gathered"), ("Y", cube.y, "scattered"))
         if moves
     )
-    return Match(out, run, forward, backward, ", ".join(moved), over, gathered=held, saved=saved)
+    if held:
+        saved -= wide_x - x if "x" in cube.save and not again else 0
+    return Match(out, run, forward, backward, ", ".join(moved), over, gathered=temporary, saved=saved, shared=more)
 
 
 def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:

@@ -16,27 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import unwrap, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
+from shardlib.ops.matmul.schedule import product as wide_product
 from shardlib.ops.matmul.schedule import summed
 from shardlib.ops.registry import Match, rule
-from shardlib.tensor import ShardedTensor, local_call, real_axes, total, vary
+from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, total, varied_wide, vary
 
 __all__ = ["oned"]
 
 Axes = tuple[str, ...]
 
 
-class Product1(torch.autograd.Function):
+class Product1(Local):
     """apply(axes, mesh, over, x, w, bias) on raw blocks: Y summed over ``axes``, x's and w's gradients over ``over``.
 
     ``bias``  added before Y is rounded, or None; its gradient is not computed here.
+    ``wide``  where x's gradient is added in fp32, for the node that sums it, or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, axes: Axes, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor, bias: Any) -> Tensor:
-        ctx.axes, ctx.mesh, ctx.over = axes, mesh, over
+    def forward(
+        ctx: Any, axes: Axes, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor, bias: Any,
+        wide: Wide | None = None,
+    ) -> Tensor:  # fmt: skip
+        ctx.axes, ctx.mesh, ctx.over, ctx.wide = axes, mesh, over, wide
         ctx.save_for_backward(x, w)
         return _product(x, w, axes, mesh, bias)
 
@@ -48,11 +54,16 @@ class Product1(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
             x, w, dy = vary(x, mesh, over[0]), vary(w, mesh, over[1]), vary(dy, mesh, ctx.axes)
             product = _differentiable
-        dx = product(dy, w.mT, over[0], mesh) if need_x else None
+        dx = None
+        if need_x and ctx.wide is not None and product is _product:
+            with bind(mesh):
+                ctx.wide.add(unwrap(wide_product(wrap(dy, mesh), wrap(w, mesh).mT)))
+        elif need_x:
+            dx = product(dy, w.mT, over[0], mesh)
         if w.ndim < x.ndim and need_w:  # leading dimensions of x are rows
             x, dy = (t.flatten(1 if mesh.kind == "stacked" else 0, -2) for t in (x, dy))
         dw = product(x.mT, dy, over[1], mesh) if need_w else None
-        return None, None, None, dx, dw, None
+        return None, None, None, dx, dw, None, None
 
 
 def _product(a: Tensor, b: Tensor, over: Axes, mesh: Mesh, bias: Tensor | None = None) -> Tensor:
@@ -85,14 +96,16 @@ def oned(case: MatmulCase) -> Match | str:
     bytes_x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
     bytes_w = local_elements(case.w, case.w_shape, mesh) * case.itemsize
     forward = all_reduce(bytes_y, xk.axes, mesh)
-    backward = all_reduce(bytes_x, columns.axes, mesh)
+    over = met_over(case, out)
+    held = ("vary", over[0]) in case.held  # X's gradient is summed with another product's
+    backward = all_reduce(bytes_x, () if held else columns.axes, mesh)
     backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
     def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
-        axes = real_axes(x.mesh, xk.axes)
-        if not (axes or any(over) or bias is not None):
-            return local_call(torch.matmul, x.mesh, (x.raw, w.raw), {})
-        return Product1.apply(axes, x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
+        axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
+        if not (axes or over[1] or bias is not None or wide is not None):
+            return local_call(torch.matmul, x.mesh, (met, w.raw), {})
+        return Product1.apply(axes, x.mesh, ((), over[1]), met, w.raw, bias, wide)  # type: ignore[return-value]
 
-    return Match(out, run, forward, backward, kind, met_over(case, out))
+    return Match(out, run, forward, backward, kind, over)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import unwrap, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_ab, cannon_abt, cannon_atb
@@ -39,7 +40,7 @@ class Grid:
     slices: int = 1
 
 
-class Product(torch.autograd.Function):
+class Product(Local):
     """apply(form, grid, mesh, over, p, q, bias) on raw blocks: ab(A, B), abt(C, B) or atb(A, C).
 
     ``over``  the axes over which the gradients of p and of q are summed besides.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import axis_size, unwrap, wrap
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.mesh import Mesh, bind
@@ -77,7 +78,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class RingProduct(torch.autograd.Function):
+class RingProduct(Local):
     """apply(form, axis, dim, ways, mesh, x, w) on raw blocks; ``form`` is gather or scatter."""
 
     @staticmethod

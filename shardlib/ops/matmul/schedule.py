@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import Pending, axis_size, psum, start
@@ -100,7 +101,9 @@ def settled(
 
 def summed(a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None) -> Tensor:
     """a @ b + bias, summed over mesh axes: half precision parts in fp32, rounded to travel and once they are summed."""
-    return a @ b if not over and bias is None else settled(product(a, b), a.dtype, over, bias=bias)
+    if over or (bias is not None and type(bias) is not Tensor):
+        return settled(product(a, b), a.dtype, over, bias=bias)
+    return a @ b if bias is None else F.linear(a, b.mT, bias)  # torch adds the bias before it rounds, too
 
 
 class Panels(NamedTuple):

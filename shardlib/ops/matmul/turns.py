@@ -18,8 +18,9 @@ from torch import Tensor
 from shardlib.collectives import Pending, all_gather, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.schedule import Move, post
+from shardlib.tensor import ShardedTensor, made_of
 
-__all__ = ["Entry", "Turn", "in_turn", "next_turn"]
+__all__ = ["Entry", "Turn", "idle", "in_turn", "next_turn", "read_again"]
 
 
 class Turn:
@@ -67,9 +68,13 @@ class Entry(NamedTuple):
 
 
 class _Line:
-    """The products of one call so far."""
+    """The products of one call so far.
 
-    def __init__(self, order: list[Entry], weights: Mapping[str, Tensor]) -> None:
+    ``reads``  per product of the last call the first one that read the same X.
+    """
+
+    def __init__(self, order: list[Entry], weights: Mapping[str, Tensor], reads: list[int]) -> None:
+        self.reads, self.read, self.firsts = reads, [], {}  # type: ignore[var-annotated]
         self.order, self.weights = order, weights
         self.names = {_place(w): name for name, w in weights.items()}
         self.seen: list[Entry] = []
@@ -85,6 +90,15 @@ class _Line:
         if again:
             self.last = here
         return here
+
+    def again(self, x: ShardedTensor) -> bool | None:
+        """Will a later product read this X?  As in the last call, as long as this one goes as that did."""
+        at = len(self.read)
+        made_of(x)
+        self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
+        if self.reads[: at + 1] != self.read:
+            return None
+        return self.read[-1] in self.reads[at + 1 :]
 
     def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Turn | None:
         name = self.names.get(_place(w), "")
@@ -117,16 +131,28 @@ _NOW = _Now()
 
 
 @contextmanager
-def in_turn(order: list[Entry], weights: Mapping[str, Tensor]) -> Iterator[None]:
+def in_turn(order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None) -> Iterator[None]:
     """Within it products follow each other as in ``order``, which is brought up to date at the end.
 
     ``weights``  the blocks that may be gathered early, by name.
     Every rank must run the same products.
     """
-    before, _NOW.line = _NOW.line, _Line(order, weights)
+    before, _NOW.line = _NOW.line, _Line(order, weights, reads or [])
     try:
         yield
         order[:] = _NOW.line.seen
+        if reads is not None:
+            reads[:] = _NOW.line.read
+    finally:
+        _NOW.line = before
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """Within it nothing is gathered early and no order is recorded: what runs is a repetition."""
+    before, _NOW.line = _NOW.line, None
+    try:
+        yield
     finally:
         _NOW.line = before
 
@@ -134,3 +160,8 @@ def in_turn(order: list[Entry], weights: Mapping[str, Tensor]) -> Iterator[None]
 def next_turn(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Turn:
     """The turn of the product that now runs; ``again``: backward will gather its weight once more."""
     return Turn(w, moves, mesh) if _NOW.line is None else _NOW.line.turn(w, moves, mesh, again)
+
+
+def read_again(x: ShardedTensor) -> bool | None:
+    """Will a later product of this call read X as it is?  None: nobody knows."""
+    return None if _NOW.line is None else _NOW.line.again(x)

@@ -1,0 +1,387 @@
+"""torch.autograd.Function on sharded values and on simulated blocks.
+
+C++ autograd does not see inside a wrapper, so ``MyFunction.apply(sharded)`` would return a value without a
+graph.  Here its forward and backward run on values (global view), inside one Function on their raw blocks:
+the backward is given cotangents that lie as the outputs do, and what it returns is brought to where each
+input's gradient belongs, pending over the axes that the input defers.
+
+``torch.utils.checkpoint`` (reentrant) and module backward hooks are Functions too: see ``STANDINS``.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import NO_SETUP, HookFunction, Local, intercept_functions, intercept_inputs
+from shardlib.collectives import Stacked
+from shardlib.errors import ShardError
+from shardlib.mesh import Mesh, bind
+from shardlib.placing import reshard
+from shardlib.tensor import PaddedTensor, ShardedTensor, gradient_of, promoting, replicated, settle, typeof
+
+__all__ = ["STANDINS", "Node"]
+
+_WRAPPERS: frozenset[type] = frozenset({ShardedTensor, PaddedTensor, Stacked})
+
+STANDINS: dict[Any, Callable[..., Any]] = {}
+"""Function class -> what runs instead where a wrapper is among its arguments."""
+
+
+# ---------------------------------------------------------------- what a raw block stands for
+
+
+class _Form:
+    """How one value of the call is rebuilt from its raw block, and where its gradient belongs."""
+
+    def __init__(self, x: Tensor, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shape, self.dtype = x.shape, x.dtype
+
+    @staticmethod
+    def raw(x: Tensor) -> Tensor:
+        return x
+
+    def value(self, raw: Tensor) -> Tensor:
+        return raw
+
+    given = cotangent = value
+
+    def gradient(self, g: Tensor, op: str) -> Tensor:
+        """The raw gradient of a plain tensor, which every rank holds."""
+        if isinstance(g, ShardedTensor):
+            g = reshard(g, "...").raw
+            return g[0] if self.mesh.kind == "stacked" else g
+        return g.ranks.sum(0) if type(g) is Stacked else g
+
+
+class _Whole(_Form):
+    """A ShardedTensor."""
+
+    def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
+        super().__init__(x, mesh)
+        self.like = x.like(x.raw.detach())
+        self.like.yields, self.like.folded = x.yields, x.folded
+
+    @staticmethod
+    def raw(x: Any) -> Tensor:
+        return x.raw
+
+    def value(self, raw: Tensor) -> Tensor:
+        """As saved: a use in backward is one more use, whose gradient is not deferred."""
+        return self.given(raw if not self.like.deferred else settle(self.like.like(raw)).raw)
+
+    def given(self, raw: Tensor) -> Tensor:
+        x = self.like.like(raw)
+        x.deferred = frozenset()
+        x.yields, x.folded = self.like.yields, self.like.folded
+        return x
+
+    def output(self, raw: Tensor) -> Tensor:
+        return self.like.like(raw)
+
+    def cotangent(self, raw: Tensor) -> Tensor:
+        return gradient_of(self.like, raw)
+
+    def gradient(self, g: Tensor, op: str) -> Tensor:
+        want = gradient_of(self.like, self.like.raw)
+        if not isinstance(g, ShardedTensor):
+            g = replicated(g, self.mesh)
+        if g.shape != self.shape:
+            raise ShardError(
+                f"backward returned a gradient of shape {list(g.shape)} for an input of shape {list(self.shape)}",
+                op=op, operands={"input": typeof(self.like), "gradient": typeof(g)}, mesh=self.mesh,
+                fix=f"return grad.sum_to_size{tuple(self.shape)}",
+            )  # fmt: skip
+        return reshard(g, want.sharding).raw  # type: ignore[no-any-return]
+
+
+class _Block(_Form):
+    """A Stacked: each rank's block."""
+
+    @staticmethod
+    def raw(x: Any) -> Tensor:
+        return x.ranks
+
+    def value(self, raw: Tensor) -> Tensor:
+        return Stacked(raw, self.mesh)
+
+    given = output = cotangent = value
+
+    def gradient(self, g: Tensor, op: str) -> Tensor:
+        return g.ranks if type(g) is Stacked else g.unsqueeze(0).expand(self.mesh.size, *g.shape)
+
+
+def _form(x: Tensor, mesh: Mesh) -> Any:
+    kind = _Whole if isinstance(x, ShardedTensor) else _Block if type(x) is Stacked else _Form
+    return kind(x, mesh)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- ctx as the user sees it
+
+
+class _Context:
+    """torch's ctx, holding values where torch's would hold the blocks."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+        self._saved: tuple[Any, ...] = ()
+        self._dirty: tuple[Any, ...] = ()
+        self._constant: tuple[Any, ...] = ()
+        self._fill = True
+        self._read: Callable[[], tuple[Any, ...]] | None = None
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self._dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self._constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._fill = value
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return () if self._read is None else self._read()
+
+
+class _Call:
+    """One ``cls.apply(*args)``."""
+
+    def __init__(self, cls: Any, args: Sequence[Any], mesh: Mesh) -> None:
+        self.cls, self.mesh, self.args = cls, mesh, list(args)
+        self.at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.forms = [_form(args[i], mesh) for i in self.at]
+        self.count = len(self.args)
+
+    def forward(self, ctx: Any, raws: Sequence[Tensor]) -> Any:
+        given = self.args
+        needs = [False] * self.count
+        for i, need in zip(self.at, ctx.needs_input_grad[1:], strict=True):
+            needs[i] = need
+        self.user = user = _Context(tuple(needs))
+        values = list(given)
+        for i, form, raw in zip(self.at, self.forms, raws, strict=True):
+            values[i] = form.given(raw)
+        if self.cls.setup_context is not NO_SETUP:
+            out = self.cls.forward(*values)
+            self.cls.setup_context(user, tuple(values), out)
+        else:
+            out = self.cls.forward(user, *values)
+        self.single = not isinstance(out, tuple)
+        outs = (out,) if self.single else out
+        self.rest = list(outs)  # what is no tensor is returned as it is
+        self.put = [i for i, o in enumerate(outs) if isinstance(o, Tensor)]
+        self.outs = [_form(outs[i], self.mesh) for i in self.put]
+        found = [f.raw(outs[i]) for i, f in zip(self.put, self.outs, strict=True)]
+        dirty = [t for t in user._dirty]
+        self.same = {n: self.at[j] for n, i in enumerate(self.put) for j, k in enumerate(self.at)
+                     if outs[i] is values[k] and any(outs[i] is d for d in dirty)}  # fmt: skip
+        for i in self.put:
+            self.rest[i] = None
+        if dirty:
+            ctx.mark_dirty(*[_form(t, self.mesh).raw(t) for t in dirty])
+        if user._constant:
+            ctx.mark_non_differentiable(*[_form(t, self.mesh).raw(t) for t in user._constant])
+        ctx.set_materialize_grads(user._fill)
+        saved = user._saved
+        by_id = {id(values[i]): f for i, f in zip(self.at, self.forms, strict=True)}
+        self.saved = [None if t is None else by_id.get(id(t)) or _form(t, self.mesh) for t in saved]
+        ctx.save_for_backward(*[None if t is None else f.raw(t) for t, f in zip(saved, self.saved, strict=True)])
+        user._saved = user._dirty = user._constant = ()
+        self.args = []
+        return tuple(found)
+
+    def backward(self, ctx: Any, raws: Sequence[Tensor | None]) -> list[Tensor | None]:
+        values: list[Any] = [None] * len(self.rest)
+        for i, form, g in zip(self.put, self.outs, raws, strict=True):
+            values[i] = None if g is None else form.cotangent(g)
+        user, cls = self.user, self.cls
+        user._read = lambda: tuple(
+            None if f is None else f.value(t) for f, t in zip(self.saved, ctx.saved_tensors, strict=True)
+        )
+        run = cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp
+        once = getattr(run, "__code__", None) is _ONCE
+        try:
+            with promoting(), bind(self.mesh):
+                if once:
+                    with torch.no_grad():
+                        found = run.__wrapped__(user, *values)
+                else:
+                    found = run(user, *values)
+                found = found if isinstance(found, tuple) else (found,)
+                found = [*found, *[None] * (self.count - len(found))]
+                if len(found) > self.count and any(g is not None for g in found[self.count :]):
+                    raise RuntimeError(
+                        f"function {cls.__name__} returned an incorrect number of gradients "
+                        f"(expected {self.count}, got {len(found)})"
+                    )
+                out = []
+                for i, form in zip(self.at, self.forms, strict=True):
+                    g = found[i] if user.needs_input_grad[i] else None
+                    out.append(None if g is None else form.gradient(g, cls.__name__))
+        finally:
+            user._read = None
+        if once and torch.is_grad_enabled():
+            # torch asks the cotangents alone, and drops the second derivative where they are constant
+            near = [r for r in (*raws, *ctx.saved_tensors) if r is not None and r.requires_grad]
+            out = [None if g is None else _Final.apply(g, cls.__name__, *near) for g in out]
+        return out
+
+
+_ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
+
+
+class _Final(Local):
+    """apply(gradient, name, *cotangents): a gradient that has no gradient, and says so when it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, name: str, *raws: Tensor) -> Tensor:
+        ctx.name = name
+        return g.view_as(g)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: trying to differentiate twice a function that was marked with @once_differentiable"
+        )
+
+
+class _Run(Local):
+    """apply(call, *raws); a subclass for each user's Function carries its name."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *raws: Tensor) -> Any:
+        ctx.call = call
+        return call.forward(ctx, raws)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *ctx.call.backward(ctx, grads)
+
+
+_RUNS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+    """``cls.apply(*args)`` where a wrapper is among args."""
+    if cls in STANDINS:
+        return STANDINS[cls](*args)
+    found = next(a for a in args if isinstance(a, ShardedTensor | Stacked))
+    if type(found) is Stacked and any(isinstance(a, ShardedTensor) for a in args):
+        raise ShardError("a block and a sharded value meet", op=cls.__name__, mesh=found.mesh, fix="sl.shard_map(f)")
+    run = _RUNS.get(cls)
+    if run is None:
+        run = _RUNS[cls] = type(cls.__name__, (_Run,), {})
+    call = _Call(cls, args, found.mesh)
+    given = [args[i] for i in call.at]
+    raws = run.apply(call, *[f.raw(x) for f, x in zip(call.forms, given, strict=True)])
+    out = call.rest
+    for n, (i, form, raw) in enumerate(zip(call.put, call.outs, raws, strict=True)):
+        if n in call.same:
+            out[i] = x = args[call.same[n]]
+            if isinstance(x, ShardedTensor):
+                x.deferred = frozenset()
+        else:
+            out[i] = form.output(raw) if type(form) is not _Form else raw
+    call.rest = [None] * len(out)
+    return out[0] if call.single else tuple(out)
+
+
+def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Sharded results of plain arguments: right where no argument has a gradient, for torch tracks no other."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        raise ShardError(
+            "its results are sharded and its arguments are not: their gradient would be lost",
+            op=f"{cls.__name__}.apply",
+            fix=f"{cls.__name__}.apply(x, ...)  # each sharded value an argument of its own, not in a list",
+        )
+    return out
+
+
+# ---------------------------------------------------------------- torch's own Functions
+
+
+class Node:
+    """A graph node whose hooks take and give values; for torch's module backward hooks."""
+
+    def __init__(self, node: Any, ins: list[Any], outs: list[Any]) -> None:
+        self.node, self.ins, self.outs = node, ins, outs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def name(self) -> str:
+        return self.node.name()
+
+    def _values(self, forms: list[Any], raws: Any) -> tuple[Any, ...]:
+        return tuple(None if g is None else f.cotangent(g) for f, g in zip(forms, raws, strict=True))
+
+    def _raws(self, forms: list[Any], given: Any, before: Any) -> Any:
+        if given is None:
+            return None
+        given = given if isinstance(given, tuple) else (given,)
+        return tuple(None if g is None else f.gradient(g, "backward hook") for f, g in zip(forms, given, strict=True))
+
+    def register_prehook(self, hook: Any) -> Any:
+        def run(grad_outputs: Any) -> Any:
+            return self._raws(self.outs, hook(self._values(self.outs, grad_outputs)), grad_outputs)
+
+        return self.node.register_prehook(run)
+
+    def register_hook(self, hook: Any) -> Any:
+        def run(grad_inputs: Any, grad_outputs: Any) -> Any:
+            out = hook(self._values(self.ins, grad_inputs), self._values(self.outs, grad_outputs))
+            return self._raws(self.ins, out, grad_inputs)
+
+        return self.node.register_hook(run)
+
+
+def _hooked(*tensors: Any) -> Any:
+    """BackwardHookFunction: the identity, whose node module hooks hang on."""
+    mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor | Stacked))
+    forms = [_form(t, mesh) for t in tensors]
+    cls = HookFunction
+    raws = cls.apply(*[f.raw(t) for f, t in zip(forms, tensors, strict=True)])
+    node = next(
+        (r.grad_fn for r in raws if r.grad_fn is not None and r.grad_fn.name() == cls.__name__ + "Backward"), None
+    )
+    outs = []
+    for f, r in zip(forms, raws, strict=True):
+        out = r if type(f) is _Form else f.output(r)
+        if node is not None and r.grad_fn is node and out is not r:
+            out.node = Node(node, forms, forms)
+        outs.append(out)
+    return tuple(outs)
+
+
+def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
+    """Reentrant checkpointing runs backward inside backward, which knows no ``inputs``: the other kind is right."""
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+def _standins() -> None:
+    from torch.utils.checkpoint import CheckpointFunction
+
+    STANDINS[CheckpointFunction] = _checkpointed
+    STANDINS[HookFunction] = _hooked
+
+
+def _opened(x: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    form = _form(x, x.mesh)
+    return form.raw(x), form.output
+
+
+_standins()
+intercept_inputs(_WRAPPERS, _opened)
+intercept_functions(_WRAPPERS, _apply, _hid)

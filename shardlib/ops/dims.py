@@ -1,0 +1,230 @@
+"""Operators declared by what they do to dimensions.
+
+A declaration names, for every dimension of every operand, a *label* or nothing.  A labelled dimension is a row:
+the operator treats its positions apart, so blocks of it may be computed where they lie.  Operands that share a
+label share its split; a dimension without a label must be whole.  The same label in no result is contracted: the
+blocks' results are summed over the axes that split it, if the declaration says so.
+
+Nothing is said of results.  Their layouts and shapes are found by running the operator on meta tensors: once as
+it is, once for each split label with that dimension as small as the block; the result's dimension that shrank
+with it is split likewise.  A last run with all blocks small must give the blocks of the first run's shapes, or the
+declaration is wrong here and the call goes to the whole tensors.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ImplicitCommunication, PartialEscape
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh
+from shardlib.ops.binding import Slot, binder
+from shardlib.ops.registry import implicit_budget
+from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole
+from shardlib.placing import reshard
+from shardlib.tensor import ShardedTensor, implements, lift, real_axes, total, typeof, vary
+
+__all__ = ["Labels", "declare", "rows_call"]
+
+Labels = dict[int, tuple[Any, ...]]  # operand -> label of each dimension, None where it must be whole
+
+
+class Unfit(Exception):
+    """The declaration does not cover this call."""
+
+
+@dataclass
+class _Plan:
+    targets: list[Layout | None]
+    overs: list[frozenset[str]]
+    moved: list[float]
+    out: Any = None
+    layouts: list[tuple[Layout, torch.Size]] = field(default_factory=list)
+    used: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    why: str = ""
+
+
+_PLANS: dict[Any, _Plan] = {}
+
+
+def declare(
+    *funcs: Any, signature: str, labels: Callable[[dict[str, Any]], Labels], sums: bool = False
+) -> Callable[..., Any]:
+    """One rule for functions with a signature; ``labels`` maps the bound call (tensors are Slots) to Labels.
+
+    Without a signature ``labels`` gets every argument, unnamed.
+    """
+    bind = binder(signature) if signature else lambda *a, **k: {"args": (*a, *k.values())}
+
+    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+        return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)), sums)
+
+    implements(*[f for f in funcs if f is not None])(rule)
+    return rule
+
+
+def rows_call(
+    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False
+) -> Any:
+    leaves, tree = flat(args, kwargs)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    mesh: Mesh = next(leaves[i].mesh for i in at if isinstance(leaves[i], ShardedTensor))
+    values = [lift(leaves[i], mesh, func.__name__) for i in at]
+    if all(is_whole(v) for v in values):
+        return on_whole(func, args, kwargs, opens=False)
+    fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
+    key = (func, tree, tuple((v.sharding, v.size_, v.dtype) for v in values), fixed, mesh, sums)
+    try:
+        plan = _PLANS.get(key)
+    except TypeError:
+        plan, key = None, None
+    if plan is None:
+        plan = _made(func, leaves, tree, at, values, mesh, labels, sums)
+        if key is not None:
+            if len(_PLANS) > 8192:
+                _PLANS.clear()
+            _PLANS[key] = plan
+    if plan.why:
+        return on_whole(func, args, kwargs, opens=False)
+    budget = -1.0 if quiet else implicit_budget()
+    if plan.moved and (budget is None or max(plan.moved) > budget):
+        raise _refused(func, leaves, tree, at, values, plan)
+    deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
+    given = list(leaves)
+    for i, v, target, over in zip(at, values, plan.targets, plan.overs, strict=True):
+        if target is not None:
+            v = reshard(v, target)
+            v = v if v.raw.is_contiguous() else v.like(v.raw.contiguous())
+        given[i] = vary(v.raw, mesh, (over | deferred) - v.deferred) if over or deferred else v.raw
+    out = each(func, mesh, given, at, tree)
+    found, shape = optree.tree_flatten(out, none_is_leaf=True)
+    for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
+        if plan.summed:
+            raw = total(raw, mesh, plan.summed)
+        found[k] = ShardedTensor(raw, layout, size, mesh, deferred)
+    return optree.tree_unflatten(shape, found)
+
+
+def _made(
+    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor], mesh: Mesh, labels: Any,
+    sums: bool,
+) -> _Plan:  # fmt: skip
+    try:
+        slots = list(leaves)
+        for k, i in enumerate(at):
+            slots[i] = Slot(k, tuple(values[k].size_))
+        a, k_ = optree.tree_unflatten(tree, slots)
+        named = labels(a, k_)
+        return _planned(func, leaves, tree, at, values, mesh, named, sums)
+    except (Unfit, TypeError, IndexError, KeyError, ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
+        return _Plan([], [], [], why=f"{type(e).__name__}: {e}")
+
+
+def _planned(
+    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor], mesh: Mesh, named: Labels,
+    sums: bool,
+) -> _Plan:  # fmt: skip
+    sizes: dict[Any, int] = {}
+    tokens: dict[Any, Dim] = {}
+    for k in sorted(range(len(values)), key=lambda k: -values[k].size_.numel()):
+        v, mine = values[k], named.get(k, (None,) * len(values[k].size_))
+        if len(mine) != len(v.size_):
+            raise Unfit(f"operand {k} has {len(v.size_)} dimensions")
+        if v.sharding.skew:
+            raise Unfit("skewed")
+        for label, n, token in zip(mine, v.size_, v.sharding.resolve(len(v.size_)).dims, strict=True):
+            if label is None or n == 1:
+                continue
+            if sizes.setdefault(label, n) != n:
+                raise Unfit(f"label {label} has sizes {sizes[label]} and {n}")
+            if label not in tokens or (token.is_split and not tokens[label].is_split):
+                tokens[label] = token
+    taken: set[str] = set()
+    for label, token in tokens.items():
+        if taken & set(token.axes):
+            tokens[label] = Dim()
+        taken |= set(tokens[label].axes)
+    targets: list[Layout | None] = []
+    moved: list[float] = []
+    for k, v in enumerate(values):
+        mine = named.get(k, (None,) * len(v.size_))
+        want = Layout(
+            tuple(Dim() if label is None or n == 1 else tokens[label] for label, n in zip(mine, v.size_, strict=True))
+        )
+        if want == v.sharding:
+            targets.append(None)
+            continue
+        cost = float((v.sharding >> want).bytes(tuple(v.size_), mesh, v.raw.element_size()))
+        if cost:
+            moved.append(cost)
+        targets.append(want)
+    split = {lb: t for lb, t in tokens.items() if real_axes(mesh, t.axes)}
+    used = real_axes(mesh, {a for t in split.values() for a in t.axes})
+    laid = [t or v.sharding for t, v in zip(targets, values, strict=True)]
+    overs = [frozenset(used) - set(lay.axes) for lay in laid]
+    plan = _Plan(targets, overs, moved, used=used)
+
+    def shaped(small: set[Any]) -> list[Any]:
+        given = list(leaves)
+        for k, i in enumerate(at):
+            v, mine = values[k], named.get(k, (None,) * len(values[k].size_))
+            size = [
+                n // mesh.axis_size(tokens[lb].axes) if lb in small and n != 1 else n
+                for lb, n in zip(mine, v.size_, strict=True)
+            ]
+            given[i] = torch.empty(size, dtype=v.dtype, device="meta")
+        a, k_ = optree.tree_unflatten(tree, given)
+        got = optree.tree_leaves(func(*a, **k_), none_is_leaf=True)
+        if not got or not all(type(g) is Tensor for g in got):
+            raise Unfit("the result is no tensor")
+        return [g.shape for g in got]
+
+    with torch.no_grad():
+        shapes = shaped(set())
+        dims = [[Dim()] * len(s) for s in shapes]
+        summed: list[str] = []
+        for label, token in split.items():
+            p = mesh.axis_size(token.axes)
+            contracted = []
+            for s, small, mine in zip(shapes, shaped({label}), dims, strict=True):
+                if len(s) != len(small):
+                    raise Unfit(f"the result's dimensions hang on the size of {label}")
+                changed = [d for d, (n, m) in enumerate(zip(s, small, strict=True)) if n != m]
+                contracted.append(not changed)
+                if len(changed) > 1 or (changed and small[changed[0]] * p != s[changed[0]]):
+                    raise Unfit(f"the result does not shrink with {label}")
+                if changed:
+                    if mine[changed[0]].is_split:
+                        raise Unfit("two labels in one dimension")
+                    mine[changed[0]] = token
+            if any(contracted):
+                if not (sums and all(contracted)):
+                    raise Unfit(f"{label} is in no result")
+                summed += token.axes
+        for s, small, mine in zip(shapes, shaped(set(split)), dims, strict=True):
+            layout = Layout(tuple(mine))
+            if tuple(layout.local_shape(tuple(s), mesh)) != tuple(small):
+                raise Unfit("blocks of another shape")
+            plan.layouts.append((layout, torch.Size(s)))
+    plan.summed = tuple(summed)
+    return plan
+
+
+def _refused(func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _Plan) -> Exception:
+    to = {i: str(t) for i, t in zip(at, plan.targets, strict=True) if t is not None}
+    pending = next((v for v in values if v.sharding.partial), None)
+    kind = PartialEscape if pending is not None else ImplicitCommunication
+    return kind(
+        f"{func.__name__} needs dimensions whole that are split, or a sum that is pending, and "
+        f"{sum(plan.moved):.0f} bytes per rank would move unasked",
+        op=func.__name__,
+        operands={"xyzuvw"[k % 6]: typeof(v) for k, v in enumerate(values)},
+        mesh=values[0].mesh,
+        fix=fix_line(func, leaves, tree, at, to, math.ceil(max(plan.moved))),
+    )

@@ -1,0 +1,93 @@
+"""A value is gathered once for all products that read it, and their gradients are added before the one sum.
+
+``gathered`` hangs the gathered copy on the value.  Its gradient is one node of autograd, which runs when
+every product that took part has added its own: whichever of them a backward leaves out, the sum is right.
+Products that save blocks gather them once more in backward, also together.
+
+The copy goes when the last product that reads it has run, where that is known (turns.py), or with the value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import Local
+from shardlib.collectives import all_gather, psum_scatter, unwrap, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.matmul.schedule import Move, post, settled
+from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
+
+__all__ = ["Again", "gathered", "let_go"]
+
+Axes = tuple[str, ...]
+
+
+class Again:
+    """The gather that backward makes again, shared by the products that save blocks only.
+
+    ``readers``  of them, in forward.
+    """
+
+    def __init__(self, moves: tuple[Move, ...], over: Axes, mesh: Mesh) -> None:
+        self.moves, self.over, self.mesh = moves, over, mesh
+        self.readers = self.done = 0
+        self.sum = Wide()  # of half precision gradients
+        self.wide: Tensor | None = None
+
+    def gather(self, raw: Tensor) -> Tensor:
+        """X whole for one reader's backward; the last one lets it go."""
+        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for: each has its own
+            with bind(self.mesh):
+                return unwrap(_gather(wrap(vary(raw, self.mesh, self.over), self.mesh), self.moves))
+        if self.wide is None:
+            with bind(self.mesh):
+                self.wide = unwrap(_gather(wrap(raw, self.mesh), self.moves))
+        wide, self.done = self.wide, self.done + 1
+        if self.done % self.readers == 0:
+            self.wide = None
+        return wide
+
+
+def _gather(x: Tensor, moves: tuple[Move, ...]) -> Tensor:
+    return post(all_gather, x, moves).wait()
+
+
+class _Gather(Local):
+    """apply(again, raw): gathered; the gradient is scattered, and summed over further axes."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Again, raw: Tensor) -> Tensor:
+        ctx.again, ctx.dtype = again, raw.dtype
+        ctx.set_materialize_grads(False)
+        with bind(again.mesh):
+            return unwrap(_gather(wrap(raw, again.mesh), again.moves))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        again, dtype = ctx.again, ctx.dtype
+        mesh, g = again.mesh, again.sum.take(grads[0])
+        again.wide = None
+        if g is None:
+            return None, None
+        with bind(mesh):
+            if torch.is_grad_enabled():
+                return None, total(unwrap(post(psum_scatter, wrap(g, mesh), again.moves).wait()), mesh, again.over)
+            x = wrap(g.float() if dtype.itemsize == 2 else g, mesh)
+            return None, unwrap(settled(post(psum_scatter, x, again.moves, wire=dtype).wait(), dtype, again.over, True))
+
+
+def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:
+    """X gathered by ``moves``, once; its gradient is summed over ``over`` besides."""
+    found, key = made_of(x), ("gather", moves, over)
+    if key not in found:
+        again = Again(moves, real_axes(x.mesh, over), x.mesh)
+        found[key] = _Gather.apply(again, x.raw), again
+    return found[key]
+
+
+def let_go(x: ShardedTensor) -> None:
+    """Nobody will read the gathered copies any more."""
+    found = made_of(x)
+    for key in [k for k in found if k[0] != "vary"]:
+        del found[key]

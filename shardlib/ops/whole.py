@@ -1,0 +1,306 @@
+"""What no rule answers: run it on the whole tensors, if they are here or may be brought.
+
+1. A function of torch written in Python is opened: its body runs on the sharded values, and every
+   operator inside it finds its own rule.
+2. Operands that every rank holds whole: the function runs on them as they are.
+3. Split or pending operands: inside ``sl.implicit(max_bytes)`` they are gathered, counted, and the
+   result is whole; outside, ImplicitCommunication says how many bytes and what to write.
+"""
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib._compat import opened, seeded
+from shardlib.errors import ImplicitCommunication, NoRule, ShardError, Unsupported
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh
+from shardlib.ops.registry import implicit_budget
+from shardlib.placing import reshard
+from shardlib.tensor import (
+    FALLBACK,
+    PaddedTensor,
+    ShardedTensor,
+    _Copies,
+    _First,
+    lift,
+    no_rule,
+    promoting,
+    real_axes,
+    replicated,
+    typeof,
+    vary,
+)  # fmt: skip
+
+__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied"]
+
+_NEVER = frozenset(
+    """
+    backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared __dlpack__ numpy __array__
+    register_hook register_post_accumulate_grad_hook __reduce_ex__ __deepcopy__ as_strided as_strided_ pin_memory
+    _typed_storage __cuda_array_interface__ to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr
+    to_sparse_bsc to_mkldnn map_ map2_ apply_ module_load _has_compatible_shallow_copy_type get_device
+    """.split()
+)  # what is about memory or the autograd graph, not about values
+
+
+def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
+
+
+def is_whole(x: ShardedTensor) -> bool:
+    return not (real_axes(x.mesh, x.sharding.axes) or real_axes(x.mesh, x.sharding.partial))
+
+
+def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
+    """The function on every rank's blocks, one rank after the other; leaves[i] for i in ``at`` hold raw tensors."""
+    if mesh.kind != "stacked":
+        a, k = optree.tree_unflatten(tree, leaves)
+        return func(*a, **k)
+    found: list[Any] = []
+    shape: Any = None
+    for rank in range(mesh.size):
+        mine = list(leaves)
+        for i in at:
+            mine[i] = leaves[i][rank]
+        a, k = optree.tree_unflatten(tree, mine)
+        out, shape = optree.tree_flatten(func(*a, **k), none_is_leaf=True)
+        found.append(out)
+    joined = []
+    for values in zip(*found, strict=True):
+        if isinstance(values[0], Tensor):
+            joined.append(torch.stack(values))
+        elif any(v != values[0] and v == v for v in values):
+            raise ShardError("the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)")
+        else:
+            joined.append(values[0])
+    return optree.tree_unflatten(shape, joined)
+
+
+def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True) -> Any:
+    """The last resort of every function; ``opens`` False: its Python body need not be tried."""
+    name = getattr(func, "__name__", str(func))
+    if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
+        raise refusal or no_rule(func, args, kwargs)
+    if refusal is None and opens and func not in _OPEN and (body := opened(func)) is not None:
+        _OPEN.append(func)
+        try:
+            with promoting():
+                return body(*args, **kwargs)
+        except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
+            refusal = no_rule(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
+        finally:
+            _OPEN.pop()
+    if seeded(func, args, kwargs):
+        raise Unsupported(
+            "this draws random numbers, and nothing says that every rank draws the same",
+            op=name,
+            operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
+            fix="sl.shard(torch.rand(...), layout)",
+        )
+    if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
+        raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")
+    leaves, tree = flat(args, kwargs)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    ours = [leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)]
+    if not ours:
+        raise refusal or no_rule(func, args, kwargs)
+    mesh = ours[0].mesh
+    if name in ("__getitem__", "__setitem__"):  # torch takes plain indices of any device
+        values = [leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh) for i in at]
+    else:
+        values = [lift(leaves[i], mesh, name) for i in at]
+    wholes = [v if type(v) is not PaddedTensor and is_whole(v) else None for v in values]
+    bytes_ = {i: _bytes(v) for i, v, w in zip(at, values, wholes, strict=True) if w is None}
+    budget = implicit_budget()
+    if any(bytes_.values()) and (budget is None or max(bytes_.values()) > budget):
+        if isinstance(refusal, ShardError) and not isinstance(refusal, NoRule):
+            raise refusal
+        raise _refused(func, name, leaves, tree, values, at, bytes_, refusal)
+    moved = [_gathered(v) if w is None else w for v, w in zip(values, wholes, strict=True)]
+    deferred = frozenset().union(*(v.deferred for v in moved))
+    per_rank = mesh.kind == "stacked" and bool(deferred)
+    raws: list[Any] = []
+    for v in moved:
+        raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
+        raws.append(_First.apply(raw) if mesh.kind == "stacked" and not per_rank else raw)
+    given = list(leaves)
+    for i, raw in zip(at, raws, strict=True):
+        given[i] = raw
+    if per_rank:
+        return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred)
+    before = [(r._version, r.grad_fn) for r in raws]
+    a, k = optree.tree_unflatten(tree, given)
+    out = func(*a, **k)
+    for v, m, raw, old in zip(values, moved, raws, before, strict=True):
+        if raw._version != old[0]:  # written to, in place or as out=
+            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
+                _write(v, m, raw, name)
+    return replied(out, raws, values, mesh, deferred, per_rank)
+
+
+def _per_rank(
+    func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor], values: Any, moved: Any,
+    mesh: Mesh, deferred: Any,
+) -> Any:  # fmt: skip
+    """Simulated ranks whose gradients differ: one after the other, each on copies, so that what one writes
+    in place is not what another saved."""
+    copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
+
+    def one(*blocks: Any, **more: Any) -> Any:
+        out = func(*blocks, **more)
+        return optree.tree_map(lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
+                               out, none_is_leaf=True)  # fmt: skip
+
+    before = [[c._version for c in mine] for mine in copies]
+    leaves = list(given)
+    for i, mine in zip(at, copies, strict=True):
+        leaves[i] = mine
+    out = each(one, mesh, leaves, at, tree)
+    for v, m, mine, old in zip(values, moved, copies, before, strict=True):
+        if [c._version for c in mine] != old:
+            _write(v, m, torch.stack(mine), name)
+    out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
+    return replied(out, raws, values, mesh, deferred, True)
+
+
+class _Same:
+    """A result that is an operand."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.at == self.at
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.embedding_bag and F.embedding
+
+_OPEN: list[Any] = []  # whose bodies run: one that asks again through a helper is not opened twice
+
+_VALUES = frozenset("real imag H mH".split())
+
+
+def _property(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _bytes(x: ShardedTensor) -> float:
+    size = tuple(x.size_)
+    return float((x.sharding >> Layout.parse("...").resolve(len(size))).bytes(size, x.mesh, x.raw.element_size()))
+
+
+def _gathered(x: ShardedTensor) -> ShardedTensor:
+    if isinstance(x, PaddedTensor):
+        return reshard(x.inner, "...")[tuple(slice(n) for n in x.true)]
+    whole = reshard(x, "...")
+    return whole if whole is x or whole.raw.is_contiguous() else whole.like(whole.raw.contiguous())
+
+
+def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str) -> None:
+    """What the function wrote to a gathered copy, back to where the tensor lies."""
+    mesh = x.mesh
+    if raw is moved.raw and moved is x:
+        return
+    lead = int(mesh.kind == "stacked" and raw.ndim == moved.raw.ndim)
+    if tuple(raw.shape[lead:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
+        what = {"tensor": typeof(x)}
+        raise Unsupported("a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)")
+    if raw is moved.raw:
+        new = moved
+    else:
+        full = raw if lead or mesh.kind != "stacked" else _Copies.apply(raw, mesh.size)
+        new = ShardedTensor(full, Layout.parse("...").resolve(len(x.size_)), moved.size_, mesh, moved.deferred)  # type: ignore[arg-type]
+    if x.sharding.partial:
+        new = reshard(new, x.sharding)
+    x.raw.copy_(reshard(new, x.sharding).raw)
+
+
+def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool) -> Any:
+    """Whole results as sharded tensors; an operand that comes back is that operand."""
+    stores = {r.untyped_storage()._cdata for r in raws if not r.is_meta}
+
+    def back(t: Any) -> Any:
+        if not isinstance(t, Tensor) or isinstance(t, ShardedTensor):
+            return t
+        for raw, v in zip(raws, values, strict=True):
+            if t is raw:
+                return v
+        if t.layout != torch.strided:
+            raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
+        torn = not t.is_meta and t.untyped_storage()._cdata in stores and mesh.kind == "stacked"
+        full: Any = t if per_rank or mesh.kind != "stacked" else _Copies.apply(t, mesh.size)
+        shape = full.shape[1:] if mesh.kind == "stacked" else full.shape
+        new = ShardedTensor(full, Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred)
+        new.torn = torn  # type: ignore[attr-defined]
+        return new
+
+    return optree.tree_map(back, out, none_is_leaf=True)
+
+
+def _refused(
+    func: Any, name: str, leaves: list[Any], tree: Any, values: list[Any], at: list[int], bytes_: dict[int, float],
+    refusal: Any,
+) -> ShardError:  # fmt: skip
+    if isinstance(refusal, ShardError) and refusal.fix and "shard_map" not in refusal.fix:
+        return refusal
+    whole = {i: "..." for i in bytes_}
+    return ImplicitCommunication(
+        f"{name} needs whole operands, and {sum(bytes_.values()):.0f} bytes per rank would move unasked",
+        op=name,
+        operands={"xyzuvw"[k % 6]: typeof(v) for k, v in enumerate(values)},
+        mesh=values[0].mesh,
+        fix=fix_line(func, leaves, tree, at, whole, math.ceil(max(bytes_.values()))),
+    )
+
+
+def fix_line(func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int) -> str:
+    """The call again, with its operands called x, y, z, ..., as a line that runs."""
+    names = dict(zip(at, "xyzuvwabcdefgh", strict=False))
+    title = torch.overrides.resolve_name(func) or _title(func)
+    writes = (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
+    parts = []
+    for i, x in enumerate(leaves):
+        if i in names:
+            parts.append(_Text(names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})"))
+        else:
+            parts.append(_Text(_written(x)))
+    a, k = optree.tree_unflatten(tree, parts)
+    line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
+    return f"with sl.implicit({most}): {line}" if writes or "out" in k else line
+
+
+def _title(func: Any) -> str:
+    """Where a function is found that torch.overrides does not list."""
+    name = getattr(func, "__name__", "f")
+    if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
+        return f"torch.ops.{func!s}"
+    module = getattr(func, "__module__", None) or "torch"
+    return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, _Text):
+        return str(x)
+    if isinstance(x, list):
+        return f"[{', '.join(map(_text, x))}]"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_text, x))}{',' if len(x) == 1 else ''})"
+    return repr(x)
+
+
+def _written(x: Any) -> str:
+    text = repr(x)
+    return text if not text.startswith("<") and text not in ("inf", "nan", "-inf") else f"float({text!r})"
+
+
+FALLBACK.append(on_whole)
