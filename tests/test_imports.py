@@ -26,7 +26,7 @@ ORDER = [  # each may import from those before it
     "sequence",
     "functions",
     "ops.registry",
-    "ops.binding",
+    "ops.signatures",
     "ops.whole",
     "ops.dims",
     "ambient",

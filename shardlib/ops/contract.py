@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.ops.binding import binder
 from shardlib.ops.dims import Unfit, rows_call
 from shardlib.ops.matmul.choose import product_of
+from shardlib.ops.signatures import binder
 from shardlib.tensor import ShardedTensor, implements
 
 __all__ = ["einsum"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from shardlib.errors import ImplicitCommunication, PartialEscape
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
-from shardlib.ops.binding import Slot, binder
 from shardlib.ops.registry import implicit_budget
+from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, real_axes, total, typeof, vary

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import Unsupported
-from shardlib.ops.binding import binder
 from shardlib.ops.dims import Unfit, rows_call
 from shardlib.ops.loss import cross_entropy as _split_classes
+from shardlib.ops.signatures import binder
 from shardlib.tensor import implements
 
 __all__ = ["LOSSES"]

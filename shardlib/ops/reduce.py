@@ -11,8 +11,8 @@ from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.errors import NoRule
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import bind
-from shardlib.ops.binding import binder
 from shardlib.ops.dims import rows_call
+from shardlib.ops.signatures import binder
 from shardlib.ops.whole import each
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, local_call, partial_escape, real_axes, total, typeof

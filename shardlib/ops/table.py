@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import builtin_homes
-from shardlib.ops.binding import Slot, binder
 from shardlib.ops.dims import Labels, Unfit, declare, rows_call
 from shardlib.ops.reduce import ALONG
+from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import PICKED
 from shardlib.ops.whole import on_whole
 from shardlib.tensor import TABLE, ShardedTensor, implements, replicated

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.binding import binder
+from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
 

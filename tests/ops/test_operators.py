@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib.errors import ImplicitCommunication
-from shardlib.ops.binding import binder
+from shardlib.ops.signatures import binder
 from tests.ops.cases import close, r
 
 X = r(4, 6)
