@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardlib.errors import PlainTensor, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, settle, typeof
 
 __all__ = ["as_dtensor", "from_dtensor"]
 
@@ -25,6 +25,7 @@ def as_dtensor(x: ShardedTensor) -> DTensor:
         )
     if x.mesh.kind != "dist":
         raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
+    x = settle(x)  # what DTensor computes with it is one more use, whose gradient comes whole
     placements = x.sharding.placements(x.mesh)
     stride = torch.empty(x.size_, device="meta").stride()
     return DTensor.from_local(x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride)
@@ -33,12 +34,21 @@ def as_dtensor(x: ShardedTensor) -> DTensor:
 def from_dtensor(t: DTensor) -> ShardedTensor:
     """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
 
-    Raises: NotExpressible for strided placements, UnevenSplit for uneven ones, MeshError for a
-    mesh without names.
+    Raises: NotExpressible for strided placements and for pending averages, maxima and norms; UnevenSplit for
+    uneven splits; MeshError for a mesh without names.
     """
     if not isinstance(t, DTensor):
         raise PlainTensor("not a DTensor", op="from_dtensor", operands={"tensor": typeof(t)}, fix="sl.shard(t, '...')")
     layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
     layout.check(tuple(t.shape), mesh, op="from_dtensor")
     cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
-    return ShardedTensor(t.to_local(grad_placements=cotangent), layout, t.shape, mesh)
+    local = t.to_local(grad_placements=cotangent)
+    local = local.wait() if hasattr(local, "wait") else local  # a result that is still under way
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise Unsupported(
+            f"its blocks are no plain tensors but {type(local).__name__}",
+            op="from_dtensor",
+            operands={"dtensor": typeof(t)},
+            fix="sl.shard(t.full_tensor(), '...')",
+        )
+    return ShardedTensor(local, layout, t.shape, mesh)

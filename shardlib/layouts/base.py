@@ -241,6 +241,8 @@ class Layout:
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
         """The layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
+        from torch.distributed.tensor import Partial
+
         from shardlib._compat import is_strided
 
         names = tuple(axis_sizes(t.device_mesh))
@@ -248,9 +250,13 @@ class Layout:
         partial = []
         for name, p in zip(names, t.placements, strict=True):
             if p.is_partial():
-                if getattr(p, "reduce_op", "sum") != "sum":
+                if type(p) is not Partial or p.reduce_op != "sum":  # a subclass pends something else
+                    what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
                     raise NotExpressible(
-                        f"a pending {p.reduce_op} has no layout here", op="from_dtensor", fix="t.full_tensor()"
+                        f"a pending {what} over axis {name!r} has no layout here",
+                        op="from_dtensor",
+                        operands={"placements": str(t.placements)},
+                        fix="sl.shard(t.full_tensor(), '...')",
                     )
                 partial.append(name)
             elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
