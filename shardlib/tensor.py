@@ -55,10 +55,12 @@ _NONE: frozenset[str] = frozenset()
 
 
 def implements(*funcs: Any) -> Callable[[Rule], Rule]:
-    """Register one rule for torch functions (``torch.add``, ``Tensor.add``, ...)."""
+    """Register one rule for torch functions (``torch.add``, ``Tensor.add``, ...); two for one are an error."""
 
     def enter(rule: Rule) -> Rule:
-        for func in funcs:
+        for func in dict.fromkeys(funcs):
+            if func in TABLE:
+                raise ValueError(f"{func} has two rules: {TABLE[func]} and {rule}")
             TABLE[func] = rule
         return rule
 

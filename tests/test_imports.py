@@ -29,6 +29,7 @@ ORDER = [  # each may import from those before it
     "ops.signatures",
     "ops.whole",
     "ops.dims",
+    "ops.declare",
     "ambient",
     "ops.elementwise",
     "ops.reduce",

@@ -1,24 +1,29 @@
-"""Rules: importing this package fills the table that ShardedTensor dispatches on."""
+"""Rules: importing this package fills the table that ShardedTensor dispatches on; the order means nothing."""
 
 from shardlib.ops import (
+    along,
     contract,
-    conv,
+    create,
     dropout,
     elementwise,
     embedding,
+    index,
+    joined,
     loss,
-    losses,
     matmul,
+    matrix,
     norm,
+    normalise,
     padding,
+    recurrent,
     reduce,
     sdpa,
-    table,
+    space,
     views,
     whole,
 )
 
 __all__ = [
-    "contract", "conv", "dropout", "elementwise", "embedding", "loss", "losses", "matmul", "norm", "padding", "reduce",
-    "sdpa", "table", "views", "whole",
+    "along", "contract", "create", "dropout", "elementwise", "embedding", "index", "joined", "loss", "matmul", "matrix",
+    "norm", "normalise", "padding", "recurrent", "reduce", "sdpa", "space", "views", "whole",
 ]  # fmt: skip

@@ -24,12 +24,12 @@ from shardlib.errors import ImplicitCommunication, PartialEscape
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.registry import implicit_budget
-from shardlib.ops.signatures import Slot, binder
+from shardlib.ops.signatures import Slot
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, real_axes, total, typeof, vary
+from shardlib.tensor import ShardedTensor, lift, real_axes, total, typeof, vary
 
-__all__ = ["Labels", "declare", "rows_call"]
+__all__ = ["Labels", "Unfit", "rows_call"]
 
 Labels = dict[int, tuple[Any, ...]]  # operand -> label of each dimension, None where it must be whole
 
@@ -53,25 +53,14 @@ class _Plan:
 _PLANS: dict[Any, _Plan] = {}
 
 
-def declare(
-    *funcs: Any, signature: str, labels: Callable[[dict[str, Any]], Labels], sums: bool = False
-) -> Callable[..., Any]:
-    """One rule for functions with a signature; ``labels`` maps the bound call (tensors are Slots) to Labels.
-
-    Without a signature ``labels`` gets every argument, unnamed.
-    """
-    bind = binder(signature) if signature else lambda *a, **k: {"args": (*a, *k.values())}
-
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
-        return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)), sums)
-
-    implements(*[f for f in funcs if f is not None])(rule)
-    return rule
-
-
 def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False
 ) -> Any:
+    """A call whose operands have the labels that ``labels(args, kwargs)`` gives; tensors are Slots there.
+
+    ``sums``   the function is linear in every operand, so a label that no result has is contracted.
+    ``quiet``  nothing may move, not even within ``implicit``.
+    """
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     mesh: Mesh = next(leaves[i].mesh for i in at if isinstance(leaves[i], ShardedTensor))

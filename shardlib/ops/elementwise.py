@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
@@ -18,6 +17,8 @@ from shardlib.collectives import psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.declare import Bound, declare, elements, homes, rows
+from shardlib.ops.dims import Labels
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, real_axes, total, typeof, vary
@@ -32,13 +33,10 @@ _NAMES = """
     bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill nan_to_num hypot xlogy logaddexp
     float double half bfloat16 long int bool to type type_as
     zeros_like ones_like full_like empty_like
-""".split()
-_DUNDERS = """
-    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg abs pos invert
-    eq ne lt le gt ge and or xor rand ror rxor
-""".split()
-_ACTIVATIONS = """
-    gelu relu silu mish elu selu celu leaky_relu relu6 sigmoid tanh softplus softsign logsigmoid hardtanh
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__
+    __neg__ __abs__ positive __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__
+    __ror__ __rxor__
+    gelu silu mish elu selu celu leaky_relu relu6 softplus softsign logsigmoid hardtanh
     hardsigmoid hardswish tanhshrink softshrink hardshrink
 """.split()
 
@@ -47,14 +45,7 @@ _LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
 _LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
 
 
-def _functions() -> list[Any]:
-    found = [getattr(owner, n, None) for n in _NAMES for owner in (torch, Tensor)]
-    found += [getattr(Tensor, f"__{n}__", None) for n in _DUNDERS]
-    found += [getattr(F, n, None) for n in _ACTIVATIONS]
-    return [f for f in found if f is not None]
-
-
-@implements(*_functions())
+@implements(*{f: None for n in _NAMES for f in homes(n)})
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One rule for every function that acts on each element alone."""
     x = args[0]
@@ -280,3 +271,42 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     local_call(func, x.mesh, new_args, new_kwargs)
     return x
+
+
+# ---------------------------------------------------------------- declared: any number of results, run rank by rank
+
+elements(
+    """
+    acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip conj
+    conj_physical copysign deg2rad rad2deg digamma erfinv fix float_power frexp gcd lcm heaviside i0 igamma
+    igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter polar
+    complex polygamma real imag resolve_conj resolve_neg rsub sgn signbit sinc subtract multiply divide greater
+    greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
+    __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold chalf cfloat cdouble short char byte
+    special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
+    special.erfcx special.exp2 special.expit special.expm1 special.gammainc special.gammaincc special.gammaln
+    special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
+    special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0 special.modified_bessel_k1
+    special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1 special.spherical_bessel_j0
+    special.xlog1py special.zeta special.psi special.logit special.sinc special.round special.erf special.erfc
+    special.erfinv special.digamma special.polygamma special.log1p special.xlogy special.chebyshev_polynomial_t
+    special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w
+    special.hermite_polynomial_h special.hermite_polynomial_he special.laguerre_polynomial_l
+    special.legendre_polynomial_p special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
+    special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w broadcast_tensors
+    """
+)
+declare("view_as_real(input)", rows)
+
+
+def _channels(b: Bound) -> Labels:
+    """A weight has one element, or one per channel."""
+    x, w = b["input"], b["weight"]
+    several = w.ndim and w.shape[0] > 1
+    return {
+        x.at: tuple("c" if d == 1 and several else d for d in range(x.ndim)),
+        w.at: ("c",) if several else (None,) * w.ndim,
+    }
+
+
+declare("prelu(input, weight)", _channels)

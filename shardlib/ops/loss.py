@@ -1,11 +1,14 @@
-"""Cross entropy with the classes split: the logits are never gathered.
+"""Losses: each row's where the row lies, then our own sum or mean.
 
-Per row three numbers cross the wire: the maximum, the sum of exponentials and the target's
-logit (the last two in one psum).
+The losses of torch.nn.functional are run with reduction "none" as declared here, and reduced by the library's own
+operators.  Cross entropy with its classes split has an algorithm: the logits are never gathered, and per row three
+numbers cross the wire, the maximum, the sum of exponentials and the target's logit (the last two in one psum).
 
 Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +20,13 @@ from shardlib.collectives import axis_index, axis_size, pmax, psum, unwrap, wrap
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.declare import Bound, lines, rows, slots
+from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, is_half, lift, partial_escape, total, typeof, vary
+from shardlib.tensor import ShardedTensor, implements, is_half, lift, partial_escape, total, typeof, vary
 
-__all__ = ["cross_entropy"]
+__all__ = ["split_cross_entropy"]
 
 
 class _RowLoss(Local):
@@ -174,7 +180,7 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
     return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
 
 
-def cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
+def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
     """F.cross_entropy(logits [N, C], target [N]) with N, C or both split; ``classes`` of them are no padding."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -233,3 +239,149 @@ def cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None)
     with torch.no_grad():
         counted = ShardedTensor((target.raw != ignore).to(raw.dtype), rows.sharding, rows.size_, mesh).sum()
     return rows.sum() / counted
+
+
+# ---------------------------------------------------------------- the rows' losses, reduced
+
+
+def _how(given: dict[str, Any]) -> str:
+    """The reduction; torch's older two flags come first."""
+    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    reduction = given.pop("reduction")
+    if average is not None or reduce is not None:
+        return ("mean" if average in (None, True) else "sum") if reduce in (None, True) else "none"
+    return reduction
+
+
+def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
+    if how == "none":
+        return out
+    if how == "sum":
+        return out.sum()
+    if how == "batchmean":
+        x = given["input"]
+        return out.sum() / (x.shape[0] if x.ndim else 1)
+    if how != "mean":
+        raise TypeError(how)
+    return out.mean()
+
+
+def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
+    """Rules for the losses of a table: torch's own on the rows, reduced by ours."""
+    for name, signature in lines(text):
+        implements(getattr(F, name))(_Loss(getattr(F, name), binder(signature), labels))
+
+
+@dataclass(frozen=True)
+class _Loss:
+    of: Callable[..., Any]
+    bind: Callable[..., Bound]
+    labels: Callable[[Bound], Labels]
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = self.bind(*args, **kwargs)
+        how = _how(given)
+        if how == "batchmean" and self.of is not F.kl_div:
+            raise TypeError(how)
+        out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
+        return _reduced(out, how, given)
+
+
+_losses(
+    """
+    l1_loss(input, target, size_average=None, reduce=None, reduction='mean', weight=None)
+    mse_loss(input, target, size_average=None, reduce=None, reduction='mean', weight=None)
+    smooth_l1_loss(input, target, size_average=None, reduce=None, reduction='mean', beta=1.0)
+    huber_loss(input, target, reduction='mean', delta=1.0, weight=None)
+    binary_cross_entropy(input, target, weight=None, size_average=None, reduce=None, reduction='mean')
+    binary_cross_entropy_with_logits(input, target, weight=None, size_average=None, reduce=None, reduction='mean', pos_weight=None)
+    kl_div(input, target, size_average=None, reduce=None, reduction='mean', log_target=False)
+    poisson_nll_loss(input, target, log_input=True, full=False, size_average=None, eps=1e-8, reduce=None, reduction='mean')
+    soft_margin_loss(input, target, size_average=None, reduce=None, reduction='mean')
+    hinge_embedding_loss(input, target, margin=1.0, size_average=None, reduce=None, reduction='mean')
+    margin_ranking_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
+    gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction='mean')
+    """,
+    rows,
+)
+
+
+def _samples(b: Bound) -> Labels:
+    """The first dimension is rows; weights are of classes, which are whole."""
+    found = slots(b)
+    if found[0].ndim < 2:
+        raise Unfit("one row")
+    weight = b.get("weight")
+    return {s.at: (None if s is weight else "n",) + (None,) * (s.ndim - 1) if s.ndim else () for s in found}
+
+
+_losses(
+    """
+    cosine_embedding_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
+    multi_margin_loss(input, target, p=1, margin=1.0, weight=None, size_average=None, reduce=None, reduction='mean')
+    multilabel_margin_loss(input, target, size_average=None, reduce=None, reduction='mean')
+    multilabel_soft_margin_loss(input, target, weight=None, size_average=None, reduce=None, reduction='mean')
+    triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, size_average=None, reduce=None, reduction='mean')
+    """,
+    _samples,
+)
+
+_NLL = binder(
+    "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')"
+)
+_CE = binder(
+    "cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
+    "label_smoothing=0.0)"
+)
+
+
+def _classes(k: Bound) -> Labels:
+    """input (N, C, d...), target (N, d...) or like input; the classes are whole."""
+    x, t, w = k["input"], k["target"], k.get("weight")
+    lead = 1 if x.ndim > 1 else 0
+    mine = tuple(None if d == lead else ("r", d) for d in range(x.ndim))
+    out = {x.at: mine, t.at: mine if t.ndim == x.ndim else tuple(m for m in mine if m is not None)}
+    if hasattr(w, "at"):
+        out[w.at] = (None,)
+    return out
+
+
+def _of_classes(a: Any, k: Any) -> Labels:
+    return _classes(k)
+
+
+def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
+    out = rows_call(func, (), given | {"reduction": "none"}, _of_classes)
+    if how != "mean":
+        return _reduced(out, how, given)
+    x, t = given["input"], given["target"]
+    if t.is_floating_point():
+        return out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0])
+    weight = given["weight"]
+    kept = t != given["ignore_index"]
+    if weight is None:
+        return out.sum() / kept.sum()
+    ones = torch.full_like(x.detach(), -1.0)
+    count = rows_call(F.nll_loss, (), {"input": ones, "target": t, "weight": weight.detach(),
+                                       "ignore_index": given["ignore_index"], "reduction": "none"}, _of_classes)  # fmt: skip
+    return out.sum() / count.sum()
+
+
+@implements(F.nll_loss)
+def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    given = _NLL(*args, **kwargs)
+    return _weighed(F.nll_loss, given, _how(given))
+
+
+@implements(F.cross_entropy)
+def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Integer targets of rows: the algorithm above; else torch's on the rows."""
+    given = _CE(*args, **kwargs)
+    how = _how(given)
+    x, t = given["input"], given["target"]
+    if isinstance(x, Tensor) and x.ndim == 2 and given["weight"] is None and not t.is_floating_point():
+        try:
+            return split_cross_entropy(func, (), given | {"reduction": how})
+        except Unsupported:
+            pass
+    return _weighed(F.cross_entropy, given, how)

@@ -16,7 +16,7 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import coordinates
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.embedding import embedding
-from shardlib.ops.loss import cross_entropy
+from shardlib.ops.loss import split_cross_entropy
 from shardlib.ops.matmul import product_of
 from shardlib.ops.reduce import reduced_layout, sums
 from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, typeof
@@ -180,7 +180,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
     x = given["input"]
     _last_only(x, func)
     rest = {k: v for k, v in kwargs.items() if k not in names}
-    return cross_entropy(func, (x.inner, given["target"], *args[2:]), rest, classes=x.true[-1])
+    return split_cross_entropy(func, (x.inner, given["target"], *args[2:]), rest, classes=x.true[-1])
 
 
 def _transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:

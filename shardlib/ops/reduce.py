@@ -11,6 +11,7 @@ from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.errors import NoRule
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import bind
+from shardlib.ops.declare import along, declare
 from shardlib.ops.dims import rows_call
 from shardlib.ops.signatures import binder
 from shardlib.ops.whole import each
@@ -174,15 +175,14 @@ def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
     if "other" in given:
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(given["input"], given["other"])
     if "dim" in given:
-        return ALONG[0](func, args, kwargs)
+        return rows_call(func, args, kwargs, lambda a, k: along(_MAX(*a, **k)))
     return extremes(torch.amax if func.__name__ == "max" else torch.amin, (given["input"],), {})
 
 
-ALONG: list[Any] = []
-"""max and min along a dimension; filled by table.py."""
-
-
-@implements(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+@implements(
+    F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax,
+    F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
+)  # fmt: skip
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
     given = _SOFTMAX(*args, **kwargs)
@@ -209,7 +209,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
-@implements(torch.logsumexp, Tensor.logsumexp)
+@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of a split dimension: of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
@@ -237,3 +237,21 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     centred = x - x.mean(gone, keepdim=True)
     out = (centred * centred).sum(gone, keepdim=keepdim) / max(count - unbiased, 0)
     return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)
+
+
+declare(
+    """
+    topk(input, k, dim=-1, largest=True, sorted=True)
+    kthvalue(input, k, dim=-1, keepdim=False)
+    argmax(input, dim=None, keepdim=False)
+    argmin(input, dim=None, keepdim=False)
+    aminmax(input, *, dim=None, keepdim=False)
+    prod(input, dim=None, keepdim=False, *, dtype=None)
+    nansum(input, dim=None, keepdim=False, *, dtype=None)
+    nanmean(input, dim=None, keepdim=False, *, dtype=None)
+    count_nonzero(input, dim=None)
+    var_mean(input, dim=None, *, correction=1, keepdim=False)
+    std_mean(input, dim=None, *, correction=1, keepdim=False)
+    """,
+    along,
+)

@@ -18,7 +18,7 @@ from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
 
-__all__ = ["view_layout"]
+__all__ = ["piece", "view_layout"]
 
 _Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
 
@@ -382,28 +382,21 @@ _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 @implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
-        x, dim, piece = _SELECT(*args, **kwargs).values()
+        x, dim, where = _SELECT(*args, **kwargs).values()
     else:
         x, dim, start, length = _NARROW(*args, **kwargs).values()
         size = x.size_[dim]
         if not (isinstance(start, int) and -size <= start <= size and 0 <= length <= size - start % max(1, size)):
             raise IndexError("start and length out of range")
         start = start + size if start < 0 else start
-        piece = slice(start, start + length)
-    return getitem(Tensor.__getitem__, (x, (*[slice(None)] * (dim % len(x.size_)), piece)), {})
+        where = slice(start, start + length)
+    return piece(Tensor.__getitem__, (x, (*[slice(None)] * (dim % len(x.size_)), where)), {})
 
 
-PICKED: list[Any] = []
-"""Indexing by tensors; filled by table.py."""
-
-
-@implements(Tensor.__getitem__)
-def getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Ints, slices, None and Ellipsis on unsplit dimensions; whole slices on split ones."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(i, Tensor | list) for i in index):
-        return PICKED[-1](x, args[1])
     named = sum(i is not None and i is not Ellipsis for i in index)
     fill = [slice(None)] * (len(x.size_) - named)
     if Ellipsis in index:

@@ -1,0 +1,149 @@
+"""Declarations: an operator is a line of text, and what its dimensions are.
+
+    declare('''
+        cumsum(input, dim, *, dtype=None)
+        sort(input, dim: int = -1, descending: bool = False, *, stable=None)
+    ''', along)
+
+A line is a signature as torch's documentation prints it; lines that share a name are its overloads.  What follows
+maps the bound call (tensors are Slots) to labels, see dims.py; this file has those that several files use.  A bare
+name stands for torch's function, Tensor's method and torch.nn.functional's function, ``linalg.inv`` for one function
+of that module.  A function declared twice is an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib._compat import builtin_homes
+from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.signatures import Slot, binder
+from shardlib.tensor import implements
+
+__all__ = [
+    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading", "lines", "rows",
+    "slots", "spelled", "where",
+]  # fmt: skip
+
+Bound = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What was said of an operator: tests prove it."""
+
+    functions: tuple[Any, ...]
+    bind: Callable[..., Bound]
+    labels: Callable[[Bound], Labels]
+
+
+DECLARED: dict[str, Declared] = {}
+"""Every declared operator by its name."""
+
+_MODULES = {"linalg": torch.linalg, "fft": torch.fft, "special": torch.special, "F": F, "Tensor": Tensor}
+_BARE = (torch, Tensor, F, *builtin_homes)
+
+
+def homes(name: str) -> list[Any]:
+    """The functions that a name stands for; none where this torch lacks it."""
+    module, _, bare = name.rpartition(".")
+    found = [getattr(h, bare, None) for h in ([_MODULES[module]] if module else _BARE)]
+    return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
+
+
+def lines(text: str) -> list[tuple[str, str]]:
+    """(dotted name, signatures of its overloads) of each name in a table."""
+    out: dict[str, list[str]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name = line.partition("(")[0]
+        out.setdefault(name, []).append(name.rpartition(".")[2] + line[len(name) :])
+    return [(name, "\n".join(found)) for name, found in out.items()]
+
+
+def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
+    """Give every operator of a table the rule that its labels describe."""
+    for name, signature in lines(text):
+        _enter(name, binder(signature), labels)
+
+
+def elements(names: str) -> None:
+    """Operators, by name alone, that treat every element apart; operands broadcast."""
+    for name in names.split():
+        _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows)
+
+
+def _enter(name: str, bind: Callable[..., Bound], labels: Callable[[Bound], Labels]) -> None:
+    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+        return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
+
+    functions = homes(name)
+    implements(*functions)(rule)
+    DECLARED[name] = Declared(tuple(functions), bind, labels)
+
+
+def spelled(text: str, body: Callable[..., Any]) -> None:
+    """Operators that are a line of others: ``body`` takes the bound arguments."""
+    for name, signature in lines(text):
+        bind = binder(signature)
+        implements(*homes(name))(lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs)))
+
+
+# ---------------------------------------------------------------- labels
+
+
+def slots(value: Any) -> list[Slot]:
+    """The tensors of a bound call, in order."""
+    if isinstance(value, Slot):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [s for v in value for s in slots(v)]
+    return [s for v in value.values() for s in slots(v)] if isinstance(value, dict) else []
+
+
+def where(value: Any, ndim: int) -> set[int]:
+    """The dimensions that an argument names; None and nothing name all."""
+    if value is None or value == () or value == []:
+        return set(range(ndim))
+    found = value if isinstance(value, tuple | list) else (value,)
+    if any(not -max(1, ndim) <= d < max(1, ndim) for d in found):
+        raise IndexError(found)
+    return {d % ndim for d in found} if ndim else set()
+
+
+def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> Labels:
+    """Every dimension is a row, counted from the right so that operands broadcast, but those in ``whole``."""
+    return {s.at: _but(whole(s), s) for s in slots(bound)}
+
+
+def _but(whole: set[int], s: Slot) -> tuple[Any, ...]:
+    return tuple(None if d in whole else d - s.ndim for d in range(s.ndim))
+
+
+def along(bound: Bound) -> Labels:
+    """The dimensions that ``dim``, ``dims`` or ``dimension`` name are whole; of an fft with sizes ``s``, the last."""
+    value = next(bound[k] for k in ("dim", "dims", "dimension") if k in bound)
+    if value is None and bound.get("s") is not None:
+        value = tuple(range(-len(bound["s"]), 0))
+    return rows(bound, lambda s: where(value, s.ndim))
+
+
+def last(n: int) -> Callable[[Bound], Labels]:
+    """The last ``n`` dimensions are whole."""
+    return lambda bound: rows(bound, lambda s: set(range(max(0, s.ndim - n), s.ndim)))
+
+
+def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
+    """All but the last ``n`` dimensions of the first operand, and of those named ``alike``, are rows; the other
+    operands are whole."""
+
+    def labels(bound: Bound) -> Labels:
+        first, *rest = slots(bound)
+        cut = [first, *(bound[k] for k in alike if isinstance(bound[k], Slot))]
+        out: Labels = {s.at: (None,) * s.ndim for s in rest}
+        return out | {s.at: tuple(d if d < s.ndim - n else None for d in range(s.ndim)) for s in cut}
+
+    return labels

@@ -1,0 +1,102 @@
+"""Linear algebra: the last dimensions are a matrix, or a vector, and whole; all others are rows."""
+
+from shardlib.ops.declare import Bound, declare, last, slots
+from shardlib.ops.dims import Labels, Unfit
+
+declare(
+    """
+    linalg.vecdot(x, y, *, dim=-1)
+    linalg.vander(x, *, N=None)
+    pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False)
+    vdot(input, other)
+    """,
+    last(1),
+)
+declare(
+    """
+    tril(input, diagonal=0)
+    triu(input, diagonal=0)
+    adjoint(input)
+    linalg.cholesky(input, *, upper=False)
+    linalg.cholesky_ex(input, *, upper=False, check_errors=False)
+    linalg.det(A)
+    linalg.slogdet(A)
+    linalg.inv(A)
+    linalg.inv_ex(A, *, check_errors=False)
+    linalg.eig(A)
+    linalg.eigh(A, UPLO='L')
+    linalg.eigvals(A)
+    linalg.eigvalsh(A, UPLO='L')
+    linalg.qr(A, mode='reduced')
+    linalg.svd(A, full_matrices=True, *, driver=None)
+    linalg.svdvals(A, *, driver=None)
+    linalg.lu(A, *, pivot=True)
+    linalg.lu_factor(A, *, pivot=True)
+    linalg.lu_factor_ex(A, *, pivot=True, check_errors=False)
+    linalg.ldl_factor(A, *, hermitian=False)
+    linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
+    linalg.matrix_exp(A)
+    linalg.matrix_power(A, n)
+    linalg.matrix_rank(A, tol=None, hermitian=False, *, atol=None, rtol=None)
+    trace(input)
+    linalg.pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None)
+    linalg.cond(A, p=None)
+    linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim=False, *, dtype=None)
+    linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
+    linalg.lstsq(A, B, rcond=None, *, driver=None)
+    cholesky(input, upper=False)
+    cholesky_inverse(input, upper=False)
+    cholesky_solve(input, input2, upper=False)
+    det(input)
+    logdet(input)
+    slogdet(input)
+    inverse(input)
+    pinverse(input, rcond=1e-15)
+    qr(input, some=True)
+    svd(input, some=True, compute_uv=True)
+    matrix_exp(input)
+    matrix_power(input, n)
+    geqrf(input)
+    triangular_solve(b, A, upper=True, transpose=False, unitriangular=False)
+    lu(input, pivot=True, get_infos=False)
+    cdist(x1, x2, p=2.0, compute_mode=None)
+    """,
+    last(2),
+)
+
+
+def _aligned_left(b: Bound) -> Labels:
+    """Operands of other ranks, such as pivots, agree in their leading dimensions; torch does not check that."""
+    found = slots(b)
+    lead = found[0].ndim - 2
+    if any(s.shape[:lead] != found[0].shape[:lead] or s.ndim < lead for s in found):
+        raise Unfit("leading dimensions differ")
+    return {s.at: tuple(d if d < lead else None for d in range(s.ndim)) for s in found}
+
+
+declare(
+    """
+    lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True)
+    linalg.lu_solve(LU, pivots, B, *, left=True, adjoint=False)
+    linalg.householder_product(A, tau)
+    """,
+    _aligned_left,
+)
+
+
+def _solve(b: Bound) -> Labels:
+    """B is a batch of vectors where its shape is that of A without the last dimension, else of matrices."""
+    a, y = b["A"], b["B"]
+    tail = 1 if y.ndim == 1 or (y.ndim == a.ndim - 1 and y.shape == a.shape[:-1]) else 2
+    return {
+        s.at: tuple(d - s.ndim + n if d < s.ndim - n else None for d in range(s.ndim)) for s, n in ((a, 2), (y, tail))
+    }
+
+
+declare(
+    """
+    linalg.solve(A, B, *, left=True)
+    linalg.solve_ex(A, B, *, left=True, check_errors=False)
+    """,
+    _solve,
+)

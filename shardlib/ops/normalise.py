@@ -1,0 +1,69 @@
+"""Normalisations over batches, groups and instances; those over trailing dimensions are in norm.py."""
+
+from typing import Any
+
+import torch
+
+from shardlib.ops.declare import Bound, declare, slots
+from shardlib.ops.dims import Labels, Unfit
+from shardlib.ops.signatures import Slot, binder
+from shardlib.tensor import implements
+
+
+def _samples(b: Bound) -> Labels:
+    """Each sample is normalised apart."""
+    first, *rest = slots(b)
+    if first.ndim < 3 and "num_groups" not in b:
+        raise Unfit("no batch")
+    out: Labels = {s.at: (None,) * s.ndim for s in rest}
+    return out | {first.at: ("b",) + (None,) * (first.ndim - 1)}
+
+
+declare(
+    """
+    group_norm(input, num_groups, weight=None, bias=None, eps=1e-05, cudnn_enabled=True)
+    local_response_norm(input, size, alpha=1e-4, beta=0.75, k=1.0)
+    """,
+    _samples,
+)
+
+
+def _instances(b: Bound) -> Labels:
+    """Each channel of each sample is normalised apart."""
+    x, stats = b["input"], [b["running_mean"], b["running_var"]]
+    if any(isinstance(s, Slot) for s in stats):
+        raise Unfit("running statistics of instances are means over the batch")
+    out: Labels = {x.at: ("b", "c") + (None,) * (x.ndim - 2)}
+    return out | {s.at: ("c",) for s in (b["weight"], b["bias"]) if isinstance(s, Slot)}
+
+
+declare(
+    "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, use_input_stats=True, "
+    "momentum=0.1, eps=1e-05, cudnn_enabled=True)",
+    _instances,
+)
+
+_BATCH = binder("batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)")
+
+
+@implements(torch.batch_norm)
+def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Statistics over the whole batch, whoever holds it; the running ones are updated as torch does."""
+    g = _BATCH(*args, **kwargs)
+    x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
+    dims = [0, *range(2, x.ndim)]
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    if g["training"] or mean is None:
+        count = x.numel() // x.shape[1]
+        m = x.mean(dims)
+        centred = x - m.view(shape)
+        v = (centred * centred).mean(dims)
+        if mean is not None:
+            mean.mul_(1 - g["momentum"]).add_(m.detach() * g["momentum"])
+            var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count / (count - 1)))
+    else:
+        m, v = mean, var
+        centred = x - m.view(shape)
+    out = centred * (v + g["eps"]).rsqrt().view(shape)
+    out = out if w is None else out * w.view(shape)
+    return out if b is None else out + b.view(shape)

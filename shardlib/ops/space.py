@@ -1,0 +1,145 @@
+"""Operators over space: batches, and channels where they are apart, are rows; positions and weights are whole."""
+
+from collections.abc import Callable
+
+from shardlib.ops.declare import Bound, declare, leading, slots
+from shardlib.ops.dims import Labels, Unfit
+from shardlib.ops.signatures import Slot
+
+
+def _planes(k: int) -> Callable[[Bound], Labels]:
+    """Every channel of every sample apart, with or without a batch; ``k`` dimensions of space."""
+
+    def labels(b: Bound) -> Labels:
+        if not k + 1 <= b["input"].ndim <= k + 2:
+            raise Unfit("dimensions")
+        return leading(k, "indices")(b | {"indices": b.get("indices")})
+
+    return labels
+
+
+declare(
+    """
+    max_pool1d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    max_pool1d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+    adaptive_avg_pool1d(input, output_size)
+    adaptive_max_pool1d(input, output_size, return_indices=False)
+    adaptive_max_pool1d_with_indices(input, output_size, return_indices=False)
+    max_unpool1d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
+    lp_pool1d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
+    replication_pad1d(input, padding)
+    reflection_pad1d(input, padding)
+    """,
+    _planes(1),
+)
+declare(
+    """
+    max_pool2d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    max_pool2d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    avg_pool2d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+    adaptive_avg_pool2d(input, output_size)
+    adaptive_max_pool2d(input, output_size, return_indices=False)
+    adaptive_max_pool2d_with_indices(input, output_size, return_indices=False)
+    max_unpool2d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
+    lp_pool2d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
+    replication_pad2d(input, padding)
+    reflection_pad2d(input, padding)
+    """,
+    _planes(2),
+)
+declare(
+    """
+    max_pool3d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    max_pool3d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    avg_pool3d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+    adaptive_avg_pool3d(input, output_size)
+    adaptive_max_pool3d(input, output_size, return_indices=False)
+    adaptive_max_pool3d_with_indices(input, output_size, return_indices=False)
+    max_unpool3d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
+    lp_pool3d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
+    replication_pad3d(input, padding)
+    reflection_pad3d(input, padding)
+    """,
+    _planes(3),
+)
+
+
+def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
+    """Samples are rows, and so are filters unless channels are grouped; channels and space are whole."""
+
+    def labels(b: Bound) -> Labels:
+        x, w, bias = b["input"], b["weight"], b["bias"]
+        filters = "o" if b["groups"] == 1 else None
+        out: Labels = {x.at: ("b",) * (x.ndim - k - 1) + (None,) * (k + 1)}
+        out[w.at] = ((None, filters) if transposed else (filters, None)) + (None,) * k
+        return out | ({bias.at: (filters,)} if isinstance(bias, Slot) else {})
+
+    return labels
+
+
+declare("conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(1))
+declare("conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(2))
+declare("conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(3))
+declare(
+    "conv_transpose1d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    _convolved(1, transposed=True),
+)
+declare(
+    "conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    _convolved(2, transposed=True),
+)
+declare(
+    "conv_transpose3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    _convolved(3, transposed=True),
+)
+declare(
+    """
+    upsample_nearest1d(input, output_size, scales=None)
+    upsample_linear1d(input, output_size, align_corners, scales=None)
+    """,
+    leading(1),
+)
+declare(
+    """
+    upsample_nearest2d(input, output_size, scales_h=None, scales_w=None)
+    upsample_bilinear2d(input, output_size, align_corners, scales_h=None, scales_w=None)
+    upsample_bicubic2d(input, output_size, align_corners, scales_h=None, scales_w=None)
+    """,
+    leading(2),
+)
+declare(
+    """
+    upsample_nearest3d(input, output_size, scales_d=None, scales_h=None, scales_w=None)
+    upsample_trilinear3d(input, output_size, align_corners, scales_d=None, scales_h=None, scales_w=None)
+    """,
+    leading(3),
+)
+declare(
+    """
+    pixel_shuffle(input, upscale_factor)
+    pixel_unshuffle(input, downscale_factor)
+    """,
+    leading(3),
+)
+
+
+def _samples(b: Bound) -> Labels:
+    """The first dimension of the input, and of the operands named here, is rows; the rest is whole."""
+    first, *rest = slots(b)
+    alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
+    out: Labels = {s.at: (None,) * s.ndim for s in rest}
+    return out | {s.at: ("b",) + (None,) * (s.ndim - 1) for s in (first, *alike)}
+
+
+declare(
+    """
+    grid_sample(input, grid, mode='bilinear', padding_mode='zeros', align_corners=None)
+    grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
+    im2col(input, kernel_size, dilation, padding, stride)
+    col2im(input, output_size, kernel_size, dilation, padding, stride)
+    channel_shuffle(input, groups)
+    bilinear(input1, input2, weight, bias=None)
+    """,
+    _samples,
+)
