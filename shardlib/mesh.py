@@ -214,10 +214,30 @@ def _sizes(op: str, axes: Mapping[str, int]) -> dict[str, int]:
         raise MeshError(
             f"axis sizes must be positive integers, got {bad or 'no axis at all'}", op=op, fix=f"sl.{op}(x=2, y=2)"
         )
+    named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
+    if named:  # a layout could not name it
+        raise MeshError(
+            f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores do",
+            op=op,
+            fix=f"sl.{op}({', '.join(f'{n}={s}' for n, s in zip('xyzuvw', axes.values(), strict=False))})",
+        )
     return dict(axes)
 
 
-def simulate(**axes: int) -> _Played:
+def _by_name(op: str, given: tuple[Any, ...]) -> None:
+    """Refuse sizes without names, or in a mapping, with the line that says them."""
+    if given:
+        first = given[0]
+        names = given[1] if len(given) > 1 and isinstance(given[1], tuple | list) else "xyzuvw"
+        sizes = dict(first) if isinstance(first, Mapping) else None
+        if sizes is None:
+            many = first if isinstance(first, tuple | list) else [s for s in given if isinstance(s, int)]
+            sizes = dict(zip(names, many, strict=False))
+        text = ", ".join(f"{n}={s}" for n, s in sizes.items()) or "x=2, y=2"
+        raise MeshError("axes are named: one keyword each", op=op, fix=f"sl.{op}({text})")
+
+
+def simulate(*given: Any, **axes: int) -> _Played:
     """Play every rank of a mesh in this one process.
 
     >>> import shardlib as sl
@@ -226,10 +246,11 @@ def simulate(**axes: int) -> _Played:
     ...     sl.unshard(a @ a).sum().item()
     4.0
     """
+    _by_name("simulate", given)
     return _Played(_sizes("simulate", axes), kind="stacked")
 
 
-def record(**axes: int) -> _Played:
+def record(*given: Any, **axes: int) -> _Played:
     """Play nobody: shapes on the meta device and counted bytes, for meshes of any size.
 
     >>> import shardlib as sl
@@ -239,18 +260,23 @@ def record(**axes: int) -> _Played:
     >>> t.bytes
     6029312
     """
+    _by_name("record", given)
     return _Played(_sizes("record", axes), kind="record", device="meta")
 
 
 # ---------------------------------------------------------------- real processes
 
 
-def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
+def make_mesh(*given: Any, device: str | None = None, **axes: int) -> DeviceMesh:
     """A named DeviceMesh over all running processes; ``-1`` infers one axis.
 
     Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
     CPU.  Raises: MeshError where the sizes do not fit the world exactly.
     """
+    _by_name("make_mesh", given)
+    if device == "cuda" and not torch.cuda.is_available():
+        text = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise MeshError("this process sees no GPU", op="make_mesh", fix=f'sl.make_mesh({text}, device="cpu")')
     free = [n for n, s in axes.items() if s == -1]
     if len(free) > 1:
         raise MeshError(

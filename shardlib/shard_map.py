@@ -6,6 +6,7 @@ gradient is summed over the axes it is replicated on, a replicated output's cota
 shared among its copies.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import unwrap, wrap
+from shardlib.collectives import wrap
+from shardlib.collectives.stacked import of
 from shardlib.errors import RankMismatch, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh, bind
@@ -73,6 +75,14 @@ def shard_map(
         single = isinstance(out, Tensor)
         leaves, tree = optree.tree_flatten(out)
         outs = [out_layouts] * len(leaves) if isinstance(out_layouts, Layout | str) else list(out_layouts)
+        if len(outs) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
+            raise ShardError(
+                f"the body returned ({kinds}), and out_layouts are for {len(outs)} tensors",
+                op="shard_map",
+                mesh=m,
+                fix=f"out_layouts=({', '.join(['...'] * len(leaves))})  # one per tensor that it returns",
+            )
         values = [_result(leaf, _one(o), m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))]
         return values[0] if single else optree.tree_unflatten(tree, values)
 
@@ -80,7 +90,7 @@ def shard_map(
 
 
 def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
-    raw = unwrap(block)
+    raw = of(block, mesh) if mesh.kind == "stacked" else block  # a tensor made inside is the same for all
     local = list(block.shape)
     layout = layout.resolve(len(local))
     if len(layout.dims) != len(local):
@@ -94,10 +104,35 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)
-    copies = 1
-    for axis in mesh.names:
-        if axis not in layout.axes and axis not in layout.partial:
-            copies *= mesh.axes[axis]
+    copied = [a for a in mesh.names if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1]
+    if mesh.kind == "stacked":
+        _check_copies(raw, layout, mesh, copied, i)
+    copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
         raw = _Share.apply(raw, copies)
     return ShardedTensor(raw, layout, torch.Size(local), mesh)  # type: ignore[arg-type]
+
+
+def _check_copies(raw: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:
+    """Refuse a result that differs along an axis where its layout says it is the same.
+
+    Only simulated ranks can be compared for nothing; the same body runs on real ones.  A sum taken in
+    another order on each rank may differ by its rounding.
+    """
+    if raw.is_meta or not raw.numel():
+        return
+    blocks = raw.detach().unflatten(0, mesh.sizes)
+    for axis in copied:
+        at = mesh.names.index(axis)
+        first = blocks.narrow(at, 0, 1).expand_as(blocks)
+        inexact = raw.is_floating_point() or raw.is_complex()
+        slack = 64 * torch.finfo(raw.dtype).eps if inexact else 0.0
+        if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
+            body = str(layout)
+            raise ShardError(
+                f"result {i} differs along axis {axis!r}, and its layout {body!r} says that it is the same there",
+                op="shard_map",
+                operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
+                mesh=mesh,
+                fix=f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
+            )

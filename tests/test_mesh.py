@@ -338,3 +338,24 @@ def test_launch_refuses_what_cannot_travel() -> None:
     assert "module" in caught.value.fix
     with pytest.raises(MeshError, match="positive integers"):
         sl.launch(_fails, "late", x=0)
+
+
+@pytest.mark.parametrize("given", [({"x": 2},), ((2, 2), ("x", "y")), (2, 2)])
+@pytest.mark.parametrize("make", [sl.simulate, sl.record, sl.make_mesh])
+def test_sizes_without_names_are_refused_with_the_line_that_names_them(make: Any, given: Any) -> None:
+    with pytest.raises(sl.ShardError, match="axes are named") as e:
+        make(*given)
+    with eval(e.value.fix.replace("make_mesh", "simulate"), {"sl": sl}) as mesh:
+        assert mesh.names[0] == "x" and set(mesh.sizes) == {2}
+
+
+@pytest.mark.parametrize("name", ["", "x y", "(", "3", ".", "...", "x+", "x\n", "é"])
+def test_an_axis_that_no_layout_could_name_is_refused(name: str) -> None:
+    with pytest.raises(sl.ShardError, match="cannot name an axis"):
+        sl.simulate(**{name: 2})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_mesh_without_a_gpu_is_refused() -> None:
+    with pytest.raises(sl.ShardError, match="no GPU"):
+        sl.make_mesh(device="cuda", x=1)

@@ -17,7 +17,7 @@ from shardlib._compat import Local
 from shardlib.collectives import dist, record, stacked
 from shardlib.collectives.count import OPEN, note
 from shardlib.collectives.stacked import Stacked, of
-from shardlib.errors import RankMismatch, ShardError, UnevenSplit
+from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported
 from shardlib.mesh import _SCOPE, Mesh, current_mesh
 
 __all__ = [
@@ -118,15 +118,44 @@ class _Max(Local):
 
 def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Callable[[], Tensor]:
     """Count, post, and return how to get the result."""
+    dtype = raw.dtype
+    if dtype in _SMALL and op in _ADDS:  # no back end adds these as they are
+        wide = _finish(op, raw.to(torch.int32), mesh, axes, params)
+        return lambda: wide().to(dtype)
+    if dtype not in _SENT and op in _ADDS and (op == "pmax" or not dtype.is_complex):
+        raise Unsupported(
+            f"{dtype} has no {'order' if dtype.is_complex else 'sum'} in torch",
+            op=op,
+            operands={"block": f"{dtype} {list(raw.shape)}"},
+            mesh=mesh,
+            fix=f"sl.{op}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
+        )
+    if dtype not in _SENT and not dtype.is_complex:
+        bits = _finish(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
+        return lambda: bits().view(dtype)
     if OPEN:
         _note(op, raw, mesh, axes, params)
     if mesh.kind == "dist":
         raw = raw.resolve_conj() if raw.is_conj() else raw  # torch.distributed sends the memory as it is
-        return _DIST[op](raw, mesh, axes, *params)
+        if not dtype.is_complex:
+            return _DIST[op](raw, mesh, axes, *params)
+        pairs = _DIST[op](torch.view_as_real(raw), mesh, axes, *params)
+        return lambda: torch.view_as_complex(pairs().contiguous())
     module: ModuleType = stacked if mesh.kind == "stacked" else record
     out = getattr(module, op)(raw, mesh, axes, *params)
     return lambda: out
 
+
+_ADDS = frozenset({"psum", "pmax", "psum_scatter", "preduce"})
+
+_SENT = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""What gloo and nccl take; bool and int16 are added in int32, others are moved as bits of their width."""
+
+_SMALL = frozenset({torch.bool, torch.int16})
+
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 _DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for n in _ADJOINT if n != "pvary"} | {
     "pmax": dist.pmax

@@ -290,10 +290,17 @@ def _reused(layout: Layout) -> AxisReused:
     )
 
 
-_GIVEN = {
-    "documents": re.compile(r"\s*0( +\d+)+\s*"),
-    "runs": re.compile(r"( *\d+:\d+(:[1-9]\d*)? *| *\| *)*"),
-}
+_RUN = re.compile(r"\d+:\d+(:[1-9]\d*)?")
+
+
+def _is_given(order: str, text: str) -> bool:
+    """Whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
+    if order == "documents":
+        words = text.split()
+        return len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
+    return all(_RUN.fullmatch(w) for w in text.replace("|", " ").split())
+
+
 _WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
 
 
@@ -338,7 +345,7 @@ def _token(token: str, text: str) -> Dim:
     parts: list[str | int] = []
     ordered = order != "contiguous"
     for word in inner.split():
-        if word.isdigit() and int(word) > (not ordered) and parens:
+        if word.isdecimal() and word.isascii() and int(word) > (not ordered) and parens:
             parts.append(int(word))
         elif _NAME.match(word):
             parts.append(word)
@@ -346,7 +353,7 @@ def _token(token: str, text: str) -> Dim:
             raise _bad(text, f"{word!r} is no axis name", "x ... y")
     if not parts or (ordered and isinstance(parts[-1], int)):
         raise _bad(text, f"{token!r} names no axis", ". ...")
-    if bool(given) != (order in ("documents", "runs")) or (given and not _GIVEN[order].fullmatch(given)):
+    if bool(given) != (order in ("documents", "runs")) or (given and not _is_given(order, given)):
         raise _bad(text, f"{order} is written {_WRITTEN.get(order, order + '(s)')}", f". {_WRITTEN.get(order, 's')}")
     if given:
         order = f"{order}; {' '.join(given.split())}"

@@ -241,3 +241,53 @@ def test_a_sum_sent_narrow_is_rounded_once_on_the_way_and_once_at_the_end(p: int
         back, torch.tensor(p * (1 + 2**-9)).bfloat16().expand(p, 5)
     )
     assert float(t.bytes) == (p - 1) / p * 5 * (4 + 2) and t.messages == 2 * (p - 1)
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+CALLS = {
+    "psum": lambda t: sl.psum(t, "x"),
+    "pmax": lambda t: sl.pmax(t, "x"),
+    "all_gather": lambda t: sl.all_gather(t, "x"),
+    "psum_scatter": lambda t: sl.psum_scatter(t, "x"),
+    "all_to_all": lambda t: sl.all_to_all(t, "x", 0, 1),
+    "shift": lambda t: sl.collectives.shift(t, "x", 1),
+    "pbroadcast": lambda t: sl.collectives.pbroadcast(t, "x", 1),
+    "preduce": lambda t: sl.collectives.preduce(t, "x", 1),
+}
+
+
+def _of_each_dtype() -> dict[Any, Any]:
+    """Outcome and count of each call on blocks of each dtype, small and large."""
+    out: dict[Any, Any] = {}
+    for dtype in DTYPES:
+        for rows in (4, 4096):
+            here = torch.arange(rows * 4).reshape(rows, 4) % 3 + torch.as_tensor(sl.axis_index("x")) % 2
+            block = here.float().to(dtype)
+            for name, call in CALLS.items():
+                with sl.trace() as t:
+                    try:
+                        found: Any = call(block)
+                    except sl.ShardError as e:
+                        found = str(e).splitlines()[0]
+                text = found if isinstance(found, str) else (found.dtype, tuple(found.shape), _digest(found))
+                out[dtype, rows, name] = (text, t.bytes, t.messages)
+    return out
+
+
+def _digest(x: torch.Tensor) -> Any:
+    """The block of rank 0 as numbers, summed with weights by position."""
+    first = unwrap(x)[0] if isinstance(x, sl.collectives.Stacked) else x
+    flat = torch.view_as_real(first).flatten() if first.is_complex() else first.flatten()
+    return float((flat.double() * torch.arange(1, flat.numel() + 1)).sum())
+
+
+def test_every_dtype_moves_alike_on_every_back_end(pool: Any) -> None:
+    with sl.simulate(x=4):
+        want = _of_each_dtype()
+    got = pool.run(_of_each_dtype, x=4)[0]
+    assert {k: (got[k], want[k]) for k in want if got[k] != want[k]} == {}
+    refused = {k[0] for k, v in want.items() if isinstance(v[0], str)}
+    assert refused == {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.complex128}

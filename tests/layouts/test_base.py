@@ -1,5 +1,6 @@
 import math
 import pickle
+import time
 from typing import Any
 
 import numpy as np
@@ -359,3 +360,16 @@ def test_the_fix_of_any_text_can_be_read(text: str) -> None:
     except sl.ShardError as e:
         layout = eval(e.fix, {"sl": sl})
     assert Layout.parse(str(layout)) == layout
+
+
+def test_a_long_text_is_refused_at_once() -> None:
+    before = time.monotonic()
+    with pytest.raises(sl.ShardError):
+        Layout.parse("runs(x; " + "|  " * 10_000 + "!)")
+    assert time.monotonic() - before < 5
+
+
+@pytest.mark.parametrize("text", ["(² x)", "documents(s; 0)", "documents(s; 1 5)", "runs(x; 0:2x)", "runs(s;)"])
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(sl.ShardError, match="cannot read"):
+        Layout.parse(text)

@@ -192,3 +192,10 @@ def _there_and_back(a: str, b: str) -> tuple[bool, bool, bool]:
 def test_real_processes_exchange_as_planned(pool: Any) -> None:
     for a, b in WAYS:
         assert all(all(r) for r in pool.run(_there_and_back, a, b, x=2, y=2)), (a, b)
+
+
+def test_a_value_made_pending_keeps_its_infinities() -> None:
+    x = torch.tensor([float("inf"), 1.0, float("nan")])
+    with sl.simulate(x=3):
+        y = sl.reshard(sl.shard(x, "."), ". + sum(x)")
+        torch.testing.assert_close(sl.unshard(y), x, equal_nan=True)
