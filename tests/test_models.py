@@ -1,6 +1,7 @@
 """Modules of Hugging Face transformers, unmodified, under every recipe: outputs and every gradient are dense's."""
 
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
+from benchmarks import models
+from benchmarks.zoo import PACKAGES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -184,6 +187,20 @@ def test_every_matrix_of_a_cube_is_split_over_all_of_it() -> None:
         for name, p in params.items():
             if p.ndim == 2 and "wpe" not in name:
                 assert set(p.sharding.axes) == {"x", "y", "z"}, name
+
+
+SAMPLE = ["llama + LoRA", "mixtral (batched_mm)", "nn.LSTM", "nn.TransformerEncoder", "ResNet (training)", "gemma3"]
+
+
+@pytest.mark.parametrize("module", SAMPLE)
+def test_a_module_of_the_zoo_equals_dense(module: str) -> None:
+    """A drawn part of benchmarks/models.py: each equals dense, some of them inside ``sl.implicit``."""
+    if PACKAGES.get(module) == "peft":
+        pytest.importorskip("peft", reason="peft is not installed")
+    drawn = random.Random(module).sample(list(models.MESHES), 2)
+    want = models.dense(module)
+    cells = [models.cell(module, recipe, want) for recipe in drawn]
+    assert all(c.state in ("equal", "implicit") for c in cells), [(c.recipe, c.state, c.why) for c in cells]
 
 
 def test_real_processes_equal_dense(pool8: Any) -> None:
