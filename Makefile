@@ -38,6 +38,7 @@ bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.matmul
 	$(PY) -m benchmarks.family
 	$(PY) -m benchmarks.overlap
+	$(PY) -m benchmarks.models
 	$(PY) -m benchmarks.attention
 	$(PY) -m benchmarks.sequence_paper
 

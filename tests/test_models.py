@@ -192,6 +192,7 @@ def test_every_matrix_of_a_cube_is_split_over_all_of_it() -> None:
 SAMPLE = ["llama + LoRA", "mixtral (batched_mm)", "nn.LSTM", "nn.TransformerEncoder", "ResNet (training)", "gemma3"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers
 @pytest.mark.parametrize("module", SAMPLE)
 def test_a_module_of_the_zoo_equals_dense(module: str) -> None:
     """A drawn part of benchmarks/models.py: each equals dense, some of them inside ``sl.implicit``."""
