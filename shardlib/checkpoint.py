@@ -33,7 +33,7 @@ def save(path: str | os.PathLike[str], params: Mapping[str, Tensor]) -> None:
     writes = not dist.is_initialized() or dist.get_rank() == 0
     layouts = {n: str(p.sharding) for n, p in params.items() if isinstance(p, ShardedTensor)}
     whole = {}
-    for name, p in params.items():
+    for name, p in sorted(params.items()):  # the same order on every rank, whatever each dict's is
         full = unshard(p.detach()) if isinstance(p, ShardedTensor) else p.detach()
         if writes:
             whole[name] = full.contiguous().cpu()
