@@ -627,6 +627,17 @@ def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str =
     )
 
 
+def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
+    """The error for an answer that hangs on values, on a recorded mesh."""
+    name = getattr(func, "__name__", str(func))
+    return Unsupported(
+        f"what {name} answers hangs on values, and a recorded mesh has shapes alone",
+        op=name,
+        mesh=mesh,
+        fix=f"sl.simulate({', '.join(f'{n}={s}' for n, s in mesh.axes.items())})",
+    )
+
+
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     """The error for a pending sum used where its value is needed."""
     bare = str(x.sharding).split(" + ")[0]
@@ -890,6 +901,8 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
             mesh=x.mesh,
             fix="sl.unshard(x).item()" if x.size_.numel() == 1 else "sl.unshard(x).tolist()",
         )
+    if x.mesh.kind == "record":
+        raise on_shapes(func, x.mesh)
     return func(x.raw[0] if x.mesh.kind == "stacked" else x.raw)
 
 

@@ -28,6 +28,7 @@ from shardlib.tensor import (
     _First,
     lift,
     no_rule,
+    on_shapes,
     promoting,
     real_axes,
     replicated,
@@ -55,11 +56,23 @@ def is_whole(x: ShardedTensor) -> bool:
     return not (real_axes(x.mesh, x.sharding.axes) or real_axes(x.mesh, x.sharding.partial))
 
 
+def _run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
+    """The call; on a recorded mesh, which has shapes alone, what hangs on values is refused."""
+    if mesh.kind != "record":
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as e:  # NotImplementedError is one
+        if "meta" not in str(e).lower():
+            raise
+        raise on_shapes(func, mesh) from e
+
+
 def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
     """The function on every rank's blocks, one rank after the other; leaves[i] for i in ``at`` hold raw tensors."""
     if mesh.kind != "stacked":
         a, k = optree.tree_unflatten(tree, leaves)
-        return func(*a, **k)
+        return _run(func, mesh, a, k)
     found: list[Any] = []
     shape: Any = None
     for rank in range(mesh.size):
@@ -134,7 +147,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred)
     before = [(r._version, r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
-    out = func(*a, **k)
+    out = _run(func, mesh, a, k)
     for v, m, raw, old in zip(values, moved, raws, before, strict=True):
         if raw._version != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
