@@ -36,7 +36,7 @@ def test_recorded_ranks_answer_as_simulated_ones() -> None:
     op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations", reason="needs expecttest").op_db
     draw, differ, same = random.Random(0), {}, 0
     ops = [op for op in op_db if torch.float64 in op.dtypes and not any(w in op.name for w in DRAWN.split())]
-    for op in draw.sample(ops, 80):
+    for op in draw.sample(ops, 60):
         samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
         for sample in samples[:2]:
             leaves, tree = optree.tree_flatten((sample.input, sample.args, sample.kwargs), none_is_leaf=True)
@@ -49,7 +49,7 @@ def test_recorded_ranks_answer_as_simulated_ones() -> None:
             if got not in (want, "Unsupported", "NoRule") and "batch_norm" not in op.name:  # whose meta kernel has other sizes
                 differ[op.name] = (texts, want, got)
     assert not differ
-    assert same > 50
+    assert same > 30
 
 
 def _layout(draw: random.Random, x: torch.Tensor) -> str:
