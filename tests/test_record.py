@@ -49,7 +49,7 @@ def test_recorded_ranks_answer_as_simulated_ones() -> None:
             if got not in (want, "Unsupported", "NoRule") and "batch_norm" not in op.name:  # whose meta kernel has other sizes
                 differ[op.name] = (texts, want, got)
     assert not differ
-    assert same > 30
+    assert same > 20
 
 
 def _layout(draw: random.Random, x: torch.Tensor) -> str:
