@@ -10,12 +10,14 @@ from pathlib import Path
 
 __all__ = [
     "AxisReused",
+    "BadArgument",
     "ImplicitCommunication",
     "LayoutSyntax",
     "MeshError",
     "NoMesh",
     "NoRule",
     "NotExpressible",
+    "OutOfRange",
     "PartialEscape",
     "PlainTensor",
     "RankMismatch",
@@ -126,6 +128,16 @@ class UnknownParameter(ShardError):
 
 class Unsupported(ShardError):
     """The request is understood and is not supported; the message says what would be."""
+
+
+class BadArgument(ShardError):
+    """torch refuses this call on whole tensors too: a shape, a dtype or a value that the function does not take."""
+
+    final = True  # whole operands would not mend it
+
+
+class OutOfRange(BadArgument, IndexError):
+    """An index, a target or a dimension that the tensor does not have."""
 
 
 class UnexpectedComm(ShardError, AssertionError):

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from shardlib._compat import Local, any_autocast, backward_now, no_torch_function
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
-from shardlib.errors import NoRule, PartialEscape, PlainTensor, RankMismatch, ShardError, Unsupported
+from shardlib.errors import BadArgument, NoRule, PartialEscape, PlainTensor, RankMismatch, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 
-__all__ = ["TABLE", "ShardedTensor", "implements", "layout_of", "promoting", "typeof"]
+__all__ = ["TABLE", "ShardedTensor", "block_strides", "implements", "is_dense", "layout_of", "promoting", "typeof"]
 
 Rule = Callable[..., Any]
 
@@ -78,6 +78,7 @@ class ShardedTensor(torch.Tensor):
     ``folded``    of a matrix whose rows were several dimensions until a view: their sizes.
     ``node``      what ``grad_fn`` is where hooks on it must see values, see functions.py.
     ``moved``     what was made of the value once, for all that read it: see ``once``.
+    ``torn``      it would be a view in torch, and is one of a copy here: writing to it in place is refused.
     """
 
     raw: Tensor
@@ -88,6 +89,7 @@ class ShardedTensor(torch.Tensor):
     folded: tuple[int, ...] | None = None
     node: Any = None
     moved: "_Made | None" = None
+    torn: bool = False
 
     @staticmethod
     def __new__(
@@ -640,7 +642,7 @@ def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
 
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     """The error for a pending sum used where its value is needed."""
-    bare = str(x.sharding).split(" + ")[0]
+    bare = str(x.sharding).partition("+ sum")[0].strip() or "..."
     return PartialEscape(
         f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",
         op=op,
@@ -673,13 +675,42 @@ implements(
     Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__, Tensor.itemsize.__get__,
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel,
-    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, Tensor.__format__,
+    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__,
 )(_plain)  # fmt: skip
+
+
+def block_strides(x: ShardedTensor) -> tuple[int, ...]:
+    """The strides of a block, without the dimension of simulated ranks."""
+    return x.raw.stride()[1:] if x.mesh.kind == "stacked" else x.raw.stride()
+
+
+def is_dense(x: ShardedTensor) -> bool:
+    """Whether the whole tensor would be contiguous.
+
+    A block has its tensor's order of strides.  Along a dimension of which a block has one position its own stride
+    says nothing to torch, but it still says where the dimension came in that order.
+    """
+    size = x.raw.shape[1:] if x.mesh.kind == "stacked" else x.raw.shape
+    expected, last = 1, 0
+    for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.size_), strict=True):
+        if whole == 1:
+            continue
+        if (n > 1 and stride != expected) or stride < last:
+            return 0 in size
+        last = stride
+        expected *= n
+    return True
 
 
 @implements(Tensor.is_contiguous)
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    return args[0].raw.is_contiguous()
+    x, form = _FORM(*args, **kwargs)
+    return is_dense(x) if form is torch.contiguous_format else _block(x).is_contiguous(memory_format=form)
+
+
+def _block(x: ShardedTensor) -> Tensor:
+    """One rank's block; under simulate that of the first."""
+    return x.raw[0] if x.mesh.kind == "stacked" else x.raw
 
 
 @implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__)
@@ -709,11 +740,9 @@ def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
         return x.like(raw_grad)
     layout = x.sharding
     if x.deferred:
-        partial = " ".join(sorted(x.deferred))
-        bare = str(layout).split(" + ")[0]
-        layout = Layout.parse(f"{bare} + sum({partial})").resolve(len(x.size_))
+        layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(len(x.size_))
     elif layout.partial:
-        layout = Layout.parse(str(layout).split(" + ")[0]).resolve(len(x.size_))
+        layout = Layout(layout.dims, (), layout.skew).resolve(len(x.size_))
     return ShardedTensor(raw_grad, layout, x.size_, x.mesh)
 
 
@@ -866,51 +895,166 @@ def _raw(x: Tensor) -> Tensor:
     return x.raw if isinstance(x, ShardedTensor) else x
 
 
-@implements(
-    Tensor.detach,
-    torch.detach,
-    Tensor.clone,
-    torch.clone,
-    Tensor.contiguous,
-    Tensor.alias if hasattr(Tensor, "alias") else torch.detach,
-)
-def _same_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
-    return x.like(func(x.raw, *args[1:], **kwargs))
+def _FORM(input: ShardedTensor, memory_format: Any = torch.contiguous_format) -> tuple[ShardedTensor, Any]:
+    return input, memory_format
 
 
-@implements(Tensor.data.__get__)
-def _data(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    return args[0].like(args[0].raw.data)
+def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
+    """A copy whose blocks' strides are those of a memory format."""
+    if x.mesh.kind != "stacked" or form is torch.preserve_format:
+        return x.like(x.raw.clone(memory_format=form))
+    if form is torch.contiguous_format:
+        return x.like(x.raw.clone(memory_format=form))
+    ndim = len(x.size_)
+    if ndim != (4 if form is torch.channels_last else 5):
+        return x.like(_block(x).clone(memory_format=form))  # torch's own refusal
+    last = (0, 1, *range(3, ndim + 1), 2)  # ranks, batch, space, channels
+    back = [last.index(d) for d in range(ndim + 1)]
+    return x.like(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
 
 
-@implements(Tensor.detach_, Tensor.zero_, Tensor.fill_)
+@implements(Tensor.contiguous)
+def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """The tensor itself where torch would give it back, else a copy."""
+    x, form = _FORM(*args, **kwargs)
+    same = is_dense(x) if form is torch.contiguous_format else _block(x).is_contiguous(memory_format=form)
+    return x if same else _formatted(x, form)
+
+
+def _CLONE(input: ShardedTensor, *, memory_format: Any = None) -> tuple[ShardedTensor, Any]:
+    return input, torch.preserve_format if memory_format is None else memory_format
+
+
+@implements(Tensor.clone, torch.clone)
+def _clone(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return _formatted(*_CLONE(*args, **kwargs))
+
+
+def _ONE(input: ShardedTensor) -> ShardedTensor:
+    return input
+
+
+@implements(Tensor.detach, torch.detach, Tensor.data.__get__)
+def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = _ONE(*args, **kwargs)
+    out = x.like(func(x.raw))
+    out.torn = x.torn
+    return out
+
+
+@implements(Tensor.data.__set__)
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """Other storage under the same tensor, which must lie as the old."""
+    x, y = args
+    if not isinstance(y, ShardedTensor):
+        y = lift(y, x.mesh, "data")
+    if (x.sharding, x.size_, x.mesh, type(x)) != (y.sharding, y.size_, y.mesh, type(y)) or x.dtype != y.dtype:
+        raise ShardError(
+            "the new data must have the tensor's shape, dtype and layout",
+            op="data",
+            operands={"tensor": typeof(x), "data": typeof(y)},
+            mesh=x.mesh,
+            fix=f"x.data = sl.reshard(y, {str(x.sharding)!r})",
+        )
+    func(x.raw, y.raw)
+
+
+def whole_in_place(x: ShardedTensor, op: str) -> None:
+    """Refuse to write to a copy where torch would write through a view."""
+    if x.torn:
+        raise Unsupported(
+            "in torch this would be a view, and the write would reach what it views; here it is a copy",
+            op=op,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"x = x.clone().{op}(y)" if not op.startswith("_") else "x = x.clone()",
+        )
+
+
+@implements(Tensor.detach_, Tensor.zero_)
 def _in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    func(args[0].raw, *args[1:], **kwargs)
-    return args[0]
+    x = _ONE(*args, **kwargs)
+    if func is Tensor.zero_:
+        whole_in_place(x, "zero_")
+    func(x.raw)
+    return x
 
 
-@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__)
+def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
+    return input, value
+
+
+@implements(Tensor.fill_)
+def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Every position the same value; of a pending sum each part its share."""
+    x, value = _FILL(*args, **kwargs)
+    whole_in_place(x, "fill_")
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise BadArgument("fill_ takes a value of no dimensions", op="fill_", operands={"value": typeof(value)})
+        value = settle(lift(value, x.mesh, "fill_"))
+        if value.sharding.partial:
+            raise partial_escape("fill_", value)
+        lead = [-1, *[1] * len(x.size_)] if x.mesh.kind == "stacked" else []
+        raw = vary(value.raw, x.mesh, {*x.sharding.axes, *x.deferred})
+        if x.sharding.partial:
+            raise partial_escape("fill_", x)
+        x.raw.copy_(raw.view(lead) if lead else raw)
+    elif x.sharding.partial and value != 0:
+        raise partial_escape("fill_", x)
+    else:
+        x.raw.fill_(value)
+    return x
+
+
+@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+            Tensor.__complex__)  # fmt: skip
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
+    x = _ONE(*args, **kwargs)
+    _whole_here(x, func, "item" if x.size_.numel() == 1 else "tolist")
+    return func(_block(x))
+
+
+@implements(Tensor.__format__)
+def _format(func: Any, args: Any, kwargs: Any) -> str:
+    """A scalar as its number, anything else as its repr, as torch does."""
+    x, spec = args
+    if x.size_:
+        return object.__format__(x, spec)
+    _whole_here(x, func, "item")
+    return func(_block(x).detach(), spec)
+
+
+@implements(Tensor.__array__, Tensor.numpy)
+def _array(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else kwargs["self"]
+    _whole_here(x, func, "numpy")
+    return func(_block(x), *args[1:], **kwargs)
+
+
+def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
     if x.sharding.axes or x.sharding.partial:
         raise ShardError(
             "a Python value needs the whole tensor",
             op=func.__name__.strip("_"),
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
-            fix="sl.unshard(x).item()" if x.size_.numel() == 1 else "sl.unshard(x).tolist()",
+            fix=f"sl.unshard(x).{verb}()",
         )
     if x.mesh.kind == "record":
         raise on_shapes(func, x.mesh)
-    return func(x.raw[0] if x.mesh.kind == "stacked" else x.raw)
 
 
 _ANYWHERE.update(
     f
     for f, rule in TABLE.items()
     if rule in (_plain, _is_contiguous, _from_raw, _grad_fn, _set_requires_grad, _requires_grad, _grad, _set_grad,
-                _del_grad, _same_place, _data, _in_place, _item)
+                _del_grad, _contiguous, _clone, _detached, _set_data, _in_place, _fill, _item, _format, _array)
 )  # fmt: skip
 
-_UNCAST.update(f for f, rule in TABLE.items() if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _data))
+_UNCAST.update(
+    f
+    for f, rule in TABLE.items()
+    if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _set_data, _item, _format, _array)
+)
+_UNCAST.add(Tensor.data.__get__)

@@ -46,7 +46,9 @@ def test_recorded_ranks_answer_as_simulated_ones() -> None:
             want = _outcome(sl.simulate(**MESH), op, leaves, tree, texts)
             got = _outcome(sl.record(**MESH), op, leaves, tree, texts)
             same += got == want
-            if got not in (want, "Unsupported", "NoRule") and "batch_norm" not in op.name:  # whose meta kernel has other sizes
+            if (
+                got not in (want, "Unsupported", "NoRule") and "batch_norm" not in op.name
+            ):  # whose meta kernel has other sizes
                 differ[op.name] = (texts, want, got)
     assert not differ
     assert same > 20

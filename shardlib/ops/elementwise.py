@@ -14,14 +14,26 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import psum, unwrap, wrap
-from shardlib.errors import ImplicitCommunication
+from shardlib.errors import BadArgument, ImplicitCommunication
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, real_axes, total, typeof, vary
+from shardlib.tensor import (
+    ShardedTensor,
+    implements,
+    lift,
+    local_call,
+    partial_escape,
+    real_axes,
+    settle,
+    total,
+    typeof,
+    vary,
+    whole_in_place,
+)  # fmt: skip
 
 __all__ = ["aligned", "brought", "elementwise"]
 
@@ -45,9 +57,42 @@ _LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
 _LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
 
 
+_OPERANDS = {  # the names of what is given by position; all others: input, other
+    "where": ("condition", "input", "other"),
+    "lerp": ("input", "end", "weight"),
+    "addcmul": ("input", "tensor1", "tensor2"),
+    "addcdiv": ("input", "tensor1", "tensor2"),
+    "masked_fill": ("input", "mask", "value"),
+    "pow": ("input", "exponent"),
+    "clamp": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "copy": ("input", "src", "non_blocking"),
+    "full_like": ("input", "fill_value"),
+}
+_ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
+
+
+def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with its operands by position; the function itself reads the other arguments."""
+    names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
+    rest = {n if n in names else _ALIASES.get(n, n): v for n, v in kwargs.items()}
+    if len(rest) < len(kwargs):
+        raise TypeError("one argument came under two names")
+    for name in names[len(args) :]:
+        if name not in rest:
+            break
+        args = (*args, rest.pop(name))
+    return args, rest
+
+
 @implements(*{f: None for n in _NAMES for f in homes(n)})
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One rule for every function that acts on each element alone."""
+    if kwargs:
+        args, kwargs = _placed(func, args, kwargs)
+        if kwargs.get("out") is not None:
+            raise TypeError("out")  # ops/whole.py writes it
     x = args[0]
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
@@ -71,6 +116,11 @@ def _same_place(x: Any, y: Any) -> bool:
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     name = func.__name__
+    if name == "where" and len(args) == 1:
+        raise TypeError("the places of a condition: their number hangs on the values")
+    if name in ("to", "type_as"):  # the other tensor gives its dtype and device, nothing else
+        args = (args[0], *(a.raw if isinstance(a, ShardedTensor) else a for a in args[1:]))
+        return args[0].like(local_call(Tensor.to, args[0].mesh, (args[0].raw, *args[1:]), kwargs))
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
     values = [lift(a, mesh, name) for a in given]
@@ -110,14 +160,19 @@ def aligned(
 ) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
     """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
-    block: tuple[int, ...] = ()
-    for i, (v, raw, over) in enumerate(zip(values, raws, overs, strict=True)):
-        if raw.dtype in (torch.bfloat16, torch.float16) and over and v.size_ != shape:
-            block = block or out.local_shape(shape, v.mesh)
-            raws[i] = _Spread.apply(raw, v.mesh, over, block)  # type: ignore[call-overload]
-        else:
-            raws[i] = vary(raw, v.mesh, over)
-    return raws, out, shape, deferred
+    return (
+        [_met(v, raw, over, out, shape) for v, raw, over in zip(values, raws, overs, strict=True)],
+        out,
+        shape,
+        deferred,
+    )
+
+
+def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size) -> Tensor:
+    """A block that meets data of which it has no part: its gradient is summed over those axes."""
+    if raw.dtype in (torch.bfloat16, torch.float16) and over and v.size_ != shape:
+        return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
+    return vary(raw, v.mesh, over)
 
 
 def brought(
@@ -175,10 +230,11 @@ def _plan(
     try:
         shape = _shape(tuple(s for _, s in key))
     except RuntimeError:
-        raise ImplicitCommunication(
+        raise BadArgument(
             "shapes do not broadcast",
             op=op,
             operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)},
+            mesh=mesh,
         ) from None
     ndim = len(shape)
     dims: list[Dim] = []
@@ -235,17 +291,17 @@ def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
     return Layout(dims=tuple(kept), partial=partial)
 
 
-_IN_PLACE = [
-    f
-    for n in ("add_", "sub_", "mul_", "div_", "copy_", "clamp_", "masked_fill_", "neg_", "exp_", "sqrt_", "__iadd__",
-              "__isub__", "__imul__", "__itruediv__", "relu_", "addcmul_", "addcdiv_", "lerp_", "pow_")
-    if (f := getattr(Tensor, n, None)) is not None
-]  # fmt: skip
+_WRITES = [n.removesuffix("__").removeprefix("__") for n in _NAMES if n.startswith("__")]
+_IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tensor, f"{n}_")] + [
+    f for n in _WRITES if n not in ("eq", "ne") and (f := getattr(Tensor, f"__i{n}__", None)) is not None
+]
 
 
 @implements(*_IN_PLACE)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """The block is changed; the result must lie where the tensor lies."""
+    if kwargs:
+        args, kwargs = _placed(func, args, kwargs)
     x = args[0]
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not isinstance(x, ShardedTensor):
@@ -255,22 +311,48 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
             operands={"tensor": typeof(x)},
             fix="x = x + y",
         )
+    whole_in_place(x, func.__name__)
     values = [lift(a, x.mesh, func.__name__) for a in given]
     partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
-    raws, out, shape, _ = aligned(func.__name__, values, partial)
-    if out != x.sharding or shape != x.size_:
-        raise ImplicitCommunication(
-            "the result lies otherwise than the tensor it is written to",
-            op=func.__name__,
-            operands={"tensor": typeof(x), "result": f"{list(shape)} {out}"},
-            mesh=x.mesh,
-            fix="x = x + y",
-        )
-    rest = iter(raws[1:])
+    if partial != x.sharding.partial:
+        raise partial_escape(func.__name__, next(v for v in values if v.sharding.partial))
+    rest = iter([_onto(v, x, func.__name__) for v in values[1:]])
     new_args = (x.raw, *(next(rest) if isinstance(a, Tensor) else a for a in args[1:]))
     new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     local_call(func, x.mesh, new_args, new_kwargs)
     return x
+
+
+def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
+    """An operand's block where it meets ``x``, which stays where it lies."""
+    lead = len(x.size_) - len(v.size_)
+    if lead < 0 or any(m not in (1, n) for m, n in zip(v.size_, x.size_[lead:], strict=True)):
+        raise BadArgument(
+            "the result's shape is not that of the tensor it is written to",
+            op=op,
+            operands={"tensor": typeof(x), "operand": typeof(v)},
+            mesh=x.mesh,
+        )
+    mine = x.sharding.resolve(len(x.size_)).dims[lead:]
+    dims = tuple(Dim() if m == 1 and n != 1 else d for m, n, d in zip(v.size_, x.size_[lead:], mine, strict=True))
+    want = Layout(dims, v.sharding.partial, x.sharding.skew if not lead else v.sharding.skew)
+    if want != v.sharding:
+        moved = (v.sharding >> want).bytes(tuple(v.size_), x.mesh, v.raw.element_size())
+        budget = implicit_budget()
+        if moved and (budget is None or moved > budget):
+            raise ImplicitCommunication(
+                f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} bytes per rank would "
+                "move unasked",
+                op=op,
+                operands={"tensor": typeof(x), "operand": typeof(v)},
+                mesh=x.mesh,
+                fix=f"x.{op}(sl.reshard(y, {str(want)!r}))",
+            )
+        v = reshard(v, want)
+    if not v.deferred <= x.deferred:
+        v = settle(v)
+    over = {*x.sharding.axes, *x.deferred}.difference(v.sharding.axes, v.deferred)
+    return _met(v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.size_)
 
 
 # ---------------------------------------------------------------- declared: any number of results, run rank by rank

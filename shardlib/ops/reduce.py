@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import pmax, unwrap, wrap
-from shardlib.errors import NoRule
+from shardlib.errors import BadArgument, NoRule
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import bind
 from shardlib.ops.declare import along, declare
 from shardlib.ops.dims import rows_call
-from shardlib.ops.signatures import binder
+from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.ops.whole import each
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, local_call, partial_escape, real_axes, total, typeof
@@ -22,12 +22,12 @@ __all__ = ["reduced_layout"]
 
 
 def reduced_layout(
-    x: ShardedTensor, dim: Any, keepdim: bool
+    x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """(dims reduced, mesh axes that split them, result layout, result shape)."""
     ndim = len(x.size_)
-    dims = tuple(range(ndim)) if dim is None or dim == () else tuple(dim) if isinstance(dim, tuple | list) else (dim,)
-    gone = tuple(sorted(d % ndim for d in dims))
+    named = () if dim is None else dims_of(dim, ndim, op)
+    gone = tuple(sorted(named)) if named and ndim else tuple(range(ndim))
     tokens = x.sharding.resolve(ndim).dims
     axes = tuple(a for d in gone for a in tokens[d].axes)
     kept = [Dim() if d in gone else t for d, t in enumerate(tokens) if keepdim or d not in gone]
@@ -35,6 +35,10 @@ def reduced_layout(
     return gone, axes, Layout(dims=tuple(kept), partial=x.sharding.partial), shape
 
 
+_ANY = binder("""
+    any(input)
+    any(input, dim: ints, keepdim: bool = False)
+""")
 _MAX = binder("""
     max(input)
     max(input, dim: int, keepdim: bool = False)
@@ -66,7 +70,7 @@ def _arguments(bind: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, b
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(_SUM, args, kwargs)
-    gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if func in (torch.mean, Tensor.mean) and not (x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]):
         raise NoRule("a mean needs floating point", op="mean", operands={"tensor": typeof(x)}, fix="x.double().mean()")
     asked = more.get("dtype") or x.raw.dtype
@@ -82,7 +86,10 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(Tensor.any, torch.any, Tensor.all, torch.all)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
-    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
+    given = _ANY(*args, **kwargs)
+    if given.get("dim") == [] or given.get("dim") == ():
+        raise TypeError("torch reduces nothing here")
+    x, dim, keepdim, _ = _arguments(_ANY, args, kwargs)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if func.__name__ == "any":
@@ -98,17 +105,19 @@ def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
-    gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
-    if axes and x.dtype in (torch.bool, torch.uint8):
-        raise NoRule("a maximum of bytes", op=func.__name__, operands={"tensor": typeof(x)}, fix="x.long().amax()")
-    if axes:
-        if raw.requires_grad:
-            return merged(torch.amax if func in (torch.amax, Tensor.amax) else torch.amin, x, dim, keepdim, {})
-        sign = 1 if func in (torch.amax, Tensor.amax) else -1
+    if real_axes(x.mesh, axes):
+        largest = func in (torch.amax, Tensor.amax)
+        if raw.requires_grad or not (x.dtype.is_floating_point or (largest and x.dtype in _WHOLE_NUMBERS)):
+            return merged(torch.amax if largest else torch.amin, x, dim, keepdim, {})
         with bind(x.mesh):
-            raw = sign * unwrap(pmax(wrap(sign * raw, x.mesh), axes))
+            raw = unwrap(pmax(wrap(raw if largest else -raw, x.mesh), axes))
+            raw = raw if largest else -raw
     return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+
+
+_WHOLE_NUMBERS = (torch.int32, torch.int64)  # every transport reduces them; their negative may not exist
 
 
 def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]) -> ShardedTensor:
@@ -116,7 +125,7 @@ def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str,
 
     What travels is one number per rank and row.
     """
-    gone, axes, layout, shape = reduced_layout(x, dim, keepdim)
+    gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
 
@@ -187,11 +196,14 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
-    if not -max(1, len(x.size_)) <= dim < max(1, len(x.size_)) or not x.size_:
-        raise IndexError(dim)
-    dim = dim % len(x.size_)
+    if not x.size_:
+        raise TypeError("torch's own softmax of a scalar")
+    dim = dim_of(dim, len(x.size_), func.__name__)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
+    if not (x.dtype if dtype is None else dtype).is_floating_point:
+        raise BadArgument(f"not implemented for {x.dtype}", op=func.__name__, operands={"tensor": typeof(x)},
+                          mesh=x.mesh, fix="x.double().softmax(-1)")  # fmt: skip
     if not x.sharding.resolve(len(x.size_)).dims[dim].is_split:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
         return x.like(local_call(run, x.mesh, (x.raw, dim - len(x.size_)), {"dtype": dtype}))
@@ -214,7 +226,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of a split dimension: of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
-        raise NoRule("no floating point", op="logsumexp", operands={"tensor": typeof(x)}, fix="x.double().logsumexp(0)")
+        raise TypeError("torch promotes integers, and sums complex numbers")
     wide: Any = _wide(x, x.dtype)
     return merged(torch.logsumexp, wide, dim, keepdim, {}).to(x.dtype)
 
@@ -227,7 +239,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point:
         raise NoRule("no real floating point", op="var", operands={"tensor": typeof(x)}, fix="x.double().var()")
-    gone, axes, _, shape = reduced_layout(x, dim, keepdim)
+    gone, axes, _, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes):
         return rows_call(
             func, args, kwargs, lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))}

@@ -2,23 +2,30 @@
 
 An operator's signature is text, one line per overload, as torch's documentation prints it:
 
-    var(input, dim=None, *, correction=1, keepdim=False)
-    var(input, dim, unbiased: bool, keepdim=False)
+    var(input, dim: ints = None, *, correction: number = 1, keepdim: bool = False)
+    var(input, dim: ints, unbiased: bool, keepdim: bool = False)
     flip(input, *dims: int)
 
 Each line is compiled once into a function of those parameters whose body checks the annotated
-types and returns the arguments by name, so Python's own call machinery does the binding.
-``*dims`` takes ints, one sequence, or ``dims=``.
+types and returns the arguments by name, so Python's own call machinery does the binding: by
+position, by keyword in any order, with defaults.  A call that no line fits raises TypeError, and
+the dispatcher then asks torch itself on whole operands; nothing is ever dropped.
+
+``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is understood everywhere; an ``out``
+that is given fits no line (ops/whole.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
+``x2``) and the method's ``self`` stand for torch's where torch's were not given.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Slot", "binder"]
+from shardlib.errors import BadArgument, OutOfRange
+
+__all__ = ["Slot", "binder", "dim_of", "dims_of"]
 
 
 class Slot:
@@ -30,23 +37,26 @@ class Slot:
         self.at, self.shape, self.ndim = at, shape, len(shape)
 
 
-_TYPES: dict[str, Any] = {
-    "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+def _is_int(v: Any) -> bool:
+    return isinstance(v, int) and not isinstance(v, bool)
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {  # annotation -> whether a value fits; bool is no int here
+    "int": _is_int,
     "bool": lambda v: isinstance(v, bool),
-    "ints": lambda v: (
-        (isinstance(v, int) and not isinstance(v, bool))
-        or (isinstance(v, tuple | list) and all(isinstance(i, int) for i in v))
-    ),
+    "ints": lambda v: _is_int(v) or (isinstance(v, tuple | list) and all(map(_is_int, v))),
     "number": lambda v: isinstance(v, int | float | complex) and not isinstance(v, bool),
     "tensor": lambda v: isinstance(v, Tensor | Slot),
     "tensors": lambda v: isinstance(v, tuple | list) and all(isinstance(t, Tensor | Slot) for t in v),
 }
 _OMITTED = object()
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other", "self": "input"}
 
 
 def _compiled(line: str) -> Callable[..., dict[str, Any]]:
+    """One overload as a function of its parameters that returns them by name."""
     tree = ast.parse(f"def {line.strip()}: pass").body[0]
-    assert isinstance(tree, ast.FunctionDef)
+    assert isinstance(tree, ast.FunctionDef), "a signature is one line of a def"
     a = tree.args
     plain = [*a.posonlyargs, *a.args]
     names = [p.arg for p in plain] + ([a.vararg.arg] if a.vararg else []) + [p.arg for p in a.kwonlyargs]
@@ -57,7 +67,7 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
             spare = f"{p.arg} is not None and " if p.arg in optional else ""
             checks.append(f"    if {spare}not _is_{p.annotation.id}({p.arg}): raise TypeError({p.arg!r})")
         p.annotation = None
-    if a.vararg:  # ints, one sequence of them, or by keyword
+    if a.vararg:  # by position, as one sequence, or by keyword
         v = a.vararg.arg
         a.vararg.annotation = None
         a.kwonlyargs.append(ast.arg(arg=f"_{v}"))
@@ -85,7 +95,11 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
 
 @cache
 def binder(signature: str) -> Callable[..., dict[str, Any]]:
-    """call(*args, **kwargs) -> arguments by name, of the first line that fits.  Raises: TypeError."""
+    """call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.  Raises: TypeError.
+
+    >>> binder("var(input, dim: ints = None, *, correction: number = 1)")(0, axis=1)
+    {'input': 0, 'dim': 1, 'correction': 1}
+    """
     lines = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
 
     def later(error: TypeError, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -94,8 +108,10 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
                 return bind(*args, **kwargs)
             except TypeError:
                 continue
-        if kwargs.keys() & _NUMPY.keys():
-            return call(*args, **{_NUMPY.get(str(n), str(n)): v for n, v in kwargs.items()})
+        if kwargs.keys() & _ALIASES.keys():
+            renamed = {str(_ALIASES.get(n, n)): v for n, v in kwargs.items()}
+            if len(renamed) == len(kwargs):  # else one argument came under two names
+                return call(*args, **renamed)
         raise error
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -107,4 +123,25 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     return call
 
 
-_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other"}  # torch takes these too
+def dim_of(dim: Any, ndim: int, op: str) -> int:
+    """A dimension counted from the front, as torch counts: -1 is the last, and a scalar has one.
+
+    >>> dim_of(-1, 3, "sum")
+    2
+    """
+    n = ndim or 1
+    if not -n <= dim < n:
+        raise OutOfRange(
+            f"dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})",
+            op=op,
+            operands={"dimensions": ndim},
+        )
+    return dim % n
+
+
+def dims_of(dims: Iterable[int] | int, ndim: int, op: str) -> tuple[int, ...]:
+    """The same of several, which must differ."""
+    found = tuple(dim_of(d, ndim, op) for d in ((dims,) if isinstance(dims, int) else dims))
+    if len(set(found)) < len(found):
+        raise BadArgument(f"a dimension appears more than once in {list(found)}", op=op)
+    return found

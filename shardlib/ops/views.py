@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,13 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.signatures import binder
+from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, no_rule, partial_escape, typeof
+from shardlib.tensor import (
+    Rule,
+    ShardedTensor,
+    block_strides,
+    implements,
+    is_dense,
+    lift,
+    local_call,
+    no_rule,
+    partial_escape,
+    typeof,
+)
 
-__all__ = ["piece", "view_layout"]
+__all__ = ["piece", "view_layout", "viewing"]
 
 _Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
 
@@ -144,15 +156,41 @@ def _dim(digits: _Digits) -> Dim:
     return Dim(tuple(parts))
 
 
-def _sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else tuple(args)
-
-
-def _infer(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    if -1 not in sizes:
-        return sizes
+def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tuple[int, ...]:
+    """Sizes without a -1, which together make ``count``."""
     known = math.prod(s for s in sizes if s != -1)
-    return tuple(count // known if s == -1 else s for s in sizes)
+    holes = sizes.count(-1)
+    fits = holes <= 1 and all(s >= -1 for s in sizes) and (known and count % known == 0 if holes else known == count)
+    if not fits:
+        raise BadArgument(
+            f"shape {list(sizes)} is invalid for {count} elements",
+            op=op,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"x.view({', '.join(map(str, x.size_))})",
+        )
+    return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
+
+
+def viewing(*funcs: Any) -> Callable[[Rule], Rule]:
+    """``implements`` for functions whose result shares memory with their operand, as torch's does.
+
+    A view of a copy is no view of what was copied: see ``ShardedTensor.torn``.
+    """
+
+    def enter(rule: Rule) -> Rule:
+        def run(func: Any, args: Any, kwargs: Any) -> Any:
+            out = rule(func, args, kwargs)
+            x = args[0] if args else kwargs.get("input")
+            if isinstance(x, ShardedTensor) and x.torn:
+                for t in out if isinstance(out, tuple | list) else (out,):
+                    t.torn = True
+            return out
+
+        implements(*funcs)(run)
+        return rule
+
+    return enter
 
 
 @lru_cache(maxsize=4096)
@@ -162,14 +200,15 @@ def _viewed(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: 
 
 
 def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
-    new = _infer(new, x.size_.numel())
-    if math.prod(new) != x.size_.numel():
-        raise ShardError(
-            f"shape {list(new)} has {math.prod(new)} elements, the tensor {x.size_.numel()}",
-            op=func.__name__,
+    new = _infer(new, x, x.size_.numel(), func.__name__)
+    copied = not is_dense(x) and not _mergeable(x, new)
+    if copied and func is Tensor.view:
+        raise BadArgument(
+            f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of them",
+            op="view",
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
-            fix=f"x.view({', '.join(map(str, x.size_))})",
+            fix=f"x.reshape{new}",
         )
     found = _viewed(x.sharding, tuple(x.size_), new, tuple(x.mesh.axes.items()))
     if isinstance(found, str):
@@ -182,36 +221,76 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
         )
     layout, local = found
     raw = local_call(func, x.mesh, (x.raw, local), {})
+    if copied and raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
+        raw = raw.clone()  # the block alone could be seen so; the whole tensor could not
     out = ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
     if len(new) == 2 < len(x.size_) and new[-1] == x.size_[-1]:
         out.folded = tuple(x.size_[:-1])
     return out
 
 
-@implements(Tensor.view, Tensor.reshape, torch.reshape)
+def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
+    """Whether torch would see the whole tensor under ``new`` sizes without a copy.
+
+    Its strides are guessed from the block's: in the same order, with a gap wherever the block has one.
+    """
+    size, block, local = x.size_, block_strides(x), x.sharding.local_shape(tuple(x.size_), x.mesh)
+    whole = [0] * len(size)
+    inner, outer = 1, 1  # where the block, and the whole tensor, would go on without a gap
+    for d in sorted(range(len(size)), key=lambda d: (block[d], -d)):
+        if block[d]:
+            whole[d] = outer if block[d] <= inner else 2 * outer
+            inner, outer = block[d] * local[d], whole[d] * size[d]
+    try:
+        torch.empty_strided(size, whole, device="meta").view(new)
+    except RuntimeError:
+        return False
+    return True
+
+
+_VIEW = binder("""
+    view(input, *size: int)
+    view(input, *shape: int)
+""")
+
+
+@viewing(Tensor.view, Tensor.reshape, torch.reshape)
 def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
-    if len(args) == 2 and isinstance(args[1], torch.dtype):
+    if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         raise no_rule(func, args, kwargs, "a view as another dtype")
-    return _view(func, x, _sizes(args[1:] or tuple(kwargs.values())))
+    x, new = _VIEW(*args, **kwargs).values()
+    return _view(Tensor.view if func is Tensor.view else Tensor.reshape, x, new)
 
 
-@implements(Tensor.view_as, Tensor.reshape_as)
+_AS = binder("view_as(input, other: tensor)")
+
+
+@viewing(Tensor.view_as, Tensor.reshape_as)
 def view_as(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    return _view(Tensor.reshape, args[0], tuple(args[1].shape))
+    x, other = _AS(*args, **kwargs).values()
+    return _view(Tensor.reshape, x, tuple(other.shape))
 
 
-@implements(Tensor.flatten, torch.flatten)
+_FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
+
+
+@viewing(Tensor.flatten, torch.flatten)
 def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
-    start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % max(1, len(x.size_))
-    end = (args[2] if len(args) > 2 else kwargs.get("end_dim", -1)) % max(1, len(x.size_))
+    x, start, end = _FLATTEN(*args, **kwargs).values()
+    start, end = (dim_of(d, len(x.size_), "flatten") for d in (start, end))
+    if start > end:
+        raise BadArgument("start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)})
     return _view(Tensor.reshape, x, (*x.size_[:start], x.size_[start : end + 1].numel(), *x.size_[end + 1 :]))
 
 
-@implements(Tensor.unflatten, torch.unflatten)
+_UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
+
+
+@viewing(Tensor.unflatten, torch.unflatten)
 def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, dim, sizes = args[0], args[1] % len(args[0].size_), _infer(tuple(args[2]), args[0].size_[args[1]])
+    x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
+    dim = dim_of(dim, len(x.size_), "unflatten")
+    sizes = _infer(tuple(sizes), x, x.size_[dim], "unflatten")
     return _view(Tensor.reshape, x, (*x.size_[:dim], *sizes, *x.size_[dim + 1 :]))
 
 
@@ -224,10 +303,15 @@ def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
     return ShardedTensor(raw, layout, torch.Size([x.size_[d] for d in order]), x.mesh, x.deferred)
 
 
-@implements(Tensor.permute, torch.permute)
+_PERMUTE = binder("permute(input, *dims: int)")
+
+
+@viewing(Tensor.permute, torch.permute)
 def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    order = _sizes(args[1:] or tuple(kwargs.values()))
-    return _permuted(args[0], tuple(d % len(args[0].size_) for d in order))
+    x, order = _PERMUTE(*args, **kwargs).values()
+    if len(order) != len(x.size_):
+        raise BadArgument(f"{len(order)} dimensions for a tensor that has {len(x.size_)}", op="permute")
+    return _permuted(x, dims_of(order, len(x.size_), "permute"))
 
 
 _TRANSPOSE = binder("""
@@ -236,18 +320,25 @@ _TRANSPOSE = binder("""
 """)
 
 
-@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
+@viewing(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
 def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.size_)))
-    order[i], order[j] = order[j], order[i]
+    i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
+    if order:
+        order[i], order[j] = order[j], order[i]
     return _permuted(x, tuple(order))
 
 
-@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
+_T = binder("t(input)")
+
+
+@viewing(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
 def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
+    (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.size_)
+    if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
+        raise BadArgument(f"a transpose of {ndim} dimensions", op="t", operands={"tensor": typeof(x)}, mesh=x.mesh)
     order = (*range(ndim - 2), ndim - 1, ndim - 2) if func == Tensor.mT.__get__ else tuple(reversed(range(ndim)))
     out = _permuted(x, order)
     out.yields = x.yields
@@ -257,7 +348,7 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
 
 
-@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
+@viewing(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
     ndim = len(x.size_)
@@ -268,22 +359,28 @@ def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 # ---------------------------------------------------------------- dimensions of size one, expand
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze)
+_UNSQUEEZE = binder("unsqueeze(input, dim: int)")
+
+
+@viewing(Tensor.unsqueeze, torch.unsqueeze)
 def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, dim = (*args, *kwargs.values())
+    x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.size_)
-    dim = dim % (ndim + 1)
+    dim = dim_of(dim, ndim + 1, "unsqueeze")
     dims = x.sharding.resolve(ndim).dims
     layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
     raw = local_call(Tensor.unsqueeze, x.mesh, (x.raw, dim), {})
     return ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], 1, *x.size_[dim:])), x.mesh, x.deferred)
 
 
-@implements(Tensor.squeeze, torch.squeeze)
+_SQUEEZE = binder("squeeze(input)\nsqueeze(input, dim: ints)")
+
+
+@viewing(Tensor.squeeze, torch.squeeze)
 def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, *where = (*args, *kwargs.values())
+    x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.size_)
-    chosen = range(ndim) if not where else [d % ndim for d in _sizes(tuple(where))]
+    chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
     gone = {d for d in chosen if x.size_[d] == 1}
     keep = [d for d in range(ndim) if d not in gone]
     layout = Layout(dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial)
@@ -292,16 +389,20 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(raw, layout, new, x.mesh, x.deferred)
 
 
-@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
+_EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
+
+
+@viewing(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
 def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x = args[0]
-    sizes = tuple(args[1].shape) if func is Tensor.expand_as else _sizes(args[1:] or tuple(kwargs.values()))
+    if func is Tensor.expand_as:
+        x, other = _AS(*args, **kwargs).values()
+        sizes = tuple(other.shape)
+    else:
+        x, sizes, _ = _EXPAND(*args, **kwargs).values()
     lead = len(sizes) - len(x.size_)
-    if lead < 0:
-        raise RankMismatch(
-            f"cannot expand to {list(sizes)}", op="expand", operands={"tensor": typeof(x)}, mesh=x.mesh, fix="x"
-        )
-    new = tuple(x.size_[d - lead] if s == -1 else s for d, s in enumerate(sizes))
+    new = tuple(x.size_[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes))
+    if lead < 0 or min(new, default=0) < 0 or any(m not in (1, n) for m, n in zip(x.size_, new[lead:], strict=True)):
+        raise BadArgument(f"cannot expand to {list(sizes)}", op="expand", operands={"tensor": typeof(x)}, mesh=x.mesh)
     layout = Layout(dims=(*[Dim()] * lead, *x.sharding.resolve(len(x.size_)).dims), partial=x.sharding.partial)
     raw = local_call(Tensor.expand, x.mesh, (x.raw, layout.local_shape(new, x.mesh)), {})
     return ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
@@ -311,25 +412,31 @@ def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
-    if func in (Tensor.chunk, torch.chunk):
+    if isinstance(pieces, int) and pieces <= 0 < size:
+        raise BadArgument(f"{pieces} pieces, or pieces of that size, of {size}", op=func.__name__)
+    if "chunk" in func.__name__:
         pieces = -(-size // pieces)
     if isinstance(pieces, int):
-        return [min(pieces, size - k) for k in range(0, size, pieces)] or [0]
+        return [min(pieces, size - k) for k in range(0, size, pieces or 1)] or [0]
+    if sum(pieces) != size or min(pieces, default=0) < 0:
+        raise BadArgument(f"pieces of {list(pieces)} do not make {size}", op=func.__name__)
     return list(pieces)
 
 
 _SPLIT = binder("""
-    split(input, split_size, dim: int = 0)
-    split(tensor, split_size_or_sections, dim: int = 0)
-    split(input, split_sizes, dim: int = 0)
+    split(input, split_size: ints, dim: int = 0)
+    split(tensor, split_size_or_sections: ints, dim: int = 0)
+    split(input, split_sizes: ints, dim: int = 0)
 """)
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-@implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
+@viewing(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
-    dim = dim % len(x.size_)
+    if not x.size_:
+        raise BadArgument("a scalar has no pieces", op=func.__name__)
+    dim = dim_of(dim, len(x.size_), func.__name__)
     sizes = _split_sizes(func, x.size_[dim], pieces)
     token = x.sharding.resolve(len(x.size_)).dims[dim]
     local, piece = sizes, token
@@ -368,10 +475,10 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
 _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
-@implements(Tensor.unbind, torch.unbind)
+@viewing(Tensor.unbind, torch.unbind)
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
-    dim = dim % len(x.size_)
+    dim = dim_of(dim, len(x.size_), "unbind")
     return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
 
 
@@ -379,18 +486,23 @@ _SELECT = binder("select(input, dim: int, index: int)")
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
+@viewing(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()
+        dim = dim_of(dim, len(x.size_), "select")
     else:
         x, dim, start, length = _NARROW(*args, **kwargs).values()
-        size = x.size_[dim]
-        if not (isinstance(start, int) and -size <= start <= size and 0 <= length <= size - start % max(1, size)):
-            raise IndexError("start and length out of range")
-        start = start + size if start < 0 else start
-        where = slice(start, start + length)
-    return piece(Tensor.__getitem__, (x, (*[slice(None)] * (dim % len(x.size_)), where)), {})
+        dim = dim_of(dim, len(x.size_), "narrow")
+        size = x.size_[dim] if x.size_ else 0
+        begin = start + size if start < 0 else start
+        if not (0 <= begin <= size and 0 <= length <= size - begin):
+            raise OutOfRange(
+                f"start ({start}) + length ({length}) exceeds dimension size ({size})", op="narrow",
+                operands={"tensor": typeof(x)}, mesh=x.mesh,
+            )  # fmt: skip
+        where = slice(begin, begin + length)
+    return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, where)), {})
 
 
 def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -398,6 +510,8 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
+    if named > len(x.size_):
+        raise OutOfRange(f"too many indices for a tensor of {len(x.size_)} dimensions", op="getitem")
     fill = [slice(None)] * (len(x.size_) - named)
     if Ellipsis in index:
         at = index.index(Ellipsis)
@@ -412,6 +526,9 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             sizes.append(1)
             continue
         token, size = tokens[d], x.size_[d]
+        if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
+            raise OutOfRange(f"index {i} is out of bounds for dimension {d} with size {size}", op="getitem",
+                             operands={"tensor": typeof(x)}, mesh=x.mesh)  # fmt: skip
         if token.is_split and i != slice(None) and not (isinstance(i, slice) and i.indices(size) == (0, size, 1)):
             raise ImplicitCommunication(
                 f"index {i!r} cuts through dimension {d}, which is split {token}",
@@ -433,12 +550,17 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     )
 
 
+_PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
+
+
 @implements(F.pad)
 def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Runs where the padded dimensions are whole."""
-    given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
+    given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
     ndim = len(x.size_)
+    if len(widths) % 2 or len(widths) > 2 * ndim:
+        raise BadArgument(f"{len(widths)} widths for {ndim} dimensions", op="pad", operands={"tensor": typeof(x)})
     dims = x.sharding.resolve(ndim).dims
     if x.sharding.partial and given.get("value"):
         raise partial_escape("pad", x)
@@ -480,15 +602,19 @@ def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
     return out
 
 
+_REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_size: int = None)")
+
+
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Each element ``repeats`` times along a dimension: local, since blocks stay in order."""
-    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
-    x, repeats = given["input"], given["repeats"]
+    x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     ndim = len(x.size_)
-    if given.get("dim") is None or not isinstance(repeats, int):
+    if dim is None or not isinstance(repeats, int):
         raise no_rule(func, args, kwargs, "repeats must be an int and dim given")
-    dim = given["dim"] % ndim
+    dim = dim_of(dim, ndim, "repeat_interleave")
+    if repeats < 0 or (length is not None and length != repeats * x.size_[dim]):
+        raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
     token = x.sharding.resolve(ndim).dims[dim]
     if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
         raise no_rule(func, args, kwargs, f"dimension {dim} lies as {token}")
@@ -502,19 +628,32 @@ _CAT = binder("cat(tensors, dim: int = 0)")
 
 @implements(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    given = _CAT(*args, **kwargs)
-    tensors, rest = given["tensors"], [given["dim"]]
+    """Pieces that lie alike, joined along a whole dimension; dtypes promote as torch's do."""
+    tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
     if func is torch.stack:
-        values = [unsqueeze(torch.unsqueeze, (v, (rest[0] if rest else 0)), {}) for v in values]
+        values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
     elif any(v.size_ != (0,) for v in values):
         values = [v for v in values if v.size_ != (0,)]  # as torch does
-    if len({v.dtype for v in values}) > 1:
-        raise TypeError("pieces of several dtypes")
+    ndim = len(values[0].size_)
+    dim = dim_of(dim, ndim, func.__name__)
+    rest = {(len(v.size_), *(n for d, n in enumerate(v.size_) if d != dim)) for v in values}
+    if len(rest) > 1 or not ndim or (func is torch.stack and len({v.size_ for v in values}) > 1):
+        raise BadArgument(
+            f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
+            op=func.__name__,
+            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            mesh=mesh,
+        )
+    kinds = {v.dtype for v in values}
+    if len(kinds) > 1:
+        common = values[0].dtype
+        for v in values[1:]:  # dimensions do not matter here: a scalar cannot be joined
+            common = torch.promote_types(common, v.dtype)
+        values = [lift(v.to(common), mesh, func.__name__) for v in values]
     if len(values) == 1:
         return values[0].clone()  # type: ignore[return-value]
-    dim = (rest[0] if rest else 0) % len(values[0].size_)
     values = _alike(values, dim)
     first = values[0]
     if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
