@@ -541,8 +541,8 @@ class promoting:
         promoting.depth -= 1
 
 
-def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
-    """``x`` as a ShardedTensor on ``mesh``; plain tensors only within ``promoting``, scalars always."""
+def check_met(x: Any, mesh: Mesh, op: str) -> None:
+    """Refuse an operand on another mesh, and a plain one outside ``promoting`` unless it is a scalar."""
     if isinstance(x, ShardedTensor):
         if x.mesh is not mesh:
             raise ShardError(
@@ -551,8 +551,7 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
                 operands={"one mesh": str(mesh), "the other": f"{x.mesh} of {typeof(x)}"},
                 fix="sl.shard(sl.unshard(x), layout, mesh=mesh)",
             )
-        return x
-    if promoting.depth == 0 and x.ndim > 0:
+    elif promoting.depth == 0 and x.ndim > 0:
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
@@ -560,7 +559,12 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
             mesh=mesh,
             fix='sl.shard(t, "...")',
         )
-    return replicated(x, mesh)
+
+
+def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
+    """``x`` as a ShardedTensor on ``mesh``; plain tensors only within ``promoting``, scalars always."""
+    check_met(x, mesh, op)
+    return x if isinstance(x, ShardedTensor) else replicated(x, mesh)
 
 
 class _Copies(Local):

@@ -26,6 +26,7 @@ from shardlib.tensor import (
     ShardedTensor,
     _Copies,
     _First,
+    check_met,
     lift,
     no_rule,
     on_shapes,
@@ -99,6 +100,10 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
         raise refusal or no_rule(func, args, kwargs)
     if refusal is None and opens and func not in _OPEN and (body := opened(func)) is not None:
+        met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
+        ours = [x for x in met if isinstance(x, ShardedTensor)]
+        for x in met if ours else ():  # what the body makes itself is the same on every rank; this need not be
+            check_met(x, ours[0].mesh, name)
         _OPEN.append(func)
         try:
             with promoting():
