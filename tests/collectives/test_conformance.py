@@ -291,3 +291,16 @@ def test_every_dtype_moves_alike_on_every_back_end(pool: Any) -> None:
     assert {k: (got[k], want[k]) for k in want if got[k] != want[k]} == {}
     refused = {k[0] for k, v in want.items() if isinstance(v[0], str)}
     assert refused == {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.complex128}
+
+
+def _largest_with_nan(size: int) -> list[float]:
+    x = torch.arange(float(size))
+    x[size // 2] = float("nan") if sl.axis_index("x") == 2 else 0
+    return sl.pmax(x, "x").tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 9000])
+def test_no_maximum_passes_over_a_nan(pool: Any, size: int) -> None:
+    for found in pool.run(_largest_with_nan, size, x=4):
+        assert [i for i, v in enumerate(found) if v != v] == [size // 2]
+        assert found[-1] == size - 1 or size == 1
