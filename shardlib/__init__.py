@@ -1,7 +1,7 @@
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
 
 from shardlib import functions as functions
-from shardlib import ops, recipes
+from shardlib import ops, random, recipes
 from shardlib.checkpoint import load, save
 from shardlib.collectives import (
     all_gather,
@@ -92,8 +92,8 @@ __all__ = [
     "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
     "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
-    "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "recipes",
-    "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard",
+    "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
+    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard",
     "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
     "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

@@ -146,31 +146,85 @@ def opened(func: Any) -> Callable[..., Any] | None:
     return new
 
 
-_DRAWS = frozenset(
-    """
-    alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu rrelu_ rrelu_with_noise
-    multi_head_attention_forward fractional_max_pool2d fractional_max_pool3d gumbel_softmax pca_lowrank svd_lowrank
-    trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_
-    dropout_ feature_dropout_ alpha_dropout_ feature_alpha_dropout_ native_dropout
-    """.split()
-)
+_DRAWS = frozenset("rrelu_with_noise fractional_max_pool2d fractional_max_pool3d pca_lowrank svd_lowrank".split())
 
 
 def seeded(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function draws random numbers: torch tags such operators nondeterministic_seeded."""
     name = getattr(func, "__name__", "")
     if name in _DRAWS:
-        if kwargs.get("training") is False or kwargs.get("train") is False:
-            return False
-        return not any(a is False for a in args[2:])
+        return True
     if name in ("scaled_dot_product_attention",):
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        return False
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # (.., has_biases, num_layers, dropout, train, ..)
+        flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
+        return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
     packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
     if packet is None or name in ("dropout",):
         return name == "dropout"
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3])
+
+
+class _Seeded:
+    """How often torch was seeded in this process, and with what last."""
+
+    calls = 0
+    last = 0
+
+    def holds(self) -> bool:
+        """Whether the last seeding is still in effect, not undone by ``fork_rng`` or ``set_rng_state``."""
+        return torch.initial_seed() in (self.last % 2**64, (self.last - 1) % 2**64)
+
+
+SEEDED = _Seeded()
+
+
+def _hear_seeds() -> None:
+    """``torch.manual_seed`` and ``torch.seed`` both tell custom devices of the seed; this listens there.
+
+    They are imported by name before us, so replacing them would miss calls.  ``torch.random._seed_custom_device``
+    seen in 2.11 and 2.13.  When it goes: wrap ``torch.manual_seed`` and ``torch.seed``.
+    """
+    tell = torch.random._seed_custom_device
+
+    def heard(seed: int) -> None:
+        SEEDED.calls, SEEDED.last = SEEDED.calls + 1, int(seed)
+        tell(seed)
+
+    torch.random._seed_custom_device = heard
+
+
+_hear_seeds()
+
+
+def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[type]) -> None:
+    """``torch.nn.init`` functions that do not ask their argument first do so: a wrapper goes to ``instead[name]``.
+
+    They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a wrapper.  Callers
+    import them by name, so their code is replaced, under the same signature.  Seen in 2.11 and 2.13.  When it
+    goes, or torch asks itself: register the functions as those that ask.
+    """
+    for name, ours in instead.items():
+        func = getattr(torch.nn.init, name)
+        inner = FunctionType(func.__code__, func.__globals__, name, func.__defaults__, func.__closure__)
+        names = func.__code__.co_varnames[: func.__code__.co_argcount]
+
+        def asked(*args: Any, inner: Any = inner, ours: Any = ours) -> Any:
+            return (ours if type(args[0]) in wrappers else inner)(*args)
+
+        func.__globals__[f"_shardlib_{name}"] = asked
+        scope: dict[str, Any] = {}
+        exec(f"def {name}({', '.join(names)}): return _shardlib_{name}({', '.join(names)})", scope)
+        func.__code__ = scope[name].__code__
+
+
+def job_store() -> Any:
+    """The key-value store that the processes of a job met through.
+
+    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13; ``get_group_store`` of a
+    process group is private too.  When it goes: make a ``dist.TCPStore`` in ``make_mesh``.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # ---------------------------------------------------------------- autograd.Function

@@ -10,6 +10,7 @@ from typing import Any
 from shardlib._compat import intercept_recompute
 from shardlib.mesh import _SCOPE, bind
 from shardlib.ops.registry import _AMBIENT
+from shardlib.random import marks, replayed
 
 __all__ = ["inside"]
 
@@ -34,17 +35,15 @@ def inside(runner: Runner) -> Iterator[None]:
 
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, to be called at any time and on any thread, with what surrounds this moment."""
-    mesh, runner, ambient = _SCOPE.mesh, _INSIDE.runner, dict(_AMBIENT.__dict__)
-    if mesh is None and runner is None:
-        return run
+    """``run``, to be called at any time and on any thread, with what surrounds this moment; draws are repeated."""
+    mesh, runner, ambient, at = _SCOPE.mesh, _INSIDE.runner, dict(_AMBIENT.__dict__), marks()
 
     def again(*args: Any) -> Any:
         before = dict(_AMBIENT.__dict__)
         _AMBIENT.__dict__.clear()
         _AMBIENT.__dict__.update(ambient)
         try:
-            with bind(mesh):  # type: ignore[arg-type]
+            with bind(mesh), replayed(at):  # type: ignore[arg-type]
                 if runner is None:
                     return run(*args)
                 with inside(runner):

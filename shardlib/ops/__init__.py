@@ -8,6 +8,7 @@ from shardlib.ops import (
     elementwise,
     embedding,
     index,
+    initial,
     joined,
     loss,
     matmul,
@@ -15,6 +16,7 @@ from shardlib.ops import (
     norm,
     normalise,
     padding,
+    random,
     recurrent,
     reduce,
     sdpa,
@@ -24,6 +26,7 @@ from shardlib.ops import (
 )
 
 __all__ = [
-    "along", "contract", "create", "dropout", "elementwise", "embedding", "index", "joined", "loss", "matmul", "matrix",
-    "norm", "normalise", "padding", "recurrent", "reduce", "sdpa", "space", "views", "whole",
+    "along", "contract", "create", "dropout", "elementwise", "embedding", "index", "initial", "joined", "loss",
+    "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa", "space", "views",
+    "whole",
 ]  # fmt: skip

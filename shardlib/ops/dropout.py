@@ -1,8 +1,7 @@
-"""Dropout whose mask is a function of the element's global index.
+"""Dropout of every kind: which elements, or channels, drop is a function of the key and of their global positions.
 
-The same elements drop under every layout and every number of ranks: a counter hash of
-(seed, global linear index) is compared with p.  The seed is one draw from torch's CPU
-generator, so ``torch.manual_seed`` and activation checkpointing behave as usual.
+The same drop under every layout and number of ranks (random.py).  What is saved for backward is one byte per
+element, or per channel.
 """
 
 from typing import Any
@@ -12,55 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.mesh import Mesh
-from shardlib.tensor import ShardedTensor, implements, partial_escape
+from shardlib.errors import ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.keyed import Make, drawn, half_open, kept
+from shardlib.ops.signatures import binder
+from shardlib.random import next_key
+from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, typeof
 
-__all__ = ["dropout", "global_index", "keep_mask"]
-
-
-def global_index(x: ShardedTensor) -> Tensor:
-    """Raw int64 block of the elements' linear indices in the global tensor."""
-    mesh, shape = x.mesh, tuple(x.size_)
-    layout = x.sharding.resolve(len(shape))
-    coords = _coordinates(mesh)
-    stride, parts = 1, []
-    for d in range(len(shape) - 1, -1, -1):
-        table = [list(layout.indices(shape, mesh, c)[d]) for c in coords]
-        index = torch.tensor(table, device=x.raw.device) * stride  # [ranks, n_d]
-        parts.append(index.reshape(len(coords), *([1] * d), -1, *([1] * (len(shape) - 1 - d))))
-        stride *= shape[d]
-    total = sum(parts) if parts else torch.zeros(len(coords), dtype=torch.int64, device=x.raw.device)
-    return total if mesh.kind == "stacked" else total[0]  # type: ignore[index, return-value]
-
-
-def _coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    if mesh.kind == "dist":
-        return [dict(mesh.coord or {})]
-    if mesh.kind == "record":
-        return [dict.fromkeys(mesh.names, 0)]
-    grid = torch.cartesian_prod(*[torch.arange(n) for n in mesh.sizes]).reshape(-1, len(mesh.sizes))
-    return [dict(zip(mesh.names, row, strict=True)) for row in grid.tolist()]
-
-
-def keep_mask(index: Tensor, seed: int, p: float) -> Tensor:
-    """True with probability 1 - p, independently per index: a 64-bit mix (splitmix64) of seed + index.
-
-    Source: Steele, Lea and Flood 2014, the finaliser of SplittableRandom.
-    """
-    out = torch.empty(index.shape, dtype=torch.bool, device=index.device)
-    bar = int(p * (1 << 53))
-    index, flat = index.reshape(-1), out.reshape(-1)
-    step = 1 << 15 if index.device.type == "cpu" else max(index.numel(), 1)  # what a cache holds
-    for at in range(0, index.numel(), step):
-        x = index[at : at + step] * -7046029254386353131  # 0x9E3779B97F4A7C15
-        x += seed
-        x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
-        x *= -4658895280553007687  # 0xBF58476D1CE4E5B9
-        x ^= (x >> 27).bitwise_and_(0x1FFFFFFFFF)
-        x *= -7723592293110705685  # 0x94D049BB133111EB
-        x ^= (x >> 31).bitwise_and_(0x1FFFFFFFF)
-        torch.ge(x.bitwise_and_((1 << 53) - 1), bar, out=flat[at : at + step])
-    return out
+__all__ = ["dropout"]
 
 
 class _Drop(Local):
@@ -76,18 +34,128 @@ class _Drop(Local):
         return _Drop.apply(grads[0], ctx.keep, ctx.scale), None, None
 
 
-@implements(F.dropout, torch.dropout)
-def dropout(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """F.dropout, the same draw for every layout."""
-    names = ("input", "p", "training", "inplace")
-    given = {"p": 0.5, "training": True} | dict(zip(names, args, strict=False)) | kwargs
-    x, p = given["input"], given.get("p", 0.5)
-    if not given.get("training", given.get("train", True)) or p == 0:
-        return x
+_FORMS = """
+    dropout(input, p=0.5, training=True, inplace=False)
+    dropout(input, p=0.5, train=True)
+"""
+_bind = binder(_FORMS)
+_bind_off = binder(_FORMS.replace("training=True", "training=False"))  # F.alpha_dropout's default
+
+
+def _checked(name: str, func: Any, x: Any, p: float) -> None:
+    if not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise ShardError(
+            f"dropout probability has to be between 0 and 1, but got {p}",
+            op=name,
+            operands={"input": typeof(x)},
+            fix=f"F.{name}(x, 0.5)",
+        )
     if x.sharding.partial:
-        raise partial_escape("dropout", x)
-    seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64))
-    if x.mesh.kind == "record":
-        return x.like(x.raw * 1)
-    keep = keep_mask(global_index(x), seed, p)
-    return x.like(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0))
+        raise partial_escape(name, x)
+    if not (x.is_floating_point() or x.is_complex()):
+        func(torch.ones(2, dtype=x.dtype), p, True)  # torch's own refusal
+
+
+def _keep(x: ShardedTensor, make: Make, dtype: torch.dtype, features: bool) -> Tensor:
+    """Raw numbers for each element, or for each [sample, channel] with ones beyond."""
+    key = next_key(x.mesh)
+    if not features:
+        return drawn(x, key, make, dtype)
+    lead = x.mesh.kind == "stacked"
+    layout = Layout((*x.sharding.resolve(len(x.size_)).dims[:2], *[Dim()] * (len(x.size_) - 2)))
+    shape = torch.Size((*x.size_[:2], *[1] * (len(x.size_) - 2)))
+    block = x.raw.new_empty((*x.raw.shape[: 2 + lead], *[1] * (len(x.size_) - 2)), dtype=dtype)
+    if not isinstance(x, PaddedTensor):
+        return drawn(ShardedTensor(block, layout, shape, x.mesh), key, make, dtype)
+    true = torch.Size((*x.true[:2], *shape[2:]))
+    return drawn(PaddedTensor(block, layout, shape, x.mesh, true), key, make, dtype)
+
+
+def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """Alpha dropout: what drops takes SELU's lowest value, and all is scaled back to mean 0 and variance 1."""
+    alpha = 1.7580993408473766
+    a = (alpha**2 * p + 1) ** -0.5 * (1 - p) ** -0.5 if p < 1 else 0.0
+    noise = keep.to(x.dtype)
+    return x * (noise * a) + (noise - 1).mul_(alpha * a).add_(alpha * a * p)
+
+
+def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = False) -> Any:
+    bind = _bind_off if off else _bind
+
+    def run(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+        b = bind(*args, **kwargs)
+        x, p = b["input"], b["p"]
+        inplace = b.get("inplace", False) or func.__name__.endswith("_")
+        _checked(name, func, x, p)
+        if not b.get("training", b.get("train")) or p == 0 or x.numel() == 0:
+            return x
+        if features and len(x.size_) < 2:
+            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        keep = _keep(x, kept(p), torch.bool, features)
+        raw = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)
+        if inplace:
+            x.raw.copy_(raw)  # type: ignore[arg-type]
+            return x
+        return x.like(raw)  # type: ignore[arg-type]
+
+    return run
+
+
+dropout = _rule("dropout")
+implements(F.dropout, torch.dropout, torch.dropout_)(dropout)
+implements(F.alpha_dropout)(_rule("alpha_dropout", off=True, alpha=True))
+implements(torch.alpha_dropout, torch.alpha_dropout_)(_rule("alpha_dropout", alpha=True))
+implements(F.feature_alpha_dropout)(_rule("feature_alpha_dropout", off=True, features=True, alpha=True))
+implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_)(
+    _rule("feature_alpha_dropout", features=True, alpha=True)
+)
+implements(torch.feature_dropout, torch.feature_dropout_)(_rule("feature_dropout", features=True))
+
+
+@implements(torch.native_dropout)
+def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    """(output, mask)"""
+    b = binder("native_dropout(input, p, train)")(*args, **kwargs)
+    x, p = b["input"], b["p"]
+    _checked("dropout", F.dropout, x, p)
+    if b["train"] is False:
+        return x.like(x.raw * 1), x.like(torch.ones_like(x.raw, dtype=torch.bool))
+    keep = _keep(x, kept(p), torch.bool, False)
+    return x.like(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)), x.like(keep)  # type: ignore[arg-type]
+
+
+_rrelu = binder("rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False)\n"
+                "rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, generator=None)")  # fmt: skip
+
+
+@implements(F.rrelu, torch.rrelu, torch.rrelu_)
+def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Leaky with a slope between lower and upper: one per element in training, their mean otherwise."""
+    b = _rrelu(*args, **kwargs)
+    x, low, high = b["input"], b["lower"], b["upper"]
+    if x.sharding.partial:
+        raise partial_escape("rrelu", x)
+    if low > high:
+        raise RuntimeError(f"Lower bound should be less than or equal to the upper bound, but got {low} and {high}")
+    if b["training"]:
+        key = next_key(x.mesh, b.get("generator"))
+        slope: Any = drawn(x, key, lambda h: half_open(h, x.dtype).mul_(high - low).add_(low), x.dtype)
+    else:
+        slope = (low + high) / 2
+    raw = torch.where(x.raw > 0, x.raw, x.raw * slope)
+    if b.get("inplace") or func is torch.rrelu_:
+        x.raw.copy_(raw)
+        return x
+    return x.like(raw)
+
+
+PADDED.update(
+    {
+        f: TABLE[f]
+        for f in (
+            F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_,
+            F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.feature_dropout,
+            torch.feature_dropout_, torch.native_dropout, F.rrelu, torch.rrelu, torch.rrelu_,
+        )
+    }
+)  # fmt: skip

@@ -99,7 +99,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     name = getattr(func, "__name__", str(func))
     if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
         raise refusal or no_rule(func, args, kwargs)
-    if refusal is None and opens and func not in _OPEN and (body := opened(func)) is not None:
+    if refusal is None and opens and func not in _OPEN and name not in _PLAINLY and (body := opened(func)) is not None:
         met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
         ours = [x for x in met if isinstance(x, ShardedTensor)]
         for x in met if ours else ():  # what the body makes itself is the same on every rank; this need not be
@@ -114,7 +114,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             _OPEN.pop()
     if seeded(func, args, kwargs):
         raise Unsupported(
-            "this draws random numbers, and nothing says that every rank draws the same",
+            "this draws random numbers from each rank's own generator, and the ranks' copies would differ",
             op=name,
             operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
             fix="sl.shard(torch.rand(...), layout)",
@@ -198,6 +198,8 @@ class _Same:
 
 
 _SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.embedding_bag and F.embedding
+
+_PLAINLY = frozenset("pca_lowrank svd_lowrank".split())  # bodies that draw plain tensors, each rank its own
 
 _OPEN: list[Any] = []  # whose bodies run: one that asks again through a helper is not opened twice
 

@@ -21,7 +21,7 @@ from shardlib.ops.attention.kernels import Block, Kernel, merge, wide
 from shardlib.ops.attention.masks import At, Mask
 from shardlib.ops.attention.pieces import Piece
 from shardlib.ops.attention.plan import Pairs, Plan
-from shardlib.ops.dropout import keep_mask
+from shardlib.ops.keyed import keep_mask
 
 __all__ = [
     "Given",
@@ -103,6 +103,8 @@ class Local:
             dropout, seed, dtype = self.job.dropout, self.job.seed, wide(self.q.dtype)
 
             def kept_rows(r0: int, r1: int) -> Tensor:
+                if self.q.is_meta:  # positions are on the CPU there, and nothing is drawn
+                    return self.q.new_empty((len(at.batch), len(at.heads), r1 - r0, len(k_at)), dtype=dtype)
                 kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, dropout)
                 return kept.to(dtype).div_(1 - dropout) if dropout < 1 else kept.to(dtype).zero_()
 

@@ -23,6 +23,7 @@ from shardlib.ops.attention.kernels import KERNELS, pick, unfit
 from shardlib.ops.attention.masks import At, Full, Mask, MaskMod
 from shardlib.ops.attention.plan import Plan
 from shardlib.ops.elementwise import aligned
+from shardlib.random import next_key
 from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, replicated, typeof, vary
 
 __all__ = ["ENGINES", "attention_plan", "ring_attention"]
@@ -205,7 +206,7 @@ def _attend(
     special = bool(p) or learned or (return_lse and torch.is_grad_enabled())
     biased = raw_bias is not None or mask.biased or not isinstance(mask, Full)
     chosen = _kernel(kernel, q, v, biased, special)
-    seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)) if p else 0
+    seed = next_key(mesh) if p else 0
     at = partial(_batch_and_heads, q.sharding.resolve(4), tuple(q.size_), mesh)
     whole = (true_shape(q)[1], *lengths)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

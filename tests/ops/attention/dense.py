@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.attention.masks import At, Mask
-from shardlib.ops.dropout import keep_mask
+from shardlib.ops.keyed import keep_mask
 
 
 def attention(

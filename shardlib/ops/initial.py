@@ -1,0 +1,192 @@
+"""torch.nn.init on sharded tensors: fan-in and fan-out are the global tensor's, values are keyed by position.
+
+Most of it is torch's own code, which fills tensors in place (random.py).  Here are those that would draw from each
+rank's generator, move data, or write single elements.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib._compat import intercept_init
+from shardlib.ops.keyed import along, bits, drawn, open_unit
+from shardlib.ops.random import filled
+from shardlib.placing import reshard
+from shardlib.random import branch, next_key
+from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, replicated, typeof
+
+__all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
+
+
+@implements(nn.init.uniform_)
+def uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """nn.init.uniform_"""
+    return _uniform(*args[len(kwargs) > 0 :], **kwargs)
+
+
+def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Tensor:
+    with torch.no_grad():
+        return tensor.uniform_(a, b, generator=generator)
+
+
+@implements(nn.init.normal_)
+def normal_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """nn.init.normal_"""
+    return _normal(*args[len(kwargs) > 0 :], **kwargs)
+
+
+def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
+    with torch.no_grad():
+        return tensor.normal_(mean, std, generator=generator)
+
+
+@implements(nn.init.constant_)
+def constant_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """nn.init.constant_"""
+    with torch.no_grad():
+        return kwargs["tensor"].fill_(kwargs["val"])
+
+
+@implements(nn.init.kaiming_uniform_)
+def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """nn.init.kaiming_uniform_"""
+    return _kaiming(*args[len(kwargs) > 0 :], **kwargs)
+
+
+def _kaiming(
+    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Tensor:
+    if 0 in tensor.shape:
+        return tensor
+    if tensor.ndim < 2:
+        raise ValueError("Fan in and fan out can not be computed for tensor with fewer than 2 dimensions")
+    if mode.lower() not in ("fan_in", "fan_out"):
+        raise ValueError(f"Mode {mode} not supported, please use one of ['fan_in', 'fan_out']")
+    fan = tensor.shape[1 if mode.lower() == "fan_in" else 0] * math.prod(tensor.shape[2:])
+    bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+    with torch.no_grad():
+        return tensor.uniform_(-bound, bound, generator=generator)
+
+
+# ---------------------------------------------------------------- those that do not ask their argument
+
+
+def trunc_normal_(
+    x: ShardedTensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+) -> ShardedTensor:
+    """One number per element, by the inverse of the normal distribution between a and b: nothing is drawn twice."""
+    _settled("trunc_normal_", x)
+    low, high = (torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64)).item() for v in (a, b))
+    flip = low > 0.5  # the upper tail has no digits left near 1; the lower one does
+    if flip:
+        low, high = (torch.special.ndtr(torch.tensor((mean - v) / std, dtype=torch.float64)).item() for v in (b, a))
+
+    def make(h: Tensor) -> Tensor:
+        z = torch.special.ndtri(open_unit(h).mul_(high - low).add_(low))
+        return (z.neg_() if flip else z).mul_(std).add_(mean).clamp_(a, b)
+
+    with torch.no_grad():
+        return filled(x, make, generator)
+
+
+def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:
+    """Every rank factors the same whole matrix, and keeps its block: this one is whole for a moment."""
+    _settled("orthogonal_", x)
+    if x.ndim < 2:
+        raise ValueError("Only tensors with 2 or more dimensions are supported")
+    if x.numel() == 0 or x.raw.is_meta:
+        return x
+    rows, columns = x.shape[0], x.numel() // x.shape[0]
+    key = next_key(x.mesh, generator)
+    with torch.no_grad():
+        from_here = replicated(x.raw.new_empty(rows, columns), x.mesh)
+        flat = drawn(from_here, key, _gauss, torch.float64)
+        flat = flat[0] if x.mesh.kind == "stacked" else flat
+        q, r = torch.linalg.qr(flat.T if rows < columns else flat)
+        q = q * torch.diag(r, 0).sign()
+        q = (q.T if rows < columns else q).reshape(tuple(x.shape)).mul(gain)
+        _put(x, q)
+    return x
+
+
+def _gauss(h: Tensor) -> Tensor:
+    return torch.special.ndtri(open_unit(h))
+
+
+def _put(x: ShardedTensor, whole: Tensor) -> None:
+    """This rank's block of a tensor that every rank holds."""
+    if isinstance(x, PaddedTensor):
+        pad = [n for s, t in zip(reversed(x.size_), reversed(x.true), strict=True) for n in (0, s - t)]
+        whole = nn.functional.pad(whole, pad)
+    x.raw.copy_(reshard(replicated(whole, x.mesh), x.sharding).raw)
+
+
+def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
+    """Ones where the output channel of a group is the input channel, at the kernel's centre."""
+    _settled("dirac_", x)
+    if x.ndim not in (3, 4, 5):
+        raise ValueError("Only tensors with 3, 4, or 5 dimensions are supported")
+    if x.shape[0] % groups:
+        raise ValueError("dim 0 must be divisible by groups")
+    each = x.shape[0] // groups
+    if x.raw.is_meta:
+        return x
+    hit = along(x, 0) % each == along(x, 1)
+    for d in range(2, x.ndim):
+        hit = hit & (along(x, d) == x.shape[d] // 2)
+    with torch.no_grad():
+        x.raw.copy_(hit)
+    return x
+
+
+@implements(torch.eye)
+def eye(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch.eye(n, m, out=sharded), which nn.init.eye_ calls."""
+    x = kwargs["out"]
+    _settled("eye", x)
+    n, m = args if len(args) == 2 else (args[0], args[0])
+    if tuple(x.shape) != (n, m):
+        raise ValueError(f"eye of [{n}, {m}] does not fit {typeof(x)}")
+    if not x.raw.is_meta:
+        with torch.no_grad():
+            x.raw.copy_(along(x, 0) == along(x, 1))
+    return x
+
+
+def sparse_(x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any = None) -> ShardedTensor:
+    """Normal, and in every column the share ``sparsity`` of rows is zero: those whose keyed numbers are lowest.
+
+    Each rank computes the numbers of whole columns, of the columns that it holds; nothing moves.
+    """
+    _settled("sparse_", x)
+    if x.ndim != 2:
+        raise ValueError("Only tensors with 2 dimensions are supported")
+    with torch.no_grad():
+        x.normal_(0, std, generator=generator)
+        zeros, key = math.ceil(sparsity * x.shape[0]), branch(next_key(x.mesh, generator), 0)
+        if zeros == 0 or x.raw.is_meta:
+            return x
+        every = torch.arange(x.shape[0], device=x.raw.device)
+        rows, columns = along(x, 0), along(x, 1)  # [ranks, m, 1] and [ranks, 1, n], or without ranks
+        for at in range(0, columns.shape[-1], 1024):
+            some = columns[..., at : at + 1024]
+            most = bits(every[:, None] * x.shape[1] + some, key).kthvalue(zeros, -2, keepdim=True).values
+            gone = bits(rows * x.shape[1] + some, key) <= most
+            x.raw[..., at : at + 1024].masked_fill_(gone, 0.0)
+    return x
+
+
+def _settled(name: str, x: ShardedTensor) -> None:
+    if x.sharding.partial:
+        raise partial_escape(name, x)
+
+
+intercept_init(
+    {"trunc_normal_": trunc_normal_, "orthogonal_": orthogonal_, "dirac_": dirac_, "sparse_": sparse_},
+    frozenset({ShardedTensor, PaddedTensor}),
+)
+PADDED.update(
+    {f: TABLE[f] for f in (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, torch.eye)}
+)

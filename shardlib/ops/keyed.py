@@ -1,0 +1,187 @@
+"""Random numbers as functions of a key and of the element's position in the global tensor.
+
+64 bits per position: splitmix64, whose state after i steps is key + i * odd constant, so any element's bits come
+from its position alone.  Positions are those of the true tensor, also where blocks are padded.
+
+Bits become numbers in fp64 and are rounded once.  Chunks are a multiple of 64 elements and too small for threads:
+torch's vector loops and their scalar tails differ in the last bit, and a number must not hang on where it lies in
+a block.
+
+Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the constants of the
+finaliser are Stafford's variant 13.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.layouts import Layout, coordinates
+from shardlib.mesh import Mesh
+from shardlib.tensor import PaddedTensor, ShardedTensor
+
+__all__ = ["along", "bits", "drawn", "half_open", "keep_mask", "kept", "normal", "open_unit", "signed"]
+
+_STEP = 1 << 14  # elements at once: what a cache holds, and fewer than torch gives to threads
+
+Make = Callable[[Tensor], Tensor]
+"""From bits, 1-D, to as many numbers; it may write to the bits."""
+
+
+def signed(x: int) -> int:
+    """The same 64 bits as torch's int64 reads them.
+
+    >>> signed(2**64 - 1)
+    -1
+    """
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >> 63 else x
+
+
+def bits(index: Tensor, key: int) -> Tensor:
+    """64 random bits for each index, as int64."""
+    x = index * -7046029254386353131  # 0x9E3779B97F4A7C15
+    x += signed(key)
+    x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
+    x *= -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x ^= (x >> 27).bitwise_and_(0x1FFFFFFFFF)
+    x *= -7723592293110705685  # 0x94D049BB133111EB
+    x ^= (x >> 31).bitwise_and_(0x1FFFFFFFF)
+    return x
+
+
+def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
+    """True with probability 1 - p, independently per index."""
+    out = torch.empty(index.shape, dtype=torch.bool, device=index.device)
+    index, flat = index.reshape(-1), out.view(-1)
+    step = 2 * _STEP if index.device.type == "cpu" else max(index.numel(), 1)
+    for at in range(0, index.numel(), step):
+        torch.ge(bits(index[at : at + step], key).bitwise_and_(_53), _bar(p), out=flat[at : at + step])
+    return out
+
+
+_53 = (1 << 53) - 1
+
+
+def _bar(p: float) -> int:
+    return int(p * (1 << 53))
+
+
+def kept(p: float) -> Make:
+    """As ``keep_mask``."""
+    return lambda h: h.bitwise_and_(_53).ge(_bar(p))
+
+
+# ---------------------------------------------------------------- bits as numbers
+
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def half_open(h: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Uniform in [0, 1), with as many digits as ``dtype`` has, in fp64."""
+    digits = _DIGITS.get(dtype, 53)
+    return (h >> (64 - digits)).bitwise_and_((1 << digits) - 1).double().mul_(2.0**-digits)
+
+
+def open_unit(h: Tensor) -> Tensor:
+    """Uniform in (0, 1), never either end: 52 bits and a half."""
+    return (h >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+
+
+def normal(h: Tensor) -> Tensor:
+    """Of mean 0 and variance 1, by the inverse of its distribution."""
+    return torch.special.ndtri(open_unit(h))
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def drawn(x: ShardedTensor, key: int, make: Make, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The raw blocks of numbers that ``make`` gives for the bits of ``x``'s positions; ``out`` is filled if given."""
+    out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
+    if out.is_meta:
+        return out
+    whole = tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
+    blocks, axes = out if x.mesh.kind == "stacked" else [out], tuple(x.mesh.axes.items())
+    for block, coord in zip(blocks, _coordinates(x.mesh), strict=True):
+        tables = _tables(x.sharding, tuple(x.size_), axes, tuple(coord.values()), whole)
+        flat = block.view(-1)
+        for at, index in _chunks([t.to(out.device) for t in tables]):
+            n = index.numel()
+            if out.device.type == "cpu" and n % 64:
+                index = F.pad(index, (0, -n % 64))
+            flat[at : at + n] = make(bits(index, key))[:n]
+    return out
+
+
+def along(x: ShardedTensor, dim: int) -> Tensor:
+    """The global positions along one dimension of every element, shaped to broadcast with the raw block."""
+    size, ndim = tuple(x.size_), len(x.size_)
+    tables = []
+    for coord in _coordinates(x.mesh):
+        held = x.sharding.resolve(ndim).indices(size, x.mesh, coord)[dim]
+        tables.append(torch.tensor(list(held), dtype=torch.int64))
+    found = torch.stack(tables) if x.mesh.kind == "stacked" else tables[0]
+    lead = found.shape[:-1] if x.mesh.kind == "stacked" else ()
+    shape = [*lead, *[1] * dim, -1, *[1] * (ndim - 1 - dim)]
+    return found.reshape(shape).to(x.raw.device)
+
+
+def _coordinates(mesh: Mesh) -> list[dict[str, int]]:
+    if mesh.kind == "dist":
+        return [dict(mesh.coord or {})]
+    return [dict.fromkeys(mesh.names, 0)] if mesh.kind == "record" else coordinates(mesh)
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    layout: Layout,
+    size: tuple[int, ...],
+    axes: tuple[tuple[str, int], ...],
+    coord: tuple[int, ...],
+    whole: tuple[int, ...],
+) -> tuple[Tensor, ...]:
+    """Per dimension what each of the block's positions adds to the linear index."""
+    sizes = dict(axes)
+    held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))
+    stride, out = 1, []
+    for d in range(len(size) - 1, -1, -1):
+        index = held[d]
+        ahead = isinstance(index, range)
+        table = torch.arange(index.start, index.stop, index.step) if ahead else torch.tensor(list(index))
+        out.append(table.to(torch.int64) * stride)
+        stride *= whole[d]
+    return tuple(reversed(out))
+
+
+def _chunks(tables: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """(place in the flat block, linear positions from there on), a cache full at a time."""
+    sizes = [len(t) for t in tables]
+    if 0 in sizes:
+        return
+    cpu = not tables or tables[0].device.type == "cpu"
+    step = _STEP if cpu else math.prod(sizes)
+    cut, columns = len(sizes), 1
+    while cut and (columns < 128 or columns * sizes[cut - 1] <= step):
+        cut -= 1
+        columns *= sizes[cut]
+    rows, column = _outer(tables[:cut]), _outer(tables[cut:])
+    if columns > step:
+        for r in range(len(rows)):
+            for c in range(0, columns, step):
+                yield r * columns + c, column[c : c + step] + rows[r]
+        return
+    many = max(1, step // columns)
+    for r in range(0, len(rows), many):
+        yield r * columns, (rows[r : r + many, None] + column).flatten()
+
+
+def _outer(tables: list[Tensor]) -> Tensor:
+    total = torch.zeros(1, dtype=torch.int64, device=tables[0].device if tables else "cpu")
+    for t in tables:
+        total = (total[:, None] + t).flatten()
+    return total

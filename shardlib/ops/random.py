@@ -1,0 +1,470 @@
+"""torch's random functions on sharded tensors: every number is keyed by its global position.
+
+Filling in place, tensors like another, samples of given distributions.  ``generator=`` is honoured: rank 0's draw
+from it is the key.  Arguments are checked by torch, on no elements.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import Local
+from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.elementwise import aligned
+from shardlib.ops.keyed import Make, along, drawn, half_open, normal, open_unit, signed
+from shardlib.ops.signatures import binder
+from shardlib.placing import reshard
+from shardlib.random import branch, next_key
+from shardlib.tensor import (
+    PADDED,
+    TABLE,
+    PaddedTensor,
+    ShardedTensor,
+    implements,
+    lift,
+    partial_escape,
+    real_axes,
+    typeof,
+)  # fmt: skip
+
+__all__ = ["filled"]
+
+
+def _settled(name: str, x: ShardedTensor) -> None:
+    if x.sharding.partial:
+        raise partial_escape(name, x)
+
+
+def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
+    """torch's own refusal of bad arguments."""
+    try:
+        func(torch.empty(0, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device), *args, **kwargs)
+    except TypeError as e:
+        name = func.__name__
+        raise ShardError(str(e), op=name, operands={"input": typeof(x)}, fix=f"help(torch.Tensor.{name})") from None
+
+
+# ---------------------------------------------------------------- distributions
+
+
+def uniform(low: float, high: float, dtype: torch.dtype) -> Make:
+    """In [low, high), also after rounding to ``dtype``."""
+    top = torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item() if high > low else low
+
+    def make(h: Tensor) -> Tensor:
+        return half_open(h, dtype).mul_(high - low).add_(low).to(dtype).clamp_(max=top)
+
+    return make
+
+
+def gaussian(mean: float, std: float) -> Make:
+    return lambda h: normal(h).mul_(std).add_(mean)
+
+
+def exponential(rate: float) -> Make:
+    return lambda h: open_unit(h).log_().div_(-rate)
+
+
+def cauchy(median: float, sigma: float) -> Make:
+    return lambda h: open_unit(h).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
+
+
+def geometric(p: float) -> Make:
+    """How many trials until the first success."""
+    return lambda h: open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(h)
+
+
+def log_normal(mean: float, std: float) -> Make:
+    return lambda h: normal(h).mul_(std).add_(mean).exp_()
+
+
+def bernoulli(p: float) -> Make:
+    return lambda h: half_open(h).lt(p)
+
+
+def integers(low: int, high: int) -> Make:
+    """In [low, high), each alike but for one part in 2**63 / (high - low)."""
+    span = high - low
+    if span == 1 << 64:
+        return lambda h: h
+    if span < 1 << 63:
+        return lambda h: (h >> 1).bitwise_and_((1 << 63) - 1).remainder_(span).add_(low)
+
+    def wide(h: Tensor) -> Tensor:  # int64 has no unsigned remainder; here it is at most one subtraction
+        over = (h ^ signed(1 << 63)) >= signed(span ^ (1 << 63))
+        return h - over * signed(span) + low
+
+    return wide
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """Where ``random_()`` ends: what the dtype counts up to exactly."""
+    if dtype == torch.bool:
+        return 2
+    if dtype.is_floating_point:
+        return 2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype] + 1
+    top = torch.iinfo(dtype).max
+    return top + (dtype != torch.int64)
+
+
+# ---------------------------------------------------------------- in place
+
+
+def filled(x: ShardedTensor, make: Make, generator: torch.Generator | None = None) -> ShardedTensor:
+    """``x`` with its elements drawn, in place; no second block is made where its memory is dense."""
+    raw = x.raw
+    if torch.is_grad_enabled() and raw.requires_grad and raw.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    key = next_key(x.mesh, generator)
+    here = raw.is_contiguous() and not (torch.is_grad_enabled() and raw.requires_grad)
+    if raw.is_complex():
+        parts = [drawn(x, branch(key, lane), make, raw.real.dtype) for lane in range(2)]
+        raw.copy_(torch.complex(*parts))
+    elif here:
+        drawn(x, key, make, raw.dtype, out=raw.detach())
+    else:
+        raw.copy_(drawn(x, key, make, raw.dtype))
+    return x
+
+
+def _in_place(func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make]) -> None:
+    bind = binder(signature)
+
+    def rule(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+        x = args[0]
+        _settled(func.__name__, x)
+        _asked(func, x, args[1:], kwargs)
+        b = bind(*args, **kwargs)
+        return filled(x, make(b, x), b["generator"])
+
+    implements(func)(rule)
+    PADDED[func] = rule
+
+
+def _halved(x: ShardedTensor, std: float) -> float:
+    """A complex number's variance is in two parts."""
+    return std / math.sqrt(2) if x.is_complex() else std
+
+
+_in_place(Tensor.normal_, "normal_(input, mean=0.0, std=1.0, *, generator=None)",
+          lambda b, x: gaussian(b["mean"], _halved(x, b["std"])))  # fmt: skip
+_in_place(Tensor.exponential_, "exponential_(input, lambd=1.0, *, generator=None)",
+          lambda b, x: exponential(b["lambd"]))  # fmt: skip
+_in_place(Tensor.cauchy_, "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)",
+          lambda b, x: cauchy(b["median"], b["sigma"]))  # fmt: skip
+_in_place(Tensor.geometric_, "geometric_(input, p, *, generator=None)", lambda b, x: geometric(b["p"]))
+_in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generator=None)",
+          lambda b, x: log_normal(b["mean"], b["std"]))  # fmt: skip
+
+
+@implements(Tensor.uniform_)
+def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Its keyword ``from`` is a word of Python's."""
+    x = args[0]
+    _settled("uniform_", x)
+    _asked(func, x, args[1:], kwargs)
+    low, high = (*args[1:], *(kwargs.get(n, d) for n, d in (("from", 0.0), ("to", 1.0))[len(args) - 1 :]))
+    return filled(x, uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype), kwargs.get("generator"))
+
+
+@implements(Tensor.random_)
+def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """random_(), random_(to), random_(from, to)"""
+    x = args[0]
+    _settled("random_", x)
+    _asked(func, x, args[1:], kwargs)
+    ends = list(args[1:])
+    low = ends[0] if len(ends) == 2 else kwargs.get("from", 0)
+    high = ends[-1] if ends and "to" not in kwargs else kwargs.get("to", _largest(x.dtype))
+    if len(ends) == 1 and "to" in kwargs:
+        low = ends[0]
+    if high is None:
+        high = _largest(x.dtype) + (x.dtype == torch.int64)
+    return filled(x, integers(low, high), kwargs.get("generator"))
+
+
+# ---------------------------------------------------------------- with probabilities of their own
+
+
+class _Sampled(Local):
+    """Samples of what the operands parametrise: torch gives those a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, sample: Tensor, *operands: Tensor) -> Tensor:
+        ctx.operands = [(o.shape, o.dtype) for o in operands]
+        return sample
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *(grads[0].new_zeros(s, dtype=d) for s, d in ctx.operands)
+
+
+def _probabilities(name: str, p: Tensor) -> None:
+    if p.device.type == "cpu" and not bool(((p >= 0) & (p <= 1)).all()):
+        raise RuntimeError(f"{name}: Expected p_in >= 0 && p_in <= 1 to be true")
+
+
+def _uniforms(x: ShardedTensor, key: int) -> Tensor:
+    return drawn(x, key, half_open, torch.float64)
+
+
+_bernoulli = binder("bernoulli(input, p=None, *, generator=None)")
+_bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
+
+
+@implements(torch.bernoulli, Tensor.bernoulli)
+def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """1 with the probability that stands there, or with ``p`` everywhere."""
+    b = _bernoulli(*args, **kwargs)
+    x, p = b["input"], b["p"]
+    _settled("bernoulli", x)
+    if isinstance(p, Tensor):
+        return torch.empty_like(x).bernoulli_(p, generator=b["generator"])  # type: ignore[return-value]
+    _asked(func, x, args[1:], kwargs)
+    if p is None:
+        _probabilities("bernoulli", x.raw)
+    u = _uniforms(x, next_key(x.mesh, b["generator"]))
+    sample = (u < (x.raw.detach() if p is None else p)).to(x.dtype)
+    return x.like(_Sampled.apply(sample, x.raw) if x.raw.requires_grad and p is None else sample)  # type: ignore[arg-type]
+
+
+@implements(Tensor.bernoulli_)
+def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """bernoulli_(p), p a number or a tensor that broadcasts"""
+    b = _bernoulli_(*args, **kwargs)
+    x, p = b["input"], b["p"]
+    if not isinstance(x, ShardedTensor):
+        raise ImplicitCommunication(
+            "a plain tensor cannot take a sharded value in place",
+            op="bernoulli_",
+            operands={"tensor": typeof(x)},
+            fix="x = torch.bernoulli(p)",
+        )
+    _settled("bernoulli_", x)
+    if not isinstance(p, Tensor):
+        _asked(func, x, args[1:], kwargs)
+        return filled(x, bernoulli(p), b["generator"])
+    p = lift(p, x.mesh, "bernoulli_")
+    _settled("bernoulli_", p)
+    _probabilities("bernoulli_", p.raw)
+    frame = x.inner if isinstance(x, PaddedTensor) else x
+    raws, out, shape, _ = aligned("bernoulli_", [frame, p.inner if isinstance(p, PaddedTensor) else p])
+    if out != x.sharding or shape != x.size_:
+        raise ImplicitCommunication(
+            "the probabilities lie otherwise than the tensor they are drawn for",
+            op="bernoulli_",
+            operands={"tensor": typeof(x), "p": typeof(p)},
+            mesh=x.mesh,
+            fix="torch.bernoulli(p)",
+        )
+    u = _uniforms(x, next_key(x.mesh, b["generator"]))
+    x.raw.copy_(u < raws[1])
+    return x
+
+
+_normal = binder("normal(mean, std=1.0, *, generator=None)")
+
+
+@implements(torch.normal)
+def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """mean + std z, of tensors that broadcast."""
+    b = _normal(*args, **kwargs)
+    mean, std = b["mean"], b["std"]
+    for t in (mean, std):
+        if isinstance(t, ShardedTensor):
+            _settled("normal", t)
+    held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
+    if held.numel() and not held.is_meta and held.min() < 0:
+        raise RuntimeError(f"normal expects all elements of std >= 0.0, but found std {float(held.min())}")
+    with torch.no_grad():
+        frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
+        z = frame.like(drawn(frame, next_key(frame.mesh, b["generator"]), normal, frame.dtype))
+        out = mean + std * z
+    for t in (mean, std):
+        if isinstance(t, Tensor) and t.requires_grad:
+            nothing = t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0.0)
+            out = out + nothing  # torch gives its parameters a gradient of zero
+    return out  # type: ignore[return-value]
+
+
+@implements(torch.poisson)
+def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Counts of the rates that stand there."""
+    b = binder("poisson(input, generator=None)")(*args, **kwargs)
+    x = b["input"]
+    _settled("poisson", x)
+    _asked(func, x, args[1:], kwargs)
+    if not x.raw.is_meta and bool((x.raw < 0).any()):
+        raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+    key = next_key(x.mesh, b["generator"])
+    rate = x.raw.detach().double()
+    sample = torch.zeros_like(rate) if rate.is_meta else _counts(x, rate, key)
+    return x.like(_Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype))  # type: ignore[arg-type]
+
+
+def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
+    """Small rates by inverting the distribution, large ones by rejection.
+
+    Source: Hoermann, The transformed rejection method for generating Poisson random variables, 1993, PTRS.
+    """
+    out = torch.zeros_like(rate)
+    small = rate < 10
+    u = _uniforms(x, branch(key, 0))
+    term = torch.exp(-rate)
+    below, k = term.clone(), 0
+    while bool((todo := small & (u >= below) & (k < 200)).any()):
+        k += 1
+        term = term * rate / k
+        out += todo
+        below = below + term
+    todo, turn = ~small, 1
+    r = rate.clamp(min=10)
+    b = 0.931 + 2.53 * r.sqrt()
+    a = -0.059 + 0.02483 * b
+    inverse, squeeze = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2)
+    while bool(todo.any()):
+        u = _uniforms(x, branch(key, turn)) - 0.5
+        v = drawn(x, branch(key, turn + 1), open_unit, torch.float64)
+        turn += 2
+        us = 0.5 - u.abs()
+        found = ((2 * a / us + b) * u + r + 0.43).floor()
+        fast = (us >= 0.07) & (v <= squeeze)
+        left = v.log() + inverse.log() - (a / (us * us) + b).log()
+        right = -r + found.clamp(min=0) * r.log() - torch.lgamma(found.clamp(min=0) + 1)
+        good = fast | ((found >= 0) & ~((us < 0.013) & (v > us)) & (left <= right))
+        out = torch.where(todo & good, found, out)
+        todo = todo & ~good
+    return out
+
+
+# ---------------------------------------------------------------- like another
+
+
+_OPTIONS = (
+    "dtype=None, layout=None, device=None, pin_memory=False, requires_grad=False, memory_format=None, generator=None"
+)
+
+
+def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make]) -> ShardedTensor:
+    x, dtype = b["input"], b["dtype"] or b["input"].dtype
+    device = torch.device(b["device"]) if b["device"] is not None else x.raw.device
+    if device.type != x.raw.device.type or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
+        raise Unsupported(
+            "its result lies where the tensor lies, dense",
+            op=func.__name__,
+            operands={"input": typeof(x)},
+            mesh=x.mesh,
+            fix=f"torch.{func.__name__}(x)",
+        )
+    if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
+        raise Unsupported(f"the memory format {b['memory_format']}", op=func.__name__, fix=f"torch.{func.__name__}(x)")
+    raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
+    bare = Layout(x.sharding.resolve(len(x.size_)).dims, skew=x.sharding.skew)
+    if isinstance(x, PaddedTensor):
+        out: ShardedTensor = PaddedTensor(raw, bare, x.size_, x.mesh, x.true)
+    else:
+        out = ShardedTensor(raw, bare, x.size_, x.mesh)
+    _asked(_EMPTY[func], out, (), {})
+    filled(out, make(dtype), b["generator"])
+    return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
+
+
+_EMPTY = {torch.rand_like: Tensor.uniform_, torch.randn_like: Tensor.normal_, torch.randint_like: Tensor.random_}
+_rand = binder(f"rand_like(input, *, {_OPTIONS})")
+_randint = binder(f"randint_like(input, high: int, *, {_OPTIONS})\nrandint_like(input, low, high, *, {_OPTIONS})")
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+@implements(torch.rand_like)
+def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Uniform in [0, 1), in the tensor's layout."""
+    return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
+
+
+@implements(torch.randn_like)
+def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Of mean 0 and variance 1, in the tensor's layout."""
+    return _like(func, _rand(*args, **kwargs), lambda t: gaussian(0.0, 2**-0.5 if t.is_complex else 1.0))
+
+
+@implements(torch.randint_like)
+def randint_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """In [low, high), in the tensor's layout."""
+    b = _randint(*args, **kwargs)
+    low, high = (int(v) for v in (b.get("low", 0), b["high"]))
+    if low >= high:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    return _like(func, b, lambda _: integers(low, high))
+
+
+# ---------------------------------------------------------------- samples of rows
+
+
+_multinomial = binder("multinomial(input, num_samples: int, replacement=False, *, generator=None)")
+
+
+@implements(torch.multinomial, Tensor.multinomial)
+def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Indices drawn with the row's weights: the largest of log(weight) + Gumbel noise, whatever the row's split.
+
+    Without replacement the ``num_samples`` largest, with replacement the largest of each of so many draws.
+    Of a split row only each rank's candidates travel.
+    Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006; Gumbel's maximum.
+    """
+    b = _multinomial(*args, **kwargs)
+    x, count, again = b["input"], b["num_samples"], bool(b["replacement"])
+    _settled("multinomial", x)
+    if x.ndim not in (1, 2):
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
+    n = x.shape[-1]
+    if count <= 0 or (count > n and not again):
+        text = "sample n_sample > prob_dist.size(-1) samples without replacement" if count > 0 else "0 samples"
+        raise RuntimeError(f"multinomial: cannot draw {count} samples: {text}")
+    if not x.is_floating_point():
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {x.dtype}")
+    raw = x.raw.detach()
+    if not raw.is_meta and not bool(((raw >= 0) & raw.isfinite()).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    key = next_key(x.mesh, b["generator"])
+    weight = raw.double().log()
+    noise = lambda lane: weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()  # noqa: E731
+    picks = [_largest_of(x, noise(lane), 1) for lane in range(count)] if again else [_largest_of(x, noise(0), count)]
+    found = torch.cat([i for _, i in picks], -1)
+    top = picks[0][0]
+    if not raw.is_meta and bool((top[..., 0 if again else -1] == -math.inf).any()):
+        raise RuntimeError(
+            "invalid multinomial distribution (with replacement=False, not enough non-negative category to sample)"
+            if not again
+            else "invalid multinomial distribution (sum of probabilities <= 0)"
+        )
+    layout = Layout((*x.sharding.resolve(x.ndim).dims[:-1], Dim()))
+    return ShardedTensor(found, layout, torch.Size((*x.size_[:-1], count)), x.mesh)
+
+
+def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest scores along the last dimension, and where in the whole row: of every rank's own largest."""
+    layout = x.sharding.resolve(x.ndim)
+    value, local = scores.topk(min(count, scores.shape[-1]), -1)
+    if not real_axes(x.mesh, layout.dims[-1].axes):
+        return value, local
+    where = along(x, x.ndim - 1).expand(scores.shape).gather(-1, local)
+    each = x.mesh.axis_size(layout.dims[-1].axes)
+    size = torch.Size((*x.size_[:-1], value.shape[-1] * each))
+    blocks = Layout((*layout.dims[:-1], Dim(layout.dims[-1].axes)))
+    whole = Layout((*layout.dims[:-1], Dim()))
+    value, where = (reshard(ShardedTensor(t, blocks, size, x.mesh), whole).raw for t in (value, where))
+    best, at = value.topk(count, -1)
+    return best, where.gather(-1, at)
+
+
+PADDED.update({f: TABLE[f] for f in (
+    Tensor.uniform_, Tensor.random_, Tensor.bernoulli_, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.normal,
+)})  # fmt: skip

@@ -1,0 +1,288 @@
+"""The key from which random numbers of sharded tensors are drawn, the same on every rank.
+
+A number is a function of (seed, how many draws came before, position in the global tensor).  So it is the same
+under every layout, on every mesh and back end, and for every number of ranks; what a rank draws from torch's own
+generator, for a log line or a shuffle, changes nothing here.
+
+The seed is the one given to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and at the first draw
+after each ``torch.manual_seed``, the ranks agree on it through the job's store.  They may seed differently
+(``torch.manual_seed(seed + rank)``); every one of them must seed, or none.  Where some seed and others do not, those
+that did wait, and raise: ranks that go on with different keys would hold different copies of one value.
+``seed(n)`` gives the seed outright, and torch's is no longer followed.
+
+``torch.set_rng_state`` and ``fork_rng`` do not concern the key; ``get_state`` and ``set_state`` do.  What
+``torch.utils.checkpoint`` recomputes draws again what the forward drew.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib._compat import SEEDED, job_store
+from shardlib.collectives import pbroadcast, unwrap, wrap
+from shardlib.errors import ShardError
+from shardlib.mesh import Mesh, as_mesh, bind
+
+__all__ = ["get_state", "seed", "set_state"]
+
+WAIT = timedelta(minutes=10)
+"""How long a rank that was seeded waits for the others to be."""
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass(eq=False)
+class _Seed:
+    """One seeding: what this rank was given, and what the ranks agreed on.  ``exact``: all must give the same."""
+
+    given: int
+    exact: bool = False
+    agreed: int | None = None
+
+
+class _Stream:
+    """The draws of one set of ranks."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.seed = self.first = _Seed(0)
+        self.count = 0
+        self.heard: tuple[int, int] | None = None  # how many seedings, torch's and ours, were followed
+        self.agreements = 0
+
+    def follow(self) -> _Seed:
+        """The seed as of now; nothing is sent."""
+        told = SEEDED.calls, _TOLD.calls
+        if self.heard == told:
+            return self.seed
+        before, self.heard = self.heard, told
+        if before is None or before[1] != told[1]:
+            new = _Seed(torch.initial_seed() if _TOLD.seed is None else _TOLD.seed, _TOLD.seed is not None)
+        elif _TOLD.seed is None and SEEDED.holds():
+            new = _Seed(torch.initial_seed())
+        else:
+            return self.seed
+        if before is None:
+            self.first = new
+        self.seed, self.count = new, 0
+        return new
+
+    def agree(self) -> int:
+        """The seed that all ranks draw from."""
+        new = self.follow()
+        if new.agreed is None:
+            new.agreed = new.given if len(self.ranks) == 1 else self._ask(new)
+        return new.agreed
+
+    def _ask(self, mine: _Seed) -> int:
+        store, me = job_store(), dist.get_rank()
+        where = f"shardlib/seed/{'-'.join(map(str, self.ranks))}"
+        names = {r: f"{where}/{self.agreements}/{r}" for r in self.ranks}
+        store.set(names[me], f"{mine.given} {self.count} {int(mine.exact)}")
+        try:
+            store.wait(list(names.values()), WAIT)
+        except RuntimeError:
+            late = [str(r) for r, n in names.items() if not store.check([n])]
+            raise ShardError(
+                f"ranks draw from one key: this rank was seeded since its last draw, and rank {', '.join(late)} was not",
+                op="random",
+                fix="sl.random.seed(0)  # on every rank; torch.manual_seed is not followed from then on",
+            ) from None
+        found = {r: store.get(n).decode().split() for r, n in names.items() if r == self.ranks[0] or mine.exact}
+        if mine.exact and len({tuple(v) for v in found.values()}) > 1:
+            raise ShardError(
+                f"the ranks were given different keys, {', '.join(sorted({f'{v[0]} ({v[1]} draws)' for v in found.values()}))}",
+                op="random",
+                fix="sl.random.seed(0)  # the same number on every rank",
+            )
+        self.agreements += 1
+        if self.agreements > 1:  # all have read what came before the last
+            store.delete_key(f"{where}/{self.agreements - 2}/{me}")
+        return int(found[self.ranks[0]][0])
+
+
+class _Told:
+    """What ``seed`` was given last."""
+
+    calls = 0
+    seed: int | None = None
+
+
+_TOLD = _Told()
+_HERE = _Stream((0,))  # of simulated ranks
+_STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = weakref.WeakKeyDictionary()
+
+
+def _stream(mesh: Mesh) -> _Stream:
+    if mesh.kind != "dist":
+        return _HERE
+    if mesh.stream is None:
+        assert mesh.device_mesh is not None, "a mesh of processes has one"
+        ranks = tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))
+        mesh.stream = _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
+    return mesh.stream
+
+
+def _streams() -> list[_Stream]:
+    return [_HERE, *(s for streams in _STREAMS.values() for s in streams.values())]
+
+
+def mixed(x: int) -> int:
+    """A 64-bit number whose every bit hangs on every bit of ``x``: splitmix64's finaliser.
+
+    >>> hex(mixed(1)), hex(mixed(2))
+    ('0x5692161d100b05e5', '0xdbd238973a2b148a')
+    """
+    x &= _WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    return x ^ (x >> 31)
+
+
+def branch(key: int, lane: int) -> int:
+    """The key of one of several independent numbers per position."""
+    return mixed(key + (lane + 1) * 0xD1342543DE82EF95)
+
+
+def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """The key of the next draw on a mesh, the same on all its ranks.
+
+    torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives the key itself:
+    rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
+    """
+    if mesh.kind == "record":
+        return 0
+    if generator is not None:
+        return _named(mesh, generator)
+    stream = _stream(mesh)
+    key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
+    stream.count += 1
+    torch.rand((), device="cpu")
+    return key
+
+
+def _named(mesh: Mesh, generator: torch.Generator) -> int:
+    if not isinstance(generator, torch.Generator):
+        raise ShardError(f"a generator is a torch.Generator, not {generator!r}", op="random", fix="torch.Generator()")
+    key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=generator.device).to(mesh.device)
+    axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
+    if axes:
+        with bind(mesh):
+            raw = key.expand(mesh.size, 1) if mesh.kind == "stacked" else key
+            key = unwrap(pbroadcast(wrap(raw, mesh), axes, 0)).flatten()
+    return int(key[0]) & _WORD
+
+
+# ---------------------------------------------------------------- for users
+
+
+def seed(number: int | None) -> None:
+    """Draw from this seed on, on every mesh; ``torch.manual_seed`` is no longer followed.  None: follow it again.
+
+    Every rank gives the same number, which is checked at the next draw.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     x = sl.shard(torch.zeros(4), "x")
+    ...     sl.random.seed(7)
+    ...     a = torch.rand_like(x)
+    ...     sl.random.seed(7)
+    ...     torch.equal(sl.unshard(a), sl.unshard(torch.rand_like(x)))
+    True
+    >>> sl.random.seed(None)
+    """
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+        raise ShardError(f"a seed is a whole number, not {number!r}", op="random.seed", fix="sl.random.seed(0)")
+    _TOLD.seed = None if number is None else number & _WORD
+    _TOLD.calls += 1
+
+
+def get_state(mesh: Any = None) -> dict[str, int]:
+    """The key as plain numbers, to be saved beside the model: seed and how many draws were made.
+
+    Every rank of the mesh calls this.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     x = sl.shard(torch.zeros(4), "x")
+    ...     saved = sl.random.get_state()
+    ...     a = torch.rand_like(x)
+    ...     sl.random.set_state(saved)
+    ...     torch.equal(sl.unshard(a), sl.unshard(torch.rand_like(x)))
+    True
+    """
+    stream = _stream(as_mesh(mesh))
+    return {"seed": stream.agree(), "count": stream.count}
+
+
+def set_state(state: Mapping[str, int], mesh: Any = None) -> None:
+    """Go on from a key that ``get_state`` gave, on this mesh or another, of as many ranks or of others.
+
+    Every rank gives the same, which is checked at the next draw.
+    """
+    if not isinstance(state, Mapping) or state.keys() != {"seed", "count"} or int(state["count"]) < 0:
+        raise ShardError(
+            f"a state has a seed and a count, not {state!r}",
+            op="random.set_state",
+            fix="sl.random.set_state(sl.random.get_state())",
+        )
+    stream = _stream(as_mesh(mesh))
+    stream.follow()
+    stream.seed, stream.count = _Seed(int(state["seed"]) & _WORD, exact=True), int(state["count"])
+
+
+# ---------------------------------------------------------------- for what runs again
+
+Marks = dict[_Stream, tuple[_Seed, int]]
+
+
+def marks() -> Marks:
+    """Where every stream stands."""
+    return {s: (s.follow(), s.count) for s in _streams() if s.heard is not None}
+
+
+@contextmanager
+def replayed(at: Marks) -> Iterator[None]:
+    """Within it, what was drawn after ``marks()`` is drawn again; afterwards the streams stand where they stood."""
+    told = SEEDED.calls, _TOLD.calls
+    before = [(s, s.seed, s.count, s.heard) for s in _streams() if s.heard is not None]
+    for s, *_ in before:
+        s.seed, s.count = at.get(s, (s.first, 0))
+        s.heard = told
+    try:
+        yield
+    finally:
+        for s, old, count, heard in before:
+            assert heard is not None, "only streams in use are listed"
+            more = SEEDED.calls - told[0], _TOLD.calls - told[1]  # what was seeded in between was seeded before
+            s.seed, s.count, s.heard = old, count, (heard[0] + more[0], heard[1] + more[1])
+
+
+@contextmanager
+def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
+    """Within it, draws on ``mesh`` come from a seed of their own; None: from the stream as it is."""
+    if number is None:
+        yield
+        return
+    stream = _stream(mesh)
+    stream.follow()
+    with replayed(marks()):
+        stream.seed, stream.count = _Seed(number & _WORD, exact=True), 0
+        yield
+
+
+def rewound(mesh: Mesh) -> tuple[Any, int]:
+    """What ``rewind`` needs to draw again from here."""
+    stream = _stream(mesh)
+    return stream.follow(), stream.count
+
+
+def rewind(mesh: Mesh, at: tuple[Any, int]) -> None:
+    stream = _stream(mesh)
+    stream.seed, stream.count = at

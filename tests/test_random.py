@@ -1,0 +1,217 @@
+"""One key for all ranks: it follows torch.manual_seed, can be saved, and is what recomputation draws from again."""
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib import random
+from shardlib.errors import ShardError
+from tests.workers import Pool
+
+
+def draw(layout: str = ". .") -> torch.Tensor:
+    return sl.unshard(torch.rand_like(sl.shard(torch.zeros(4, 4), layout)))
+
+
+def dropped(layout: str) -> torch.Tensor:
+    """A mask of copies as each rank holds it, not gathered."""
+    return F.dropout(sl.shard(torch.ones(4, 4), layout), 0.5).local.clone()
+
+
+# ---------------------------------------------------------------- the seed
+
+
+def seeded_apart() -> list[torch.Tensor]:
+    """Ranks that seed as data parallel scripts do, and that draw unevenly."""
+    rank = dist.get_rank()
+    torch.manual_seed(7 + rank)
+    out = [draw("x y")]
+    if rank == 0:
+        torch.randn(5)  # a sample for the log
+    torch.rand(rank)
+    out += [draw(". ."), dropped(". .")]
+    torch.manual_seed(7 + rank)
+    return [*out, draw("(x y) .")]
+
+
+def seeded_here() -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    with sl.simulate(x=2, y=2):
+        first, second = draw("x y"), draw(". .")
+        mask = F.dropout(sl.shard(torch.ones(4, 4), "x ."), 0.5)
+        return [first, second, sl.unshard(mask), first]
+
+
+def test_ranks_that_seed_and_draw_apart_draw_the_same(pool: Any) -> None:
+    want = seeded_here()
+    for got in pool.run(seeded_apart, x=2, y=2):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def uneven() -> str:
+    """Only rank 0 seeds: it says so; the others would go on with another key."""
+    torch.manual_seed(5)
+    draw()
+    if dist.get_rank():
+        return ""
+    random.WAIT = datetime.timedelta(seconds=1)
+    torch.manual_seed(6)
+    try:
+        draw()
+    except ShardError as e:
+        return str(e)
+    return "no error"
+
+
+def exact() -> str:
+    """A seed given outright must be one seed."""
+    sl.random.seed(dist.get_rank())
+    try:
+        draw()
+    except ShardError as e:
+        return str(e)
+    return "no error"
+
+
+def test_ranks_that_are_seeded_unevenly_are_told() -> None:
+    workers = Pool(2)  # their own: two ranks are left waiting or apart
+    try:
+        assert "rank 1 was not" in workers.run(uneven, x=2)[0]
+    finally:
+        workers.close()
+    workers = Pool(2)
+    try:
+        assert all("different keys" in text for text in workers.run(exact, x=2))
+    finally:
+        workers.close()
+
+
+def test_a_seeding_that_is_undone_counts_nothing() -> None:
+    with sl.simulate(x=2):
+        torch.manual_seed(1)
+        want = [draw(), draw()]
+        torch.manual_seed(1)
+        first = draw()
+        with torch.random.fork_rng():
+            torch.manual_seed(99)
+        assert torch.equal(first, want[0]) and torch.equal(draw(), want[1])
+
+
+def test_a_seed_given_outright_holds() -> None:
+    with sl.simulate(x=2):
+        sl.random.seed(3)
+        want = draw()
+        torch.manual_seed(0)
+        other = draw()
+        sl.random.seed(3)
+        torch.manual_seed(0)
+        assert torch.equal(draw(), want) and not torch.equal(other, want)
+        sl.random.seed(None)
+        a = draw()
+        torch.manual_seed(torch.initial_seed())
+        assert torch.equal(draw(), a)
+    with pytest.raises(ShardError, match="a whole number"):
+        sl.random.seed("3")  # type: ignore[arg-type]
+
+
+def test_torchs_stream_moves_on_alike_for_every_layout() -> None:
+    after = set()
+    for layout in (". .", "x .", "x y"):
+        with sl.simulate(x=2, y=2):
+            torch.manual_seed(0)
+            F.dropout(sl.shard(torch.ones(4, 4), layout), 0.5)
+            after.add(torch.rand(()).item())
+    torch.manual_seed(0)
+    assert len(after) == 1 and torch.rand(()).item() not in after
+
+
+# ---------------------------------------------------------------- the state
+
+
+def resumed() -> list[torch.Tensor]:
+    saved = sl.random.get_state()
+    want = [draw(), draw("x .")]
+    draw()
+    sl.random.set_state(saved)
+    return [*want, draw("x y"), draw()]
+
+
+def test_a_restored_state_resumes_exactly(pool: Any) -> None:
+    torch.manual_seed(0)
+    with sl.simulate(x=2, y=2):
+        answers = [resumed()]
+    answers += pool.run(resumed, x=2, y=2)
+    for a, b, c, d in answers:
+        assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, b)
+        assert torch.equal(a, answers[0][0])
+    with sl.simulate(x=2), pytest.raises(ShardError, match="a seed and a count"):
+        sl.random.set_state({"seed": 1})
+
+
+def test_a_state_goes_to_another_mesh() -> None:
+    with sl.simulate(x=2, y=2):
+        draw()
+        saved = sl.random.get_state()
+        want = draw()
+    with sl.simulate(x=4, y=1):
+        sl.random.set_state(saved)
+        assert torch.equal(draw("x ."), want)
+
+
+# ---------------------------------------------------------------- recomputation
+
+
+def gradients(keep: bool, reentrant: bool, nested: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two regions, drawn from and reseeded before their backward; with and without recomputing."""
+    torch.manual_seed(2)
+    x = sl.shard(torch.arange(16.0).reshape(4, 4) / 7, "x y").requires_grad_()
+
+    def inner(h: torch.Tensor) -> torch.Tensor:
+        return F.dropout(h.sin(), 0.4) * torch.rand_like(h)
+
+    def region(h: torch.Tensor) -> torch.Tensor:
+        h = F.dropout(h * h, 0.5)
+        if nested and not keep:
+            return checkpoint(inner, h, use_reentrant=reentrant) + h  # type: ignore[operator]
+        return inner(h) + h
+
+    a, b = (region(x * 1) if keep else checkpoint(region, x * 1, use_reentrant=reentrant) for _ in range(2))
+    torch.manual_seed(4)
+    between = draw()
+    ((a + 2 * b) * sl.shard(torch.rand(4, 4), "x y")).sum().backward()  # type: ignore[operator]
+    return sl.unshard(x.grad), torch.stack([between, draw()])
+
+
+def compared() -> None:
+    for reentrant in (False, True):
+        for nested in (False, True):
+            for got, want in zip(gradients(False, reentrant, nested), gradients(True, reentrant, nested), strict=True):
+                assert torch.equal(got, want)
+
+
+def test_recomputation_draws_what_the_forward_drew(pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        compared()
+    pool.run(compared, x=2, y=2)
+
+
+def never_drawn() -> None:
+    """The first draw of all is inside the region."""
+    x = sl.shard(torch.ones(8, 8), "x y").requires_grad_()
+    checkpoint(lambda h: F.dropout(h, 0.5) * h, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+    found = sl.unshard(x.grad)
+    assert set(found.unique().tolist()) <= {0.0, 4.0}  # kept twice or dropped twice
+
+
+def test_a_region_may_draw_first() -> None:
+    workers = Pool(2)
+    try:
+        workers.run(never_drawn, x=2, y=1)
+    finally:
+        workers.close()
