@@ -93,7 +93,7 @@ __all__ = [
     "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
     "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
-    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd", "shard",
-    "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
+    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd",
+    "shard", "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
     "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

@@ -90,14 +90,15 @@ class _Stream:
         except RuntimeError:
             late = [str(r) for r, n in names.items() if not store.check([n])]
             raise ShardError(
-                f"ranks draw from one key: this rank was seeded since its last draw, and rank {', '.join(late)} was not",
+                f"this rank was seeded since its last draw, and rank {', '.join(late)} was not: all draw from one key",
                 op="random",
                 fix="sl.random.seed(0)  # on every rank; torch.manual_seed is not followed from then on",
             ) from None
         found = {r: store.get(n).decode().split() for r, n in names.items() if r == self.ranks[0] or mine.exact}
         if mine.exact and len({tuple(v) for v in found.values()}) > 1:
+            keys = sorted({f"{v[0]} ({v[1]} draws)" for v in found.values()})
             raise ShardError(
-                f"the ranks were given different keys, {', '.join(sorted({f'{v[0]} ({v[1]} draws)' for v in found.values()}))}",
+                f"the ranks were given different keys, {', '.join(keys)}",
                 op="random",
                 fix="sl.random.seed(0)  # the same number on every rank",
             )
