@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.errors import Unsupported
@@ -21,6 +22,7 @@ from shardlib.errors import Unsupported
 __all__ = [
     "backward_now",
     "DispatchMode",
+    "StorageWeakRef",
     "all_gather_single",
     "attention_op",
     "builtin_homes",
@@ -42,6 +44,10 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 # The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 and 2.13;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 and 2.13, where torch's
+# own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if that object then lives as long.
+StorageWeakRef: Any = reductions.StorageWeakRef
 
 # The base of contexts that see every aten call.  Seen in 2.11, 2.13 and 2.15 under this underscored
 # name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations, and

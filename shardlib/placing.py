@@ -218,13 +218,8 @@ class _Reshard(Local):
         if grads[0] is None:
             return None, None, None, None, None
         source, target, shape, mesh = ctx.way
-        back = _Reshard.apply(grads[0], _bare(target), _bare(source), shape, mesh)
+        back = _Reshard.apply(grads[0], target.bare, source.bare, shape, mesh)
         return back, None, None, None, None
-
-
-def _bare(layout: Layout) -> Layout:
-    """A pending sum's cotangent is replicated."""
-    return Layout(layout.dims, (), layout.skew)
 
 
 def reshard(x: Any, layout: Any) -> Any:
@@ -281,7 +276,7 @@ class _Placed(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layout, shape, mesh, device = ctx.way
-        return unshard(ShardedTensor(grads[0], _bare(layout), shape, mesh)).to(device), None, None
+        return unshard(ShardedTensor(grads[0], layout.bare, shape, mesh)).to(device), None, None
 
 
 def unshard(x: Any) -> Any:

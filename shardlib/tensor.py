@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardlib._compat import Local, any_autocast, backward_now, no_torch_function
+from shardlib.aliases import LINKS, refuse_write, written
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
 from shardlib.errors import BadArgument, NoRule, PartialEscape, PlainTensor, RankMismatch, ShardError, Unsupported
@@ -78,7 +79,6 @@ class ShardedTensor(torch.Tensor):
     ``folded``    of a matrix whose rows were several dimensions until a view: their sizes.
     ``node``      what ``grad_fn`` is where hooks on it must see values, see functions.py.
     ``moved``     what was made of the value once, for all that read it: see ``once``.
-    ``torn``      it would be a view in torch, and is one of a copy here: writing to it in place is refused.
     """
 
     raw: Tensor
@@ -89,7 +89,6 @@ class ShardedTensor(torch.Tensor):
     folded: tuple[int, ...] | None = None
     node: Any = None
     moved: "_Made | None" = None
-    torn: bool = False
 
     @staticmethod
     def __new__(
@@ -121,6 +120,8 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = TABLE.get(func, _unknown)
+        if LINKS:
+            _check_writes(func, args, kwargs or {})
         if WATCHERS:
             rule = partial(WATCHERS[-1], _guarded(rule))
         if any_autocast() and func not in _UNCAST:
@@ -190,6 +191,8 @@ class PaddedTensor(ShardedTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = PADDED.get(func) or (TABLE[func] if func in _ANYWHERE else None)
+        if LINKS:
+            _check_writes(func, args, kwargs or {})
         if rule is not None and any_autocast() and func not in _UNCAST:
             rule = partial(cast, _autocast_device(), rule)
         x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
@@ -210,6 +213,12 @@ class PaddedTensor(ShardedTensor):
             mesh=x.mesh,
             fix="sl.shard(sl.unshard(x), '...')",
         )
+
+
+def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
+    for x in written(func, args, kwargs):
+        if isinstance(x, ShardedTensor):
+            refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
 
 
 def _autocast_device() -> str:
@@ -646,7 +655,7 @@ def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
 
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     """The error for a pending sum used where its value is needed."""
-    bare = str(x.sharding).partition("+ sum")[0].strip() or "..."
+    bare = str(x.sharding.bare) or "..."
     return PartialEscape(
         f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",
         op=op,
@@ -941,9 +950,7 @@ def _ONE(input: ShardedTensor) -> ShardedTensor:
 @implements(Tensor.detach, torch.detach, Tensor.data.__get__)
 def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = _ONE(*args, **kwargs)
-    out = x.like(func(x.raw))
-    out.torn = x.torn
-    return out
+    return x.like(func(x.raw))
 
 
 @implements(Tensor.data.__set__)
@@ -963,23 +970,9 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     func(x.raw, y.raw)
 
 
-def whole_in_place(x: ShardedTensor, op: str) -> None:
-    """Refuse to write to a copy where torch would write through a view."""
-    if x.torn:
-        raise Unsupported(
-            "in torch this would be a view, and the write would reach what it views; here it is a copy",
-            op=op,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"x = x.clone().{op}(y)" if not op.startswith("_") else "x = x.clone()",
-        )
-
-
 @implements(Tensor.detach_, Tensor.zero_)
 def _in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = _ONE(*args, **kwargs)
-    if func is Tensor.zero_:
-        whole_in_place(x, "zero_")
     func(x.raw)
     return x
 
@@ -992,7 +985,6 @@ def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
 def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Every position the same value; of a pending sum each part its share."""
     x, value = _FILL(*args, **kwargs)
-    whole_in_place(x, "fill_")
     if isinstance(value, Tensor):
         if value.ndim:
             raise BadArgument("fill_ takes a value of no dimensions", op="fill_", operands={"value": typeof(value)})
@@ -1053,7 +1045,8 @@ _ANYWHERE.update(
     f
     for f, rule in TABLE.items()
     if rule in (_plain, _is_contiguous, _from_raw, _grad_fn, _set_requires_grad, _requires_grad, _grad, _set_grad,
-                _del_grad, _contiguous, _clone, _detached, _set_data, _in_place, _fill, _item, _format, _array)
+                _del_grad, _contiguous, _clone, _detached, _set_data, _in_place, _fill, _item, _format, _array,
+                _backward, _autograd_backward, _autograd_grad, _register_hook, _register_post_hook)
 )  # fmt: skip
 
 _UNCAST.update(

@@ -20,6 +20,7 @@ ORDER = [  # each may import from those before it
     "collectives",
     "random",
     "autocast",
+    "aliases",
     "tensor",
     "border",
     "placing",

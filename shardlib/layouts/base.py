@@ -204,6 +204,11 @@ class Layout:
         """How to get from this layout to ``other``: steps, bytes, peak."""
         return ReshardPlan(self, other)
 
+    @property
+    def bare(self) -> "Layout":
+        """Without what is pending."""
+        return Layout(self.dims, (), self.skew, self.ellipsis) if self.partial else self
+
     # ------------------------------------------------------------ DTensor
 
     def placements(self, mesh: Any) -> tuple[Any, ...]:

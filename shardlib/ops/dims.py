@@ -20,6 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib.aliases import link, same_memory
 from shardlib.errors import ImplicitCommunication, PartialEscape
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
@@ -93,6 +94,10 @@ def rows_call(
         given[i] = vary(v.raw, mesh, (over | deferred) - v.deferred) if over or deferred else v.raw
     out = each(func, mesh, given, at, tree)
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
+    for i, v, target in zip(at, values, plan.targets, strict=True):
+        for raw in found if target is not None else ():
+            if same_memory(raw, given[i]):
+                link(raw, v.raw)
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
         if plan.summed:
             raw = total(raw, mesh, plan.summed)

@@ -32,7 +32,6 @@ from shardlib.tensor import (
     total,
     typeof,
     vary,
-    whole_in_place,
 )  # fmt: skip
 
 __all__ = ["aligned", "brought", "elementwise"]
@@ -311,7 +310,6 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
             operands={"tensor": typeof(x)},
             fix="x = x + y",
         )
-    whole_in_place(x, func.__name__)
     values = [lift(a, x.mesh, func.__name__) for a in given]
     partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
     if partial != x.sharding.partial:

@@ -8,9 +8,9 @@ from torch import Tensor
 from shardlib.ops.declare import Bound, declare, slots, where
 from shardlib.ops.dims import Labels, Unfit, rows_call
 from shardlib.ops.signatures import Slot
-from shardlib.ops.views import piece, viewing
+from shardlib.ops.views import piece
 from shardlib.ops.whole import on_whole
-from shardlib.tensor import ShardedTensor, replicated
+from shardlib.tensor import ShardedTensor, implements, replicated
 
 
 def _dim(b: Bound) -> int:
@@ -82,7 +82,7 @@ def _indexed(b: Bound) -> Labels:
     return out
 
 
-@viewing(Tensor.__getitem__)
+@implements(Tensor.__getitem__)
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     """Numbers and slices cut a piece; one tensor picks slices; masks, and several tensors, need the whole."""
     x, index = args

@@ -5,7 +5,6 @@
 """
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
-    Rule,
     ShardedTensor,
     block_strides,
     implements,
@@ -30,7 +28,7 @@ from shardlib.tensor import (
     typeof,
 )
 
-__all__ = ["piece", "view_layout", "viewing"]
+__all__ = ["piece", "view_layout"]
 
 _Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
 
@@ -172,27 +170,6 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
 
-def viewing(*funcs: Any) -> Callable[[Rule], Rule]:
-    """``implements`` for functions whose result shares memory with their operand, as torch's does.
-
-    A view of a copy is no view of what was copied: see ``ShardedTensor.torn``.
-    """
-
-    def enter(rule: Rule) -> Rule:
-        def run(func: Any, args: Any, kwargs: Any) -> Any:
-            out = rule(func, args, kwargs)
-            x = args[0] if args else kwargs.get("input")
-            if isinstance(x, ShardedTensor) and x.torn:
-                for t in out if isinstance(out, tuple | list) else (out,):
-                    t.torn = True
-            return out
-
-        implements(*funcs)(run)
-        return rule
-
-    return enter
-
-
 @lru_cache(maxsize=4096)
 def _viewed(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: tuple[tuple[str, int], ...]):
     out = view_layout(layout, shape, new, dict(mesh))
@@ -254,7 +231,7 @@ _VIEW = binder("""
 """)
 
 
-@viewing(Tensor.view, Tensor.reshape, torch.reshape)
+@implements(Tensor.view, Tensor.reshape, torch.reshape)
 def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         raise no_rule(func, args, kwargs, "a view as another dtype")
@@ -265,7 +242,7 @@ def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _AS = binder("view_as(input, other: tensor)")
 
 
-@viewing(Tensor.view_as, Tensor.reshape_as)
+@implements(Tensor.view_as, Tensor.reshape_as)
 def view_as(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, other = _AS(*args, **kwargs).values()
     return _view(Tensor.reshape, x, tuple(other.shape))
@@ -274,7 +251,7 @@ def view_as(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-@viewing(Tensor.flatten, torch.flatten)
+@implements(Tensor.flatten, torch.flatten)
 def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.size_), "flatten") for d in (start, end))
@@ -286,7 +263,7 @@ def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@viewing(Tensor.unflatten, torch.unflatten)
+@implements(Tensor.unflatten, torch.unflatten)
 def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.size_), "unflatten")
@@ -306,7 +283,7 @@ def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
-@viewing(Tensor.permute, torch.permute)
+@implements(Tensor.permute, torch.permute)
 def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.size_):
@@ -320,7 +297,7 @@ _TRANSPOSE = binder("""
 """)
 
 
-@viewing(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
+@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
 def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.size_)))
@@ -333,7 +310,7 @@ def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _T = binder("t(input)")
 
 
-@viewing(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
+@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
 def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.size_)
@@ -348,7 +325,7 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
 
 
-@viewing(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
+@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
     ndim = len(x.size_)
@@ -362,7 +339,7 @@ def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@viewing(Tensor.unsqueeze, torch.unsqueeze)
+@implements(Tensor.unsqueeze, torch.unsqueeze)
 def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.size_)
@@ -376,7 +353,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, dim: ints)")
 
 
-@viewing(Tensor.squeeze, torch.squeeze)
+@implements(Tensor.squeeze, torch.squeeze)
 def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.size_)
@@ -392,7 +369,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-@viewing(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
+@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
 def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
@@ -431,7 +408,7 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-@viewing(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
+@implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
     if not x.size_:
@@ -475,7 +452,7 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
 _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
-@viewing(Tensor.unbind, torch.unbind)
+@implements(Tensor.unbind, torch.unbind)
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.size_), "unbind")
@@ -486,7 +463,7 @@ _SELECT = binder("select(input, dim: int, index: int)")
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-@viewing(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
+@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()

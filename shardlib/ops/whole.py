@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
+from shardlib.aliases import link, refuse_write, same_memory
 from shardlib.errors import ImplicitCommunication, NoRule, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
@@ -86,12 +87,35 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
     joined = []
     for values in zip(*found, strict=True):
         if isinstance(values[0], Tensor):
-            joined.append(torch.stack(values))
+            same = _block_view(values[0], [leaves[i] for i in at])
+            joined.append(torch.stack(values) if same is None else same)
         elif any(v != values[0] and v == v for v in values):
             raise ShardError("the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)")
         else:
             joined.append(values[0])
     return optree.tree_unflatten(shape, joined)
+
+
+def _block_view(first: Tensor, blocks: list[Any]) -> Tensor | None:
+    """The first rank's result as the same view of all ranks' blocks, if it is one."""
+    for raw in blocks:
+        if not isinstance(raw, Tensor) or not same_memory(first, raw) or first.is_neg() != raw.is_neg():
+            continue
+        try:
+            if raw.is_complex() and not first.is_complex():
+                raw = torch.view_as_real(raw)
+            elif first.is_complex() and not raw.is_complex():
+                raw = torch.view_as_complex(raw)
+            elif first.is_conj() != raw.is_conj():
+                raw = raw.conj()
+            if raw.dtype != first.dtype:
+                return None
+            return raw.as_strided(
+                (raw.shape[0], *first.shape), (raw.stride(0), *first.stride()), first.storage_offset()
+            )
+        except RuntimeError:
+            return None
+    return None
 
 
 def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True) -> Any:
@@ -153,6 +177,11 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     before = [(r._version, r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = _run(func, mesh, a, k)
+    if mesh.kind == "stacked" and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
+        blocks = [m.raw for m in moved]
+        for i, raw in zip(at, blocks, strict=True):
+            given[i] = raw
+        return replied(each(func, mesh, given, at, tree), blocks, values, mesh, deferred, True)
     for v, m, raw, old in zip(values, moved, raws, before, strict=True):
         if raw._version != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
@@ -183,6 +212,12 @@ def _per_rank(
             _write(v, m, torch.stack(mine), name)
     out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
     return replied(out, raws, values, mesh, deferred, True)
+
+
+def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
+    found = [t for t in optree.tree_leaves(out) if isinstance(t, Tensor)]  # type: ignore[arg-type]
+    views = any(t is not r and same_memory(t, r) for t in found for r in raws)
+    return views and all(r._version == old[0] for r, old in zip(raws, before, strict=True))
 
 
 class _Same:
@@ -227,6 +262,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str) -> No
     mesh = x.mesh
     if raw is moved.raw and moved is x:
         return
+    refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
     lead = int(mesh.kind == "stacked" and raw.ndim == moved.raw.ndim)
     if tuple(raw.shape[lead:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
         what = {"tensor": typeof(x)}
@@ -243,7 +279,6 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str) -> No
 
 def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool) -> Any:
     """Whole results as sharded tensors; an operand that comes back is that operand."""
-    stores = {r.untyped_storage()._cdata for r in raws if not r.is_meta}
 
     def back(t: Any) -> Any:
         if not isinstance(t, Tensor) or isinstance(t, ShardedTensor):
@@ -253,11 +288,12 @@ def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: 
                 return v
         if t.layout != torch.strided:
             raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
-        torn = not t.is_meta and t.untyped_storage()._cdata in stores and mesh.kind == "stacked"
         full: Any = t if per_rank or mesh.kind != "stacked" else _Copies.apply(t, mesh.size)
         shape = full.shape[1:] if mesh.kind == "stacked" else full.shape
         new = ShardedTensor(full, Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred)
-        new.torn = torn  # type: ignore[attr-defined]
+        for raw, v in zip(raws, values, strict=True):
+            if same_memory(t, raw):
+                link(full, v.raw)
         return new
 
     return optree.tree_map(back, out, none_is_leaf=True)

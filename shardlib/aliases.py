@@ -1,0 +1,73 @@
+"""What shares memory: as in torch where it can be had, and never in doubt.
+
+Views of blocks are views of the value.  Where a view could only be had of a copy (the tensor was gathered for
+it), torch would let a write to one be seen in the other: ``link`` remembers the pair, and ``refuse_write``
+refuses writes to either while both are alive.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import StorageWeakRef
+from shardlib.errors import Unsupported
+
+__all__ = ["LINKS", "link", "refuse_write", "same_memory", "written"]
+
+LINKS: dict[int, list[tuple[Any, Any]]] = {}
+"""Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    return not a.is_meta and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def link(a: Tensor, b: Tensor) -> None:
+    """``a`` and ``b`` would share memory in torch, or might."""
+    if a.is_meta or same_memory(a, b):
+        return
+    one, two = StorageWeakRef(a.untyped_storage()), StorageWeakRef(b.untyped_storage())
+    for key in [k for k, pairs in LINKS.items() if pairs[0][0].expired()]:
+        del LINKS[key]
+    LINKS.setdefault(one.cdata, []).append((one, two))
+    LINKS.setdefault(two.cdata, []).append((two, one))
+
+
+def _writers() -> frozenset[Any]:
+    quiet = {"requires_grad_", "detach_", "retain_grad_", "share_memory_", "rename_"}
+    found = set()
+    for home in (torch, Tensor, torch.nn.functional):
+        for name in dir(home):
+            assigned = name == "__setitem__" or (name.startswith("__i") and name.removeprefix("__i") in _ASSIGNED)
+            if assigned or (name.endswith("_") and not name.endswith("__") and name not in quiet):
+                found.add(getattr(home, name))
+    return frozenset(found)
+
+
+_ASSIGNED = {f"{n}__" for n in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_WRITERS = _writers()
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that a call writes to, by its name and arguments."""
+    if func in _WRITERS:
+        return [args[0]] if args else [kwargs.get("input")]
+    if "out" in kwargs:
+        out = kwargs["out"]
+        return list(out) if isinstance(out, tuple | list) else [out]
+    return [args[0] if args else kwargs.get("input")] if kwargs.get("inplace") else []
+
+
+def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:
+    """Raise if memory that torch would have shared with ``raw``'s, and is not, is still alive."""
+    pairs = LINKS.get(raw.untyped_storage()._cdata, ())
+    if any(not other.expired() for me, other in pairs if not me.expired()):
+        raise Unsupported(
+            "this tensor and another would share memory in torch, and do not here, because one of them had to be "
+            "gathered or copied: what is written to one would not be seen in the other",
+            op=op,
+            operands=operands,
+            mesh=mesh,
+            fix="x = x.clone()",
+        )
