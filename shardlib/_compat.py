@@ -390,6 +390,15 @@ def run_uncompiled() -> None:
 run_uncompiled()
 
 
+def owned(out: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view, so that it can be changed in place.
+
+    A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it; seen in 2.11 to
+    2.13.  Without it: ``out.clone()``.
+    """
+    return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
+
+
 def backward_now() -> int:
     """A number of the backward pass that runs in this thread, -1 outside any; no two passes share one."""
     return torch._C._current_graph_task_id()

@@ -141,7 +141,8 @@ def _whole(
     """
     mesh = x.mesh
     raw = vary(raw, mesh, overs[0])
-    w, b = (None if t is None else widened(t, mesh, over) for t, over in ((w, overs[1]), (b, overs[-1])))
+    w = None if w is None else widened(w, mesh, overs[1])
+    b = None if b is None else widened(b, mesh, overs[-1])
     if mesh.kind != "stacked" and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
         return F.layer_norm(raw, shape, w, b, eps)
     wide = raw.float() if is_half(raw) else raw  # every rank has its own scale; elsewhere no kernel mixes dtypes

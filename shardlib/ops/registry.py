@@ -23,6 +23,7 @@ __all__ = [
     "Why",
     "algorithm",
     "choose",
+    "fitting",
     "forget",
     "implicit",
     "implicit_budget",
@@ -208,6 +209,12 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     if found is None:
         found = _CHOSEN[key] = _decide(op, case())
     return found
+
+
+def fitting(op: str, case: Any) -> Match | None:
+    """The cheapest match for a case, if any; nothing where an algorithm is pinned."""
+    best = None if op in dict(_AMBIENT.pins) else _best(_verdicts(op, case), case)
+    return best and best[1]
 
 
 def forget() -> None:

@@ -15,17 +15,17 @@ over them inside the rule.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Local, owned
 from shardlib.collectives import unwrap, wrap
-from shardlib.errors import ShardError
+from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
@@ -35,7 +35,8 @@ from shardlib.ops.matmul.product import Grid, Product
 from shardlib.ops.matmul.schedule import settled
 from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_words
 from shardlib.ops.matmul.turns import read_again
-from shardlib.ops.registry import Match, choose, moving, rule
+from shardlib.ops.registry import Match, choose, fitting, moving, rule
+from shardlib.placing import reshard
 from shardlib.tensor import WATCHERS, ShardedTensor, lift, made_of, real_axes, total, typeof
 
 __all__ = ["product_of"]
@@ -249,7 +250,19 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     more = read_again(x)
     held = frozenset(made_of(x))
     key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out, held, more)
-    match = choose("matmul", key, lambda: case(x, w, out, held, more))
+    cut = _CUTS.get(key) if _CUTS else None
+    if cut is not None:
+        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), out, bias)
+    try:
+        match = choose("matmul", key, lambda: case(x, w, out, held, more))
+    except NoRule:
+        cut = _cut(case(x, w, out))
+        if cut is None:
+            raise
+        if len(_CUTS) > 4096:
+            _CUTS.clear()
+        _CUTS[key] = cut
+        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), out, bias)
     if WATCHERS:
         WATCHERS[-1].chose(match)
     out, deferred = match.out, x.deferred
@@ -261,7 +274,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else _NOWHERE
     fused = bias is not None and _in_place(bias, x, out)
-    raw = match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None)
+    raw = owned(match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None))
     if more is False:
         let_go(x)
     if fused and bias is not None and bias.raw.requires_grad:
@@ -272,6 +285,51 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 
 
 _NOWHERE: tuple[Axes, Axes] = ((), ())
+
+_CUTS: dict[Any, tuple[Layout, Layout]] = {}
+
+
+def _cut(case: MatmulCase) -> tuple[Layout, Layout] | None:
+    """Layouts of X and W that an algorithm fits and that cut what each rank holds whole, so that nothing moves.
+
+    As a row-parallel layer does to an input that is not split.  The cut value's gradient is gathered in turn, and
+    counts: the cheapest wins.
+    """
+    mesh, found = dict(case.mesh), []
+    for x, w in _cuts(case, mesh):
+        match = fitting("matmul", replace(case, x=x, w=w))
+        if match is not None:
+            back = (x >> case.x).bytes(case.x_shape, mesh) + (w >> case.w).bytes(case.w_shape, mesh)
+            found.append((match.cost.bytes + back * case.itemsize, len(found), x, w))
+    return min(found)[2:] if found else None
+
+
+def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
+    """X's contraction cut as W's, or W's as X's; and besides, X's rows over an axis that splits W alone."""
+    x, w = case.x, case.w
+    if len(case.w_shape) != 2 or x.skew or w.skew:
+        return
+
+    def divides(n: int, dim: Dim) -> bool:
+        return n % math.prod(mesh[a] for a in dim.axes) == 0
+
+    firsts = [x]
+    theirs = w.dims[-2]
+    if not x.dims[-1].is_split and theirs.order == "contiguous" and not any(isinstance(p, int) for p in theirs.parts):
+        for count in range(1, len(theirs.parts) + 1):
+            token = Dim(theirs.parts[:count])
+            if not set(token.axes) & set(x.axes) and divides(case.x_shape[-1], token):
+                firsts.append(Layout((*x.dims[:-1], token)))
+    for first in firsts:
+        if first is not x:
+            yield first, w
+        for axis in w.axes:
+            for d, n in enumerate(case.x_shape[:-1]):
+                if axis not in first.axes and not first.dims[d].is_split and n > 1 and divides(n, Dim((axis,))):
+                    yield Layout((*first.dims[:d], Dim((axis,)), *first.dims[d + 1 :])), w
+    mine = x.dims[-1]
+    if mine.is_split and not w.dims[-2].is_split and not set(mine.axes) & set(w.axes):
+        yield x, Layout((mine, w.dims[-1]))
 
 
 def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout) -> bool:
