@@ -12,11 +12,13 @@ place, and its transpose is the psum that makes the gradient whole again.
 
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,7 +27,16 @@ from shardlib._compat import Local, any_autocast, backward_now, no_torch_functio
 from shardlib.aliases import LINKS, refuse_write, written
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
-from shardlib.errors import BadArgument, NoRule, PartialEscape, PlainTensor, RankMismatch, ShardError, Unsupported
+from shardlib.errors import (
+    BadArgument,
+    NoRule,
+    OutOfRange,
+    PartialEscape,
+    PlainTensor,
+    RankMismatch,
+    ShardError,
+    Unsupported,
+)
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 
@@ -236,11 +247,44 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return FALLBACK[0](func, args, kwargs, refusal)
     except ShardError as e:
-        if isinstance(refusal, ShardError):
-            refusal.final = True  # type: ignore[attr-defined]
-            raise refusal from None
-        e.final = True  # type: ignore[attr-defined]
-        raise
+        told = refusal if isinstance(refusal, ShardError) else e
+        bad = None if isinstance(told, BadArgument) else _torch_refuses(func, args, kwargs)
+        told = told if bad is None else bad
+        told.final = True  # type: ignore[attr-defined]
+        raise told from None
+
+
+def _torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
+    """The error for a call that no layout would mend: torch refuses it on tensors of these shapes and dtypes.
+
+    It is asked on meta tensors, which hold no values: what hangs on values raises NotImplementedError there, or
+    says so.
+    """
+
+    def bare(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+    a, k = optree.tree_unflatten(tree, [bare(x) for x in leaves])
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*a, **k)
+    except (NotImplementedError, RecursionError):
+        return None
+    except (IndexError, ValueError, TypeError, RuntimeError) as e:
+        text = str(e).partition("\n")[0]
+        if "meta" in text.lower() or "data-dependent" in text or "data_ptr" in text:
+            return None
+        found = [x for x in leaves if isinstance(x, ShardedTensor)]
+        kind = OutOfRange if isinstance(e, IndexError) else BadArgument
+        return kind(
+            f"torch refuses this call: {text}",
+            op=getattr(func, "__name__", str(func)),
+            operands={f"operand {i}": typeof(x) for i, x in enumerate(found)},
+            mesh=found[0].mesh if found else None,
+        )
+    return None
 
 
 def _guarded(rule: Rule) -> Rule:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange
+from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
@@ -331,6 +331,20 @@ def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     ndim = len(x.size_)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
     return _permuted(x, tuple(torch.movedim(frame, source, target).stride()))
+
+
+@implements(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_, Tensor.unsqueeze_)
+def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Refused: a value has one shape."""
+    name, x = func.__name__.rstrip("_"), args[0]
+    rest = [*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())]
+    raise Unsupported(
+        "a tensor's shape and layout do not change in place",
+        op=func.__name__,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"x = x.{name}({', '.join(rest)})",
+    )
 
 
 # ---------------------------------------------------------------- dimensions of size one, expand

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib._compat import opened, seeded
 from shardlib.aliases import link, refuse_write, same_memory
-from shardlib.errors import ImplicitCommunication, NoRule, ShardError, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.registry import implicit_budget
@@ -123,6 +123,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     name = getattr(func, "__name__", str(func))
     if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
         raise refusal or no_rule(func, args, kwargs)
+    if isinstance(kwargs.get("out"), Tensor | tuple | list):
+        return _into(func, args, kwargs)
     if refusal is None and opens and func not in _OPEN and name not in _PLAINLY and (body := opened(func)) is not None:
         met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
         ours = [x for x in met if isinstance(x, ShardedTensor)]
@@ -157,6 +159,12 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         values = [lift(leaves[i], mesh, name) for i in at]
     wholes = [v if type(v) is not PaddedTensor and is_whole(v) else None for v in values]
     bytes_ = {i: _bytes(v) for i, v, w in zip(at, values, wholes, strict=True) if w is None}
+    apart = _APART.get(func)
+    if apart is not None and isinstance(values[0], ShardedTensor) and any(bytes_.values()):
+        try:
+            return _stored(values[0], apart(*args, **kwargs), name)
+        except ShardError:
+            pass  # the whole tensors, then
     budget = implicit_budget()
     if any(bytes_.values()) and (budget is None or max(bytes_.values()) > budget):
         if isinstance(refusal, ShardError) and not isinstance(refusal, NoRule):
@@ -187,6 +195,56 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
                 _write(v, m, raw, name)
     return replied(out, raws, values, mesh, deferred, per_rank)
+
+
+def _into(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call with ``out=``: the result, copied to where it is wanted."""
+    out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
+    result = func(*args, **rest)
+    pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
+    for target, value in pairs:
+        tracked = [t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad]
+        if torch.is_grad_enabled() and tracked:
+            raise BadArgument("arguments given as out= have no gradient, and an operand asks for one",
+                              op=func.__name__, fix="with torch.no_grad(): ...")  # fmt: skip
+        try:
+            _stored(target, value, func.__name__)
+        except ImplicitCommunication:
+            leaves, tree = flat(args, kwargs)
+            at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+            cost = (value.sharding >> target.sharding).bytes(tuple(value.size_), value.mesh, value.raw.element_size())
+            raise ImplicitCommunication(
+                f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank would move "
+                "unasked",
+                op=func.__name__,
+                operands={"out": typeof(target), "result": typeof(value)},
+                mesh=value.mesh,
+                fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
+            ) from None
+    return out
+
+
+def _stored(x: Any, value: Any, op: str) -> Any:
+    """``x`` with new values, which lie where they were computed."""
+    if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
+        raise PlainTensor("a plain tensor cannot take a sharded value", op=op, fix="x = f(x)")
+    if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
+        raise BadArgument(
+            f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to this tensor",
+            op=op,
+            operands={"tensor": typeof(x), "result": typeof(value)},
+            mesh=x.mesh,
+        )
+    return x.copy_(value)
+
+
+_APART = {
+    f: g
+    for n in dir(Tensor)
+    if n.endswith("_") and not n.endswith("__") and n not in _NEVER
+    if callable(f := getattr(Tensor, n)) and callable(g := getattr(Tensor, n[:-1], None))
+}
+"""In-place method -> the method that gives a new tensor, which may have a rule where the other has none."""
 
 
 def _per_rank(
