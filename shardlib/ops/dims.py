@@ -55,12 +55,14 @@ _PLANS: dict[Any, _Plan] = {}
 
 
 def rows_call(
-    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False
-) -> Any:
+    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
+    free: bool = False,
+) -> Any:  # fmt: skip
     """A call whose operands have the labels that ``labels(args, kwargs)`` gives; tensors are Slots there.
 
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.
+    ``free``   the answer is None where something would move, or the labels do not cover the call.
     """
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -80,6 +82,8 @@ def rows_call(
             if len(_PLANS) > 8192:
                 _PLANS.clear()
             _PLANS[key] = plan
+    if free and (plan.why or plan.moved):
+        return None
     if plan.why:
         return on_whole(func, args, kwargs, opens=False)
     budget = -1.0 if quiet else implicit_budget()

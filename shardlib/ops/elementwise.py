@@ -41,7 +41,7 @@ _NAMES = """
     sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc relu
     floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2 lerp addcmul addcdiv
     eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite
-    bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill nan_to_num hypot xlogy logaddexp
+    bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy logaddexp
     float double half bfloat16 long int bool to type type_as
     zeros_like ones_like full_like empty_like
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__

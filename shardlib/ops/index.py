@@ -3,14 +3,19 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.ops.declare import Bound, declare, slots, where
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh
+from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, Unfit, rows_call
-from shardlib.ops.signatures import Slot
+from shardlib.ops.elementwise import elementwise
+from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
-from shardlib.ops.whole import on_whole
-from shardlib.tensor import ShardedTensor, implements, replicated
+from shardlib.ops.whole import each, flat, is_whole, on_whole
+from shardlib.placing import reshard, shard
+from shardlib.tensor import ShardedTensor, implements, lift, real_axes, replicated, settle, total, vary
 
 
 def _dim(b: Bound) -> int:
@@ -51,7 +56,6 @@ def _slices(b: Bound) -> Labels:
 declare(
     """
     index_select(input, dim, index)
-    index_add(input, dim, index, source, *, alpha=1)
     index_copy(input, dim, index, source)
     index_reduce(input, dim, index, source, reduce, *, include_self=True)
     index_fill(input, dim, index, value: number)
@@ -84,7 +88,7 @@ def _indexed(b: Bound) -> Labels:
 
 @implements(Tensor.__getitem__)
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """Numbers and slices cut a piece; one tensor picks slices; masks, and several tensors, need the whole."""
+    """Numbers and slices cut a piece; tensors pick positions, a mask those where it is true."""
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor | list) for i in given):
@@ -92,15 +96,170 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
     index = given if isinstance(index, tuple) else given[0]
-    if len(picks) > 1 or any(i.dtype == torch.bool for i in picks):
-        return on_whole(func, (x, index), {}, None)
-    return rows_call(func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}))
+    if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
+        found = rows_call(func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True)
+        if found is not None:
+            return found
+    out = _picked(x, given)
+    return on_whole(func, (x, index), {}, None) if out is None else out
+
+
+_HERE: dict[Any, Tensor] = {}
+
+
+def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
+    """Per rank, for each of ``n`` positions: where it lies in the rank's block, or the block's size."""
+    key = n, token, mesh
+    if key not in _HERE:
+        if len(_HERE) > 256:
+            _HERE.clear()
+        mine = shard(torch.arange(n), Layout((token,)), mesh).raw
+        size = mine.shape[-1]
+        table = torch.full((*mine.shape[:-1], n), size)
+        _HERE[key] = table.scatter_(-1, mine, torch.arange(size).expand_as(mine)).to(mesh.device)
+    return _HERE[key]
+
+
+def _whole(i: ShardedTensor) -> ShardedTensor:
+    """Positions, brought to every rank."""
+    i = settle(i)  # type: ignore[assignment]
+    return i if is_whole(i) else reshard(i, "...")
+
+
+def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
+    """x[given]: positions are brought to every rank, and each gives the elements that it has; one sum joins them.
+
+    Nothing is summed where the dimensions they address are whole.  None where something else is asked for.
+    """
+    if x.sharding.partial or x.sharding.skew or type(x) is not ShardedTensor or x.mesh.kind == "record":
+        return None
+    index: list[Any] = []
+    for i in given:
+        if isinstance(i, ShardedTensor) and i.dtype in (torch.bool, torch.uint8):
+            if type(i) is not ShardedTensor or not i.ndim:
+                return None
+            index += _whole(i.bool()).nonzero().unbind(1)
+        else:
+            index.append(_whole(i) if isinstance(i, ShardedTensor) else i)
+    named = sum(i is not None and i is not Ellipsis for i in index)
+    if named > x.ndim:
+        return None
+    fill = [slice(None)] * (x.ndim - named)
+    at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
+    index = [*index[:at], *fill, *index[at + 1 :]]
+    tokens, raw, summed = x.sharding.resolve(x.ndim).dims, x.raw, []
+    stacked, mesh = int(x.mesh.kind == "stacked"), x.mesh
+    given_, d = [], 0
+    for i in index:
+        if i is None:
+            given_.append(i)
+            continue
+        token = tokens[d]
+        axes = real_axes(mesh, token.axes)
+        if isinstance(i, ShardedTensor):
+            i = i.raw.long()
+            if axes:
+                n = x.size_[d]
+                if bool(((i < -n) | (i >= n)).any()):
+                    raise IndexError(f"index out of range in dimension {d} of size {n}")
+                table = _here(n, token, mesh)
+                i = table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape) if stacked else table[i % n]
+                edge = list(raw.shape)
+                edge[d + stacked] = 1
+                raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)  # what others have is 0 here
+                summed += axes
+        elif axes and i != slice(None):
+            return None
+        given_.append(i)
+        d += 1
+    picked = [k for k, i in enumerate(given_) if isinstance(i, Tensor)]
+    leaves, tree = flat((raw, tuple(given_)), {})
+    places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
+    out = each(Tensor.__getitem__, mesh, leaves, places, tree)
+    joined = total(out.long(), mesh, summed).to(out.dtype) if out.dtype == torch.bool else total(out, mesh, summed)
+    kept, d = [], 0  # the tokens of what is not indexed by tensors, in order
+    for i in given_:
+        if i is None:
+            kept.append(Dim())
+            continue
+        if isinstance(i, slice):
+            kept.append(tokens[d])
+        d += 1
+    block = torch.broadcast_shapes(*[given_[k].shape[stacked:] for k in picked])
+    sure = [k for k, i in enumerate(given_) if isinstance(i, Tensor) and i.ndim > stacked]
+    together = sure == list(range(sure[0], sure[0] + len(sure))) if sure else True
+    before = sum(isinstance(i, slice) or i is None for i in given_[: sure[0]]) if sure and together else 0
+    dims = (*kept[:before], *[Dim()] * len(block), *kept[before:])
+    layout = Layout(dims)
+    local = joined.shape[stacked:]
+    size = torch.Size(n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True))
+    return ShardedTensor(joined, layout, size, mesh, x.deferred)
+
+
+@implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
+    """Every rank answers alike: what is brought is one byte per element."""
+    x, *rest = args
+    if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
+        return on_whole(func, args, kwargs, None)
+    return func(reshard(x != 0, "..."), *rest, **kwargs)
+
+
+@implements(torch.where, Tensor.where)
+def choice(func: Any, args: Any, kwargs: Any) -> Any:
+    """One argument: the positions where it is true, a tensor per dimension.  Three: element by element."""
+    if len(args) == 1 and not kwargs:
+        return args[0].nonzero().unbind(1)
+    return elementwise(func, args, kwargs)
+
+
+_ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: number = 1)")
+
+
+@implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
+def index_add(func: Any, args: Any, kwargs: Any) -> Any:
+    """Into a split dimension: each rank adds what falls into its block of the tensor, and nothing moves."""
+    x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
+    mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
+    index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
+    values = [lift(v, mesh, "index_add") for v in (x, index, source)]
+    x, index, source = values
+    dim = dim % x.ndim
+    token = x.sharding.resolve(x.ndim).dims[dim]
+    plain = all(type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values)
+    if not plain or mesh.kind == "record" or index.ndim != 1 or source.ndim != x.ndim:
+        return on_whole(func, args, kwargs, None)
+    theirs = source.sharding.resolve(x.ndim)
+    lies = Layout(tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims)))
+    if source.size_[dim] != index.size_[0] or (theirs >> lies).bytes(tuple(source.size_), mesh):
+        return on_whole(func, args, kwargs, None)
+    index, source = _whole(index), reshard(source, lies)
+    ids, stacked = index.raw.long(), int(mesh.kind == "stacked")
+    rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
+    n = x.size_[dim]
+    if bool(((ids < 0) | (ids >= n)).any()):
+        raise IndexError(f"index out of range in dimension {dim} of size {n}")
+    if real_axes(mesh, token.axes):
+        table = _here(n, token, mesh)
+        ids = table.gather(1, ids) if stacked else table[ids]
+        out = ids == x.raw.shape[dim + stacked]
+        shape = [mesh.size] * stacked + [-1 if d == dim else 1 for d in range(x.ndim)]
+        rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
+    leaves, tree = flat((x.raw, dim, ids, rows), {"alpha": alpha})
+    if func is not Tensor.index_add_:
+        return x.like(each(torch.index_add, mesh, leaves, [0, 2, 3], tree))
+    added = each(torch.index_add, mesh, [torch.zeros_like(x.raw), *leaves[1:]], [0, 2, 3], tree)
+    x.raw.add_(added)
+    return x
 
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
     """torch takes plain indices; they are the same on every rank."""
     i = torch.as_tensor(i) if isinstance(i, list) else i
     return replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
+
+
+declare("one_hot(tensor, num_classes: int)", rows)
 
 
 def _looked_up(b: Bound) -> Labels:
@@ -116,3 +275,20 @@ declare(
     """,
     _looked_up,
 )
+
+
+_GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=None)")
+
+
+@implements(*(f for home in (torch, F) for n in ("grouped_mm", "_grouped_mm") if (f := getattr(home, n, None))))
+def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows in groups, each times its matrix: the contraction may be split in both, and the columns."""
+
+    def labels(a: Any, k: Any) -> Labels:
+        given = _GROUPED(*a, **k)
+        x, w, offs = given["mat_a"], given["mat_b"], given["offs"]
+        if x.ndim != 2 or w.ndim != 3 or given["bias"] is not None:
+            raise Unfit("groups of rows")
+        return {x.at: (None, "k"), w.at: (None, "k", "n"), offs.at: (None,)}
+
+    return rows_call(func, args, kwargs, labels, sums=True)

@@ -598,7 +598,7 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Each element ``repeats`` times along a dimension: local, since blocks stay in order."""
+    """Each element ``repeats`` times along a dimension: local, since blocks and groups stay in order."""
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     ndim = len(x.size_)
     if dim is None or not isinstance(repeats, int):
@@ -606,9 +606,6 @@ def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     dim = dim_of(dim, ndim, "repeat_interleave")
     if repeats < 0 or (length is not None and length != repeats * x.size_[dim]):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
-    token = x.sharding.resolve(ndim).dims[dim]
-    if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
-        raise no_rule(func, args, kwargs, f"dimension {dim} lies as {token}")
     raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
     size = torch.Size([n * repeats if d == dim else n for d, n in enumerate(x.size_)])
     return ShardedTensor(raw, x.sharding, size, x.mesh, x.deferred)

@@ -179,7 +179,7 @@ MISTAKES = [
     ("(m n) k", "(k m) n", "n (m k)", "gives (m n) . summed over k, not n (m k)"),
     ("(n m) k", "(k m) n", None, "must be the minor ones"),
     ("(m n) (2 k)", "(2 k m) n", None, "group"),
-    ("(m n) k", ". n", None, "splits x's contraction and not w"),
+    ("(m n) zigzag(k)", ". n", None, "splits x's contraction and not w"),
 ]
 
 

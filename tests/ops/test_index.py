@@ -1,0 +1,115 @@
+"""Positions along split dimensions: what is picked or added is dense's, wherever blocks lie."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.ops.matmul.choose import product_of
+
+SHAPE = (4, 6, 8)
+LAYOUTS = ["x . .", ". y x", "(2 x) . y", "(x y) . .", "zigzag(x) y .", ". . ."]
+
+
+def ids(n: int, *shape: int) -> Tensor:
+    return torch.randint(-n, n, shape)
+
+
+def indices() -> list[tuple[Any, ...]]:
+    """One tensor or several, apart or together, with numbers, slices, None, lists and masks."""
+    a, b, c = SHAPE
+    return [
+        (ids(a, 5),),
+        (slice(None), ids(b, 3)),
+        (ids(a, 4), ids(b, 4)),
+        (ids(a, 4), slice(None), ids(c, 4)),
+        (ids(a, 2, 3), ids(b, 3)),
+        (ids(a, 4), None, slice(None), ids(c, 4)),
+        (None, ids(a, 3), ids(b, 3)),
+        (torch.rand(a, b) > 0.5,),
+        (slice(None), torch.rand(b, c) > 0.5),
+        (torch.tensor(1),),
+        (torch.tensor([0, 2]), torch.tensor(1)),
+        (slice(None), [0, 2], [1, 1]),
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_picking_by_tensors_equals_dense(layout: str) -> None:
+    torch.manual_seed(0)
+    with sl.simulate(x=2, y=2):
+        for index in indices():
+            dense = torch.randn(SHAPE, dtype=torch.float64)
+            x, y = dense.clone().requires_grad_(), sl.shard(dense, layout).requires_grad_()
+            want, have = x[index], y[index]
+            g = torch.randn_like(want)
+            want.backward(g)
+            have.backward(sl.shard(g, have.sharding))
+            assert torch.equal(sl.unshard(have), want), index
+            assert torch.allclose(sl.unshard(y.grad), x.grad, atol=1e-12), index
+
+
+def test_positions_out_of_range_are_refused() -> None:
+    with sl.simulate(x=2), pytest.raises(IndexError, match="out of range"):
+        sl.shard(torch.zeros(4, 2), "x .")[torch.tensor([0, 4])]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("layout", ["x .", ". x", "x y", "(2 x) .", "zigzag(x) y"])
+def test_adding_at_positions_moves_nothing(layout: str, in_place: bool) -> None:
+    torch.manual_seed(0)
+    dense, rows, at = torch.randn(8, 4).double(), torch.randn(6, 4).double(), torch.randint(0, 8, (6,))
+    with sl.simulate(x=2, y=2):
+        a, b = dense.clone().requires_grad_(), rows.clone().requires_grad_()
+        c, d = sl.shard(dense, layout).requires_grad_(), sl.shard(rows, "...").requires_grad_()
+        add = Tensor.index_add_ if in_place else Tensor.index_add
+        with sl.trace() as moved:
+            have = add(c * 1, 0, at, d, alpha=2)
+        want = add(a * 1, 0, at, b, alpha=2)
+        g = torch.randn_like(want)
+        want.backward(g)
+        have.backward(sl.shard(g, have.sharding))
+        assert moved.bytes == 0
+        for mine, theirs in ((have, want), (c.grad, a.grad), (d.grad, b.grad)):
+            assert torch.allclose(sl.unshard(mine), theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["x y", ". y", "x ."])
+def test_every_rank_learns_where_a_condition_holds(layout: str) -> None:
+    dense = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(dense, layout)
+        assert torch.equal(sl.unshard((x > 0).nonzero()), (dense > 0).nonzero())
+        found = zip(torch.where(x > 0), torch.where(dense > 0), strict=True)
+        assert all(torch.equal(sl.unshard(mine), theirs) for mine, theirs in found)
+        assert torch.equal(sl.unshard(F.one_hot((x > 0).long(), 3)), F.one_hot((dense > 0).long(), 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "w"), [(". .", "x ."), (". .", "y x"), ("x .", "y x"), (". y", "x y"), ("(x y) .", "(z x) y"), (". x", ". .")]
+)
+def test_a_product_cuts_what_every_rank_holds(x: str, w: str) -> None:
+    """As a row-parallel layer does to an input that is not split; only sums move."""
+    torch.manual_seed(0)
+    with sl.simulate(x=2, y=2, z=2):
+        a, b = torch.randn(8, 8).double().requires_grad_(), torch.randn(8, 8).double().requires_grad_()
+        c, d = (sl.shard(t.detach(), place).requires_grad_() for t, place in ((a, x), (b, w)))
+        want, have = a @ b, product_of(c, d)
+        g = torch.randn_like(want)
+        want.backward(g)
+        have.backward(sl.shard(g, have.sharding))
+        for mine, theirs in ((have, want), (c.grad, a.grad), (d.grad, b.grad)):
+            assert torch.allclose(sl.unshard(mine), theirs, atol=1e-12)
+            assert c.grad.sharding == c.sharding and d.grad.sharding == d.sharding
+
+
+def test_a_product_without_bias_is_changed_in_place() -> None:
+    with sl.simulate(x=2, y=2):
+        x, w = sl.shard(torch.ones(2, 4, 4), "x . y"), sl.shard(torch.ones(4, 4), "y x").requires_grad_()
+        y = F.linear(x, w)
+        y += 1
+        F.relu(y, inplace=True).sum().backward()
+        assert float(y.sum()) == 2 * 4 * 4 * 5 and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
