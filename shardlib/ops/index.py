@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.errors import BadArgument
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
@@ -15,7 +16,7 @@ from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole
 from shardlib.placing import reshard, shard
-from shardlib.tensor import ShardedTensor, implements, lift, real_axes, replicated, settle, total, vary
+from shardlib.tensor import ShardedTensor, implements, lift, real_axes, replicated, settle, total, typeof, vary
 
 
 def _dim(b: Bound) -> int:
@@ -120,6 +121,16 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     return _HERE[key]
 
 
+def _outside(x: ShardedTensor, dim: int) -> BadArgument:
+    return BadArgument(
+        f"index out of range in dimension {dim} of size {x.size_[dim]}",
+        op="index",
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"index.clamp(0, {x.size_[dim] - 1})",
+    )
+
+
 def _whole(i: ShardedTensor) -> ShardedTensor:
     """Positions, brought to every rank."""
     i = settle(i)  # type: ignore[assignment]
@@ -161,7 +172,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
             if axes:
                 n = x.size_[d]
                 if bool(((i < -n) | (i >= n)).any()):
-                    raise IndexError(f"index out of range in dimension {d} of size {n}")
+                    raise _outside(x, d)
                 table = _here(n, token, mesh)
                 i = table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape) if stacked else table[i % n]
                 edge = list(raw.shape)
@@ -238,7 +249,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
     n = x.size_[dim]
     if bool(((ids < 0) | (ids >= n)).any()):
-        raise IndexError(f"index out of range in dimension {dim} of size {n}")
+        raise _outside(x, dim)
     if real_axes(mesh, token.axes):
         table = _here(n, token, mesh)
         ids = table.gather(1, ids) if stacked else table[ids]
