@@ -149,7 +149,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
         if isinstance(i, ShardedTensor) and i.dtype in (torch.bool, torch.uint8):
             if type(i) is not ShardedTensor or not i.ndim:
                 return None
-            index += _whole(i.bool()).nonzero().unbind(1)
+            index += _whole(i.bool()).nonzero().unbind(1)  # type: ignore[arg-type]
         else:
             index.append(_whole(i) if isinstance(i, ShardedTensor) else i)
     named = sum(i is not None and i is not Ellipsis for i in index)
@@ -186,7 +186,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     picked = [k for k, i in enumerate(given_) if isinstance(i, Tensor)]
     leaves, tree = flat((raw, tuple(given_)), {})
     places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
-    out = each(Tensor.__getitem__, mesh, leaves, places, tree)
+    out = each(_copied, mesh, leaves, places, tree)
     joined = total(out.long(), mesh, summed).to(out.dtype) if out.dtype == torch.bool else total(out, mesh, summed)
     kept, d = [], 0  # the tokens of what is not indexed by tensors, in order
     for i in given_:
@@ -205,6 +205,12 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     local = joined.shape[stacked:]
     size = torch.Size(n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True))
     return ShardedTensor(joined, layout, size, mesh, x.deferred)
+
+
+def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
+    """A number in a tensor makes a view, at another place on every rank."""
+    out = raw[index]
+    return out.clone() if out._is_view() else out
 
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
