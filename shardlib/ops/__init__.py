@@ -2,6 +2,7 @@
 
 from shardlib.ops import (
     along,
+    candidates,
     contract,
     create,
     dropout,
@@ -26,7 +27,7 @@ from shardlib.ops import (
 )
 
 __all__ = [
-    "along", "contract", "create", "dropout", "elementwise", "embedding", "index", "initial", "joined", "loss",
-    "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa", "space", "views",
-    "whole",
+    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "index", "initial", "joined",
+    "loss", "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa", "space",
+    "views", "whole",
 ]  # fmt: skip

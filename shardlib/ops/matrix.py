@@ -41,7 +41,6 @@ declare(
     trace(input)
     linalg.pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None)
     linalg.cond(A, p=None)
-    linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim=False, *, dtype=None)
     linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
     linalg.lstsq(A, B, rcond=None, *, driver=None)
     cholesky(input, upper=False)

@@ -1,5 +1,6 @@
 """Reductions: over whole dimensions on the blocks, over split ones with a psum or pmax."""
 
+import math
 from typing import Any
 
 import optree
@@ -7,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib._compat import Local
 from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.errors import BadArgument, NoRule
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import bind
-from shardlib.ops.declare import along, declare
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.ops.whole import each
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, local_call, partial_escape, real_axes, total, typeof
+from shardlib.tensor import ShardedTensor, implements, is_half, local_call, partial_escape, real_axes, total, typeof
 
 __all__ = ["reduced_layout"]
 
@@ -38,11 +40,6 @@ def reduced_layout(
 _ANY = binder("""
     any(input)
     any(input, dim: ints, keepdim: bool = False)
-""")
-_MAX = binder("""
-    max(input)
-    max(input, dim: int, keepdim: bool = False)
-    max(input, other: tensor)
 """)
 _SUM = binder("""
     sum(input, *, dtype=None)
@@ -101,23 +98,52 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Local maximum; over split dimensions a pmax as well (then without a gradient)."""
-    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
+    """Local maximum; over split dimensions a pmax as well.  Where several are largest they share the gradient."""
+    return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
+
+
+def extreme(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = False) -> ShardedTensor:
+    """``nans``  the gradient of a NaN goes to all that are, as in torch's max() and norms; else nowhere finite."""
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
-    raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
-    if real_axes(x.mesh, axes):
-        largest = func in (torch.amax, Tensor.amax)
-        if raw.requires_grad or not (x.dtype.is_floating_point or (largest and x.dtype in _WHOLE_NUMBERS)):
-            return merged(torch.amax if largest else torch.amin, x, dim, keepdim, {})
-        with bind(x.mesh):
-            raw = unwrap(pmax(wrap(raw if largest else -raw, x.mesh), axes))
-            raw = raw if largest else -raw
-    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+    axes = real_axes(x.mesh, axes)
+    if not axes:
+        raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
+        return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+    with torch.no_grad():
+        raw = _over_ranks(local_call(func, x.mesh, (x.raw, gone, True), {}), x.mesh, axes, "max" in func.__name__)
+    if x.raw.requires_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            same = (x.raw == raw) | (x.raw.isnan() & raw.isnan()) if nans else x.raw == raw
+            ties = same.to(x.dtype)
+            share = ties / total(local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes)
+        raw = _Shared.apply(x.raw, raw, share)
+    raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)  # type: ignore[arg-type]
 
 
-_WHOLE_NUMBERS = (torch.int32, torch.int64)  # every transport reduces them; their negative may not exist
+class _Shared(Local):
+    """apply(x, value, share): ``value``, a reduction of x whose gradient each element has its share of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> Tensor:
+    """The extreme over mesh axes; the least is what is largest of the negatives (~x: of integers that always is)."""
+    dtype = raw.dtype
+    real = dtype.is_floating_point
+    raw = raw if real or dtype == torch.int64 else raw.to(torch.int32)
+    with bind(mesh):
+        found = unwrap(pmax(wrap(raw if largest else -raw if real else ~raw, mesh), axes))
+    return (found if largest else -found if real else ~found).to(dtype)
 
 
 def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]) -> ShardedTensor:
@@ -156,11 +182,16 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     x = x if dtype is None else x.to(dtype)
+    if abs(ord_) == math.inf and 0 not in x.size_ and (x.dtype.is_floating_point or x.dtype.is_complex):
+        return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
     if ord_ == 0 or 0 in x.size_ or not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise NoRule("no rule for this norm", op="vector_norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x)")
     if not real_axes(x.mesh, x.sharding.axes):
         raise NoRule("whole", op="vector_norm", fix="x")
-    half = x.dtype in (torch.bfloat16, torch.float16)
+    half = is_half(x)
+    if ord_ == 1:  # also where one is NaN: its block's norm would hide the others' gradients
+        out = (x.float() if half else x).abs().sum(dim, keepdim)
+        return out.to(x.dtype) if half else out
     out = merged(torch.linalg.vector_norm, x.float() if half else x, dim, keepdim, {"args": (ord_,)})
     return out.to(x.dtype) if half else out
 
@@ -189,17 +220,6 @@ def linalg_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
-
-
-@implements(torch.max, Tensor.max, torch.min, Tensor.min)
-def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
-    """Without a dimension the extreme of all, of two tensors the larger; along a dimension it is declared."""
-    given = _MAX(*args, **kwargs)
-    if "other" in given:
-        return (torch.maximum if func.__name__ == "max" else torch.minimum)(given["input"], given["other"])
-    if "dim" in given:
-        return rows_call(func, args, kwargs, lambda a, k: along(_MAX(*a, **k)))
-    return extremes(torch.amax if func.__name__ == "max" else torch.amin, (given["input"],), {})
 
 
 @implements(
@@ -265,19 +285,99 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)
 
 
-declare(
-    """
-    topk(input, k, dim=-1, largest=True, sorted=True)
-    kthvalue(input, k, dim=-1, keepdim=False)
-    argmax(input, dim=None, keepdim=False)
-    argmin(input, dim=None, keepdim=False)
-    aminmax(input, *, dim=None, keepdim=False)
-    prod(input, dim=None, keepdim=False, *, dtype=None)
-    nansum(input, dim=None, keepdim=False, *, dtype=None)
-    nanmean(input, dim=None, keepdim=False, *, dtype=None)
-    count_nonzero(input, dim=None)
-    var_mean(input, dim=None, *, correction=1, keepdim=False)
-    std_mean(input, dim=None, *, correction=1, keepdim=False)
-    """,
-    along,
-)
+_PROD = binder("""
+    prod(input, *, dtype=None)
+    prod(input, dim: int, keepdim: bool = False, *, dtype=None)
+""")
+
+
+@implements(torch.prod, Tensor.prod)
+def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The product of the blocks' products."""
+    x, dim, keepdim, more = _arguments(_PROD, args, kwargs)
+    asked: Any = x if more["dtype"] is None else x.to(more["dtype"])
+    return merged(_prods, asked, dim, keepdim, {})
+
+
+def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
+    if not dim:
+        return x.prod()
+    for d in reversed(dim):
+        x = x.prod(d, keepdim)
+    return x
+
+
+# ---------------------------------------------------------------- spelled by others
+
+
+_NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
+
+
+def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+    known = input.masked_fill(input.isnan(), 0) if input.dtype.is_floating_point else input
+    return known.sum(dim, keepdim, dtype=dtype)
+
+
+def _nanmean(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+    return _nansum(input, dim, keepdim, dtype) / (~input.isnan()).sum(dim, keepdim)
+
+
+def _spread(of: Any) -> Any:
+    return lambda input, dim, keepdim, **how: (of(input, dim, keepdim=keepdim, **how), input.mean(dim, keepdim))
+
+
+def _aminmax(input: Tensor, dim: Any, keepdim: bool) -> Any:
+    dims = () if dim is None else dim
+    return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
+
+
+spelled(_NAN, _nansum)
+spelled(_NAN.replace("nansum", "nanmean"), _nanmean)
+spelled("count_nonzero(input, dim: ints = None)", lambda input, dim: (input != 0).sum(dim))
+spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)", _aminmax)
+
+
+def _with_mean(of: Any) -> Any:
+    def body(
+        input: Tensor, dim: Any = None, keepdim: bool = False, correction: Any = None, unbiased: Any = True
+    ) -> Any:
+        correction = int(unbiased is not False) if correction is None else correction
+        return of(input, dim, correction=correction, keepdim=keepdim), input.mean(dim, keepdim)
+
+    return body
+
+
+_MEAN_TOO = """
+    var_mean(input, dim: ints = None, *, correction: number = 1, keepdim: bool = False)
+    var_mean(input, dim: ints = None, unbiased: bool = True, keepdim: bool = False)
+    var_mean(input, unbiased: bool)
+"""
+spelled(_MEAN_TOO, _with_mean(torch.var))
+spelled(_MEAN_TOO.replace("var_mean", "std_mean"), _with_mean(torch.std))
+
+
+def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+    """Frobenius: a vector's.  Of the largest row or column sum: sums, then an extreme."""
+    A = A if dtype is None else A.to(dtype)
+    rows_, cols = (d % A.ndim for d in dim)
+    if ord == "fro":
+        return torch.linalg.vector_norm(A, 2, (rows_, cols), keepdim)
+    if ord not in (1, -1, math.inf, -math.inf):
+        return rows_call(
+            torch.linalg.matrix_norm, (A, ord, dim, keepdim), {}, lambda a, k: rows(a[0], lambda s: {rows_, cols})
+        )
+    added, kept = (rows_, cols) if abs(ord) == 1 else (cols, rows_)
+    sums_ = A.abs().sum(added, True)
+    out = sums_.amax(kept, True) if ord > 0 else sums_.amin(kept, True)
+    return out if keepdim else out.squeeze((rows_, cols))
+
+
+def _norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+    """Without an order a vector's norm; with one a matrix's where two dimensions are named, or there are two."""
+    if ord is None or isinstance(dim, int) or (dim is None and A.ndim == 1) or (dim is not None and len(dim) == 1):
+        return torch.linalg.vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+    return torch.linalg.matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+spelled("linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim: bool = False, *, dtype=None)", _matrix_norm)
+spelled("linalg.norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)", _norm)

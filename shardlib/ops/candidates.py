@@ -1,0 +1,157 @@
+"""Along one dimension the best elements and where they are: max, argmax, topk.
+
+Where the dimension is split each rank finds the best of its block; only they and their positions travel, and the
+same is asked of them again.  Blocks need not lie in order, so ties are broken by position.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.layouts import Dim, Layout, coordinates
+from shardlib.ops.declare import along
+from shardlib.ops.dims import rows_call
+from shardlib.ops.reduce import extreme
+from shardlib.ops.signatures import binder, dim_of
+from shardlib.ops.whole import each, flat
+from shardlib.placing import reshard
+from shardlib.tensor import ShardedTensor, implements, real_axes
+
+__all__ = ["arg_extreme", "kthvalue", "max_or_min", "topk"]
+
+_MAX = binder("""
+    max(input)
+    max(input, dim: int, keepdim: bool = False)
+    max(input, other: tensor)
+""")
+
+
+@implements(torch.max, Tensor.max, torch.min, Tensor.min)
+def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of all elements the extreme, of two tensors the larger, along a dimension the extremes and where they are."""
+    given = _MAX(*args, **kwargs)
+    if "other" in given:
+        return (torch.maximum if func.__name__ == "max" else torch.minimum)(given["input"], given["other"])
+    if "dim" not in given:
+        return extreme(torch.amax if func.__name__ == "max" else torch.amin, given["input"], None, False, nans=True)
+    x, dim, keepdim = given.values()
+    if not _is_split(x, dim):
+        return rows_call(func, args, kwargs, lambda a, k: along(_MAX(*a, **k)))
+    values, where = _candidates(lambda block, d: func(block, d, True), x, dim % x.ndim)
+    found = _first_of(func.__name__, values, where, dim % x.ndim)
+    values, where = found if keepdim else (t.squeeze(dim) for t in found)
+    return (torch.return_types.max if func.__name__ == "max" else torch.return_types.min)((values, where))
+
+
+_ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
+
+
+@implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
+def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """The position of the first extreme; of all elements: in the flattened tensor."""
+    x, dim, keepdim = _ARG(*args, **kwargs).values()
+    if dim is not None and _is_split(x, dim):
+        run = torch.max if func.__name__ == "argmax" else torch.min
+        return run(x.detach(), dim, keepdim).indices
+    if dim is not None or not _is_split(x, None) or x.sharding.partial:
+        return rows_call(func, args, kwargs, lambda a, k: along(_ARG(*a, **k)))
+    out = _first_of(func.__name__[3:], *_one_each(func, x.detach()), 0)[1]
+    return out.reshape([1] * x.ndim if keepdim else ())
+
+
+_TOPK = binder("topk(input, k: int, dim: int = -1, largest: bool = True, sorted: bool = True)")
+_KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
+
+
+@implements(torch.topk, Tensor.topk)
+def topk(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of each block's best.  Which of equal values are taken, torch does not say."""
+    x, k, dim, largest, ordered = _TOPK(*args, **kwargs).values()
+    if not _is_split(x, dim) or not 0 < k < _block(x, dim):
+        return rows_call(func, args, kwargs, lambda a, k: along(_TOPK(*a, **k)))
+    values, where = _candidates(lambda block, d: torch.topk(block, k, d, largest), x, dim % x.ndim)
+    values, at = torch.topk(values, k, dim, largest, ordered)
+    return torch.return_types.topk((values, where.gather(dim, at)))
+
+
+@implements(torch.kthvalue, Tensor.kthvalue)
+def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of each block's k smallest."""
+    x, k, dim, keepdim = _KTH(*args, **kwargs).values()
+    if not _is_split(x, dim) or not 0 < k < _block(x, dim):
+        return rows_call(func, args, kwargs, lambda a, k: along(_KTH(*a, **k)))
+    values, where = _candidates(lambda block, d: torch.topk(block, k, d, False), x, dim % x.ndim)
+    values, at = torch.kthvalue(values, k, dim, True)
+    values, where = (t if keepdim else t.squeeze(dim) for t in (values, where.gather(dim, at)))
+    return torch.return_types.kthvalue((values, where))
+
+
+def _is_split(x: ShardedTensor, dim: int | None) -> bool:
+    """Whether ``dim``, or with None any dimension, lies on several ranks; an empty tensor has nothing there."""
+    ndim = len(x.size_)
+    if dim is not None:
+        dim = dim_of(dim, ndim, "max")
+    tokens = x.sharding.resolve(ndim).dims
+    axes = x.sharding.axes if dim is None or not ndim else tokens[dim].axes
+    return bool(real_axes(x.mesh, axes)) and 0 not in x.size_ and not x.sharding.partial and not x.sharding.skew
+
+
+def _block(x: ShardedTensor, dim: int) -> int:
+    return x.sharding.local_shape(tuple(x.size_), x.mesh)[dim]
+
+
+def _positions(x: ShardedTensor) -> list[Tensor]:
+    """For each dimension where this rank's block has its elements, [n] (simulated: [ranks, n])."""
+    mesh, shape = x.mesh, tuple(x.size_)
+    places = [dict(mesh.coord or {})] if mesh.kind == "dist" else coordinates(mesh)
+    places = places[:1] if mesh.kind == "record" else places
+    found = [x.sharding.indices(shape, mesh, place) for place in places]
+    tables = [torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))]
+    return tables if mesh.kind == "stacked" else [t[0] for t in tables]
+
+
+def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
+    """Each block's best along dimension ``d`` and their positions in the tensor, gathered: whole along ``d``."""
+
+    def here(block: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        values, at = best(block, d)
+        return values, places.to(at.device)[at]
+
+    leaves, tree = flat((x.raw, _positions(x)[d]), {})
+    raw, where = each(here, x.mesh, leaves, [0, 1], tree)
+    dims = list(x.sharding.resolve(len(x.size_)).dims)
+    dims[d] = Dim(dims[d].axes)
+    size = list(x.size_)
+    size[d] = raw.shape[d - len(size)] * x.mesh.axis_size(dims[d].axes)
+    split, whole = Layout(tuple(dims)), Layout((*dims[:d], Dim(), *dims[d + 1 :]))
+    values = ShardedTensor(raw, split, torch.Size(size), x.mesh, x.deferred)
+    return reshard(values, whole), reshard(ShardedTensor(where, split, torch.Size(size), x.mesh), whole)
+
+
+def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
+    """Each block's extreme and its position in the flattened tensor, of every rank: [ranks] each."""
+    strides = [math.prod(x.size_[d + 1 :]) for d in range(len(x.size_))]
+
+    def here(block: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
+        at = func(block)
+        spots = torch.unravel_index(at, block.shape)
+        place = sum(p.to(at.device)[i] * s for p, i, s in zip(places, spots, strides, strict=True))
+        return block.flatten()[at].reshape(1), torch.as_tensor(place).reshape(1)
+
+    leaves, tree = flat((x.raw, *_positions(x)), {})
+    raw, where = each(here, x.mesh, leaves, list(range(len(leaves))), tree)
+    axes = real_axes(x.mesh, x.sharding.axes)
+    lies, size = Layout((Dim(axes),)), torch.Size([x.mesh.axis_size(axes)])
+    return tuple(reshard(ShardedTensor(t, lies, size, x.mesh), ".") for t in (raw, where))  # type: ignore[return-value]
+
+
+def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """The extreme along ``d`` and its position; the first of several, and NaN before all, as in torch."""
+    known = values.detach()
+    best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
+    if values.dtype.is_floating_point:
+        best = best | known.isnan()
+    at = torch.where(best, where, torch.iinfo(where.dtype).max).argmin(d, True)
+    return values.gather(d, at), where.gather(d, at)

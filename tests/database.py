@@ -1,0 +1,307 @@
+"""torch's own operator database as a source of calls: an operator, operands, and layouts drawn for them.
+
+``judge`` makes one call on the ambient mesh and compares it with dense: value, dtype and every gradient.  Draws
+depend on a seed and the operator's name alone, so that every process draws the same.
+
+    python -m tests.database [seed]        the whole of it; ``make operators``
+"""
+
+import random
+import sys
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardlib as sl
+
+MESHES = ({"x": 5, "y": 2}, {"x": 3, "y": 2})
+
+NEVER = frozenset(
+    """
+    empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_
+    as_strided as_strided_copy as_strided_scatter
+    """.split()
+)  # results that are no function of the operands: memory as it was found, or strides of memory
+
+
+@cache
+def entries() -> dict[str, Any]:
+    """The database's entries of fp64 by name; importing it takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {
+        op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op
+        for op in op_db
+        if torch.float64 in op.dtypes and op.name not in NEVER and "jiterator" not in op.name
+    }
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operator below draws random numbers; attention without dropout is tagged but does not."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p") != 0.0:
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Call:
+    """One call of the database: its dense operands and results, and the layouts drawn for its operands."""
+
+    name: str
+    function: Any
+    leaves: list[Any]
+    tree: Any
+    layouts: list[str | None]
+    want: list[Any]
+    cotangents: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    mesh: dict[str, int]
+
+    def __str__(self) -> str:
+        shown = [
+            f"{list(x.shape)} {t!r}" if _is(x) else repr(x) for x, t in zip(self.leaves, self.layouts, strict=True)
+        ]
+        return f"{self.name}({', '.join(shown)}) on {self.mesh}"
+
+
+@dataclass
+class Outcome:
+    """``equal``, ``refused`` (a ShardError), ``wrong`` or ``crash`` (another error)."""
+
+    kind: str
+    note: str = ""
+    bytes: Any = 0
+    error: Any = field(default=None, repr=False)
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _results(tree: Any) -> list[Any]:
+    return [
+        x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, torch.Tensor | int | float | complex)
+    ]
+
+
+def drawn_layout(shape: Any, mesh: dict[str, int], draw: random.Random) -> str:
+    """A layout that fits; two dimensions of three are split where an axis divides them."""
+    free, tokens = list(mesh), []
+    draw.shuffle(free)
+    for n in shape:
+        fit = [a for a in free if n and n % mesh[a] == 0]
+        tokens.append(fit[0] if fit and draw.random() < 0.65 else ".")
+        if tokens[-1] != ".":
+            free.remove(tokens[-1])
+    return " ".join(tokens)
+
+
+def samples(name: str, most: int, seed: int) -> list[Any]:
+    """At most so many of the operator's own samples, drawn."""
+    op = entries()[name]
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
+    random.Random(f"{seed} {name}").shuffle(found)
+    return found[:most]
+
+
+def calls(name: str, most: int, seed: int, meshes: Any = MESHES) -> Iterator[Call]:
+    """Calls of an operator on each mesh; those that torch refuses, that draw, or that nothing splits are left out."""
+    draw = random.Random(f"{name} {seed}")
+    for sample in samples(name, most, seed):
+        found = dense(name, sample)
+        for mesh in meshes if found is not None else ():
+            layouts = [drawn_layout(x.shape, mesh, draw) if _is(x) and x.ndim else None for x in found.leaves]
+            if any(t and t.strip(". ") for t in layouts):
+                found.layouts, found.mesh = layouts, mesh
+                yield found
+
+
+def dense(name: str, sample: Any) -> Call | None:
+    """The call on plain tensors, with results and gradients; None where torch refuses it, or it draws."""
+    op = entries()[name]
+    leaves, tree = optree.tree_flatten((sample.input, sample.args, sample.kwargs), none_is_leaf=True)
+    first = [_leaf(x, op.supports_autograd) if _is(x) else x for x in leaves]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with _Draws() as draws:
+                want = _results(_called(op.op, tree, first))
+        except Exception:
+            return None
+        if draws.seen:
+            return None
+        pairs = [w for w in want if _is(w) and w.requires_grad]
+        inputs = [x for x in first if _is(x) and x.requires_grad]
+        cotangents = [torch.rand(w.shape, dtype=w.dtype, generator=torch.Generator().manual_seed(3)) for w in pairs]
+        gradients: list[Any] = []
+        if pairs and inputs:
+            try:
+                gradients = list(torch.autograd.grad(pairs, inputs, cotangents, allow_unused=True))
+            except (RuntimeError, NotImplementedError):  # the operator has no gradient here
+                gradients = []
+    return Call(name, op.op, [x.detach() if _is(x) and not x.requires_grad else x for x in first], tree, [], want,
+                cotangents, gradients, {})  # fmt: skip
+
+
+def _leaf(x: torch.Tensor, grads: bool) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(grads and x.is_floating_point())
+
+
+def _called(function: Any, tree: Any, leaves: list[Any]) -> Any:
+    i, a, k = optree.tree_unflatten(tree, leaves)
+    return function(i, *a, **k)
+
+
+def close(a: Any, b: Any) -> bool:
+    if not _is(a) or not _is(b):
+        return _is(a) == _is(b) and (a == b or (a != a and b != b))
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    a, b = (x.detach() if x.layout == torch.strided else x.detach().to_dense() for x in (a, b))
+    a, b = (x.resolve_conj().to(torch.complex128) for x in (a, b))
+    return torch.allclose(a, b, rtol=1e-8, atol=1e-9, equal_nan=True)
+
+
+def placed(call: Call) -> list[Any]:
+    """The operands as sharded tensors on the ambient mesh; scalars stay plain."""
+    out = list(call.leaves)
+    for k, (x, layout) in enumerate(zip(call.leaves, call.layouts, strict=True)):
+        if _is(x) and layout is not None:
+            out[k] = sl.shard(x.detach().clone(), layout).requires_grad_(x.requires_grad)
+        elif _is(x):
+            out[k] = sl.shard(x.detach().clone(), "").requires_grad_(x.requires_grad)
+    return out
+
+
+def _whole(x: Any) -> Any:
+    return sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x
+
+
+def judge(call: Call) -> Outcome:
+    """The call on sharded operands, on the ambient mesh, within ``sl.implicit`` or not as the caller chose."""
+    try:
+        with warnings.catch_warnings(), sl.trace() as t:
+            warnings.simplefilter("ignore")
+            ours = placed(call)
+            got = _results(_called(call.function, call.tree, ours))
+            values = [_whole(g) for g in got]
+            if len(got) != len(call.want) or not all(map(close, call.want, values)):
+                return Outcome("wrong", f"value: {call}", t.bytes)
+            return Outcome(*_gradients(call, ours, got), bytes=t.bytes)
+    except sl.ShardError as e:
+        return Outcome("refused", f"{type(e).__name__}: {str(e).splitlines()[0]} | {call}", error=e)
+    except Exception as e:
+        return Outcome("crash", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''} | {call}", error=e)
+
+
+def _gradients(call: Call, ours: list[Any], got: list[Any]) -> tuple[str, str]:
+    if not call.gradients:
+        return "equal", ""
+    outs = [g for w, g in zip(call.want, got, strict=True) if _is(w) and w.requires_grad]
+    if not all(g.requires_grad for g in outs):
+        return "wrong", f"no graph: {call}"
+    cotangents = [sl.shard(c, _bare(g)) if isinstance(g, sl.ShardedTensor) else c
+                  for g, c in zip(outs, call.cotangents, strict=True)]  # fmt: skip
+    inputs = [x for x in ours if _is(x) and x.requires_grad]
+    found = torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
+    for x, d, o in zip(inputs, call.gradients, found, strict=True):
+        if (d is None) != (o is None):
+            there = _whole(o) if d is None else d
+            if there.numel() and there.abs().max() != 0:
+                return "wrong", f"gradient {'missing' if o is None else 'too many'}: {call}"
+        elif d is not None:
+            if isinstance(x, sl.ShardedTensor) and sl.layout_of(o) != sl.layout_of(x):
+                return "wrong", f"layout of the gradient: {call}"
+            if not close(d, _whole(o)):
+                return "wrong", f"gradient: {call}"
+    return "equal", ""
+
+
+def _bare(x: Any) -> str:
+    return str(sl.layout_of(x)).split(" + ")[0]
+
+
+# ---------------------------------------------------------------- the whole of it
+
+SAMPLES = 12  # of each operator, at most
+
+
+@dataclass
+class Tally:
+    """An operator's outcomes: ``inside`` sl.implicit, and ``outside`` it; one note and one refusal of each kind."""
+
+    inside: Counter[str] = field(default_factory=Counter)
+    outside: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def tally(name: str, most: int, seed: int) -> Tally:
+    """Every call on simulated ranks, inside ``sl.implicit`` and outside."""
+    out = Tally()
+    for call in calls(name, most, seed):
+        for where, counted in (("inside", out.inside), ("outside", out.outside)):
+            with sl.simulate(**call.mesh), sl.implicit() if where == "inside" else nullcontext():
+                found = judge(call)
+            counted[found.kind] += 1
+            out.notes.setdefault(f"{where} {found.kind}", found.note)
+    return out
+
+
+def listed() -> dict[str, dict[str, str]]:
+    """operators_refused.toml: reasons by operator, for ``inside`` and ``outside``."""
+    return tomllib.loads((Path(__file__).parent / "operators_refused.toml").read_text())
+
+
+def differences(found: dict[str, Tally]) -> list[str]:
+    """Wrong answers, crashes, and where the list of refusals and the outcomes differ."""
+    out, refused = [], listed()
+    for name, t in found.items():
+        out += [t.notes[k] for k in t.notes if k.split()[1] in ("wrong", "crash")]
+        if not t.inside:
+            continue
+        if bool(t.inside["refused"]) != (name in refused["inside"]):
+            out.append(f"{name}: inside {dict(t.inside)}, listed: {name in refused['inside']}; "
+                       f"{t.notes.get('inside refused', '')}")  # fmt: skip
+        if (not t.outside["equal"]) != (name in refused["outside"]):
+            out.append(f"{name}: outside {dict(t.outside)}, listed: {name in refused['outside']}; "
+                       f"{t.notes.get('outside refused', '')}")  # fmt: skip
+    return out
+
+
+def main() -> None:
+    """Print the figures of the whole database; fail where they differ from the list."""
+    torch.set_num_threads(1)
+    seed = int((sys.argv[1:] or ["7"])[0])
+    found = {name: tally(name, SAMPLES, seed) for name in entries()}
+    ran = {n: t for n, t in found.items() if t.inside}
+    kinds = Counter(next((k for k in ("wrong", "crash", "refused") if t.inside[k]), "equal") for t in ran.values())
+    apart = sum(t.outside["equal"] > 0 for t in ran.values())
+    count = sum(sum(t.inside.values()) for t in ran.values())
+    wrong = differences(found)
+    print(*wrong, sep="\n")
+    print(f"{len(ran)} operators that draw nothing, {count} calls: inside sl.implicit() {dict(kinds)}; "
+          f"outside it {apart} with equal calls")  # fmt: skip
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
