@@ -208,17 +208,6 @@ def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 _LINALG = binder("norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)")
 
 
-@implements(torch.linalg.norm)
-def linalg_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of vectors, and Frobenius' of matrices."""
-    x, ord_, dim, keepdim, dtype = _LINALG(*args, **kwargs).values()
-    several = x.ndim if dim is None else len(dim) if isinstance(dim, tuple | list) else 1
-    if isinstance(ord_, str | int | float) and (several != 1 or isinstance(ord_, str)) and ord_ != "fro":
-        what = {"tensor": typeof(x)}
-        raise NoRule("no rule for this norm", op="norm", operands=what, fix="torch.linalg.norm(sl.unshard(x))")
-    return torch.linalg.vector_norm(x, 2 if ord_ in ("fro", None) else ord_, dim, keepdim, dtype=dtype)
-
-
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
