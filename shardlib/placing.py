@@ -256,7 +256,9 @@ def reshard(x: Any, layout: Any) -> Any:
     target.check(tuple(x.size_), x.mesh, op="reshard")
     if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
         x = settle(x)
-    raw: Any = _Reshard.apply(x.raw, x.sharding, target, tuple(x.size_), x.mesh)
+    size = tuple(x.size_)
+    still = not any((a >> b).steps(size, x.mesh) for a, b in ((x.sharding, target), (target.bare, x.sharding.bare)))
+    raw: Any = x.raw if still else _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
     return ShardedTensor(raw, target, x.size_, x.mesh, x.deferred)
 
 

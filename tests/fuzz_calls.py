@@ -990,7 +990,7 @@ def main() -> int:
         wrong, got = check(case)
         print(f"dense  {dense(case)}\nours   {got}\n{wrong or 'nothing wrong'}")
         return bool(wrong)
-    found: dict[tuple[str, str], tuple[int, str]] = {}
+    found: dict[tuple[str, str], int] = {}
     kinds: dict[str, int] = {}
     ran: set[str] = set()
     start = time.monotonic()
@@ -999,10 +999,9 @@ def main() -> int:
         kinds[got.kind] = kinds.get(got.kind, 0) + 1
         if wrong:
             key = (case.name, wrong.partition(":")[0])
-            count, text = found.get(key, (0, f"{case.text()}\n    -> {wrong}"))
-            found[key] = (count + 1, text)
-    for (name, kind), (count, text) in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
-        print(f"[{kind}] {name} x{count}\n  {text}")
+            if key not in found:
+                print(f"[{key[1]}] {case.name}\n  {case.text()}\n    -> {wrong}", flush=True)
+            found[key] = found.get(key, 0) + 1
     print(
         f"{a.count} calls of {len(ran)} functions in {time.monotonic() - start:.0f} s: {kinds}; {len(found)} faults",
         file=sys.stderr,

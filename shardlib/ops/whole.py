@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
-from shardlib.aliases import link, refuse_write, same_memory
+from shardlib.aliases import link, refuse_write, same_memory, written
 from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
@@ -174,9 +174,14 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     deferred = frozenset().union(*(v.deferred for v in moved))
     per_rank = mesh.kind == "stacked" and bool(deferred)
     raws: list[Any] = []
-    for v in moved:
+    targets = written(func, args, kwargs)
+    for i, v, w in zip(at, moved, wholes, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
-        raws.append(_First.apply(raw) if mesh.kind == "stacked" and not per_rank else raw)
+        if mesh.kind == "stacked" and not per_rank:
+            raw = _First.apply(raw)
+        elif w is None and any(leaves[i] is t for t in targets):
+            raw = raw.clone()  # autograd lets nothing write to what a transfer returned
+        raws.append(raw)
     given = list(leaves)
     for i, raw in zip(at, raws, strict=True):
         given[i] = raw
