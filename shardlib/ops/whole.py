@@ -87,7 +87,7 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
     joined = []
     for values in zip(*found, strict=True):
         if isinstance(values[0], Tensor):
-            same = _block_view(values[0], [leaves[i] for i in at])
+            same = _block_view(values, [leaves[i] for i in at])
             joined.append(torch.stack(values) if same is None else same)
         elif any(v != values[0] and v == v for v in values):
             raise ShardError("the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)")
@@ -96,8 +96,9 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
     return optree.tree_unflatten(shape, joined)
 
 
-def _block_view(first: Tensor, blocks: list[Any]) -> Tensor | None:
-    """The first rank's result as the same view of all ranks' blocks, if it is one."""
+def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
+    """The ranks' results as one view of all ranks' blocks, if they are the same view of each."""
+    first = found[0]
     for raw in blocks:
         if not isinstance(raw, Tensor) or not same_memory(first, raw) or first.is_neg() != raw.is_neg():
             continue
@@ -108,7 +109,10 @@ def _block_view(first: Tensor, blocks: list[Any]) -> Tensor | None:
                 raw = torch.view_as_complex(raw)
             elif first.is_conj() != raw.is_conj():
                 raw = raw.conj()
-            if raw.dtype != first.dtype:
+            starts = [first.storage_offset() + rank * raw.stride(0) for rank in range(len(found))]
+            if (
+                raw.dtype != first.dtype or [t.storage_offset() for t in found] != starts
+            ):  # a place that hangs on values
                 return None
             return raw.as_strided(
                 (raw.shape[0], *first.shape), (raw.stride(0), *first.stride()), first.storage_offset()
