@@ -73,6 +73,7 @@ class Mesh(Mapping[str, int]):
                 self.coord = dict(zip(self.names, here, strict=True))
         self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
         self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
+        self.plans: dict[Any, Any] = {}  # what operators found out about operands laid out so; likewise
         self.stream: Any = None  # of random draws; filled by random.py
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:

@@ -122,6 +122,27 @@ class ShardedTensor(torch.Tensor):
         """This rank's block, without a copy."""
         return wrap(self.raw, self.mesh)
 
+    # Asked for at every turn, and a question to __torch_function__ costs 1.5 us.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.size_
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.size_)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.raw.dtype
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.raw.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.raw.requires_grad = value
+
     def like(self, raw: Tensor) -> "ShardedTensor":
         """The same place and shape with another block."""
         return ShardedTensor(raw, self.sharding, self.size_, self.mesh, self.deferred)
@@ -188,6 +209,10 @@ class PaddedTensor(ShardedTensor):
         self.raw, self.sharding, self.size_, self.mesh, self.deferred = raw, layout, size, mesh, _NONE
         self.true = true
         return self
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.true
 
     @property
     def inner(self) -> ShardedTensor:
@@ -519,25 +544,52 @@ def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide |
     return found[key]
 
 
-def widened(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """``vary`` in fp32 of a half precision value: its gradient is summed wide, and rounded as it travels and once."""
-    if not is_half(raw):
-        return vary(raw, mesh, axes)
-    over = real_axes(mesh, axes)
-    return _Widen.apply(raw, mesh, over) if over and raw.requires_grad else raw.float()  # type: ignore[return-value]
+def widened(raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]) -> list[Tensor | None]:
+    """``vary`` of several values, and in fp32 of half precision ones, whose gradients come together.
+
+    Those summed over the same axes travel in one psum; half precision is summed wide, and rounded as it travels
+    and once.
+    """
+    met = [
+        real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
+        for t, over in zip(raws, overs, strict=True)
+    ]
+    out = [t.float() if t is not None and not over and is_half(t) else t for t, over in zip(raws, met, strict=True)]
+    left = [i for i, over in enumerate(met) if over]
+    while left:
+        first = raws[left[0]]
+        alike = [i for i in left if met[i] == met[left[0]] and raws[i].dtype == first.dtype]  # type: ignore[union-attr]
+        found = _VaryAll.apply(mesh, met[left[0]], *[raws[i] for i in alike])
+        for i, t in zip(alike, found, strict=True):  # type: ignore[arg-type]
+            out[i] = t
+        left = [i for i in left if i not in alike]
+    return out
 
 
-class _Widen(Local):
-    """fp32 of a half precision value; the gradient is summed over ``axes``."""
+class _VaryAll(Local):
+    """apply(mesh, axes, *raws): each as it is, half precision in fp32; their gradients are summed in one psum."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.mesh, ctx.axes, ctx.dtype = mesh, axes, raw.dtype
-        return raw.float()
+    def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.axes, ctx.narrow = mesh, axes, raws[0].dtype if is_half(raws[0]) else None
+        ctx.set_materialize_grads(False)
+        return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Sum.apply(grads[0], ctx.mesh, ctx.axes, ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        mesh, came = ctx.mesh, [g for g in grads if g is not None]
+        if not came:
+            return None, None, *grads
+        if len(came) == 1:
+            sums = [_Sum.apply(came[0], mesh, ctx.axes, ctx.narrow)]
+        else:
+            lead = mesh.kind == "stacked"
+            flat = [g.flatten(1) if lead else g.flatten() for g in came]
+            both: Any = _Sum.apply(torch.cat(flat, -1), mesh, ctx.axes, ctx.narrow)
+            parts = both.split([f.shape[-1] for f in flat], -1)
+            sums = [part.reshape(g.shape) for part, g in zip(parts, came, strict=True)]
+        found = iter(sums)
+        return None, None, *(None if g is None else next(found) for g in grads)
 
 
 def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from shardlib.errors import ShardError
 from shardlib.ops.dims import Unfit, rows_call
 from shardlib.ops.matmul.choose import product_of
 from shardlib.ops.signatures import binder
-from shardlib.tensor import ShardedTensor, implements
+from shardlib.tensor import ShardedTensor, implements, made_of
 
 __all__ = ["einsum"]
 
@@ -233,16 +233,25 @@ implements(torch.linalg.multi_dot)(multi_dot)
 _LINEAR = binder("linear(input, weight, bias=None)")
 
 
+def _turned(w: ShardedTensor) -> Any:
+    """w.mT, made once."""
+    found, key = made_of(w), ("mT", w.yields)
+    if key not in found:
+        found[key] = w.mT
+    return found[key]
+
+
 @implements(F.linear)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """x @ w.T + b; w is stored (out, in)."""
-    x, w, bias = _LINEAR(*args, **kwargs).values()
+    x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2:
         raise TypeError("a weight has two dimensions")
     if x.ndim < 2:
         out = contract("...k,ok->...o", x, w)
         return out if bias is None else out + bias
+    wide = _turned(w) if type(w) is ShardedTensor else w.mT
     if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
-        return product_of(x, w.mT, bias=bias)
-    out = product_of(x, w.mT)
+        return product_of(x, wide, bias=bias)
+    out = product_of(x, wide)
     return out if bias is None else out + bias  # type: ignore[return-value]

@@ -6,8 +6,7 @@ split in different ways the function is refused with the reshard to write, unles
 ``sl.implicit()``.
 """
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +92,13 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if kwargs.get("out") is not None:
             raise TypeError("out")  # ops/whole.py writes it
     x = args[0]
+    if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
+        y, mesh = args[1], x.mesh
+        if _same_place(x, y):
+            return x.like(local_call(func, mesh, (x.raw, y.raw), {}))
+        if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
+            raws, out, shape, deferred = aligned(func.__name__, [x, y])
+            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), out, shape, mesh, deferred)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
@@ -160,7 +166,7 @@ def aligned(
     """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
     return (
-        [_met(v, raw, over, out, shape) for v, raw, over in zip(values, raws, overs, strict=True)],
+        [_met(v, raw, over, out, shape) if over else raw for v, raw, over in zip(values, raws, overs, strict=True)],
         out,
         shape,
         deferred,
@@ -178,20 +184,32 @@ def brought(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
     """As ``aligned``, but the axes over which each operand's gradient must be summed are given, not yet heeded."""
-    key = tuple((v.sharding, v.size_) for v in values)
-    out, shape, targets = _plan(op, key, values[0].mesh, partial)
-    deferred: frozenset[str] = frozenset()
-    if any(v.deferred for v in values):
-        deferred = frozenset().union(*(v.deferred for v in values)) - set(out.axes)
-    meets = {*out.axes, *deferred}
-    raws, overs = [], []
-    for v, target in zip(values, targets, strict=True):
+    mesh, moving = values[0].mesh, False
+    key = (_Plan, partial, *[(v.sharding, v.size_) for v in values])
+    plan = mesh.plans.get(key)
+    if plan is None:
+        plan = mesh.plans[key] = _planned(op, key[2:], mesh, partial)  # type: ignore[arg-type]
+    for i, moved in plan.moved:
+        moving = True
+        budget = implicit_budget()
+        if moved and (budget is None or moved > budget):
+            raise _refused(op, i, moved, plan, key[2:], mesh)  # type: ignore[arg-type]
+    raws = [v.raw for v in values]
+    if not moving and not any([v.deferred for v in values]):
+        overs = [over if over and raw.requires_grad else () for over, raw in zip(plan.overs, raws, strict=True)]
+        return raws, overs, plan.out, plan.shape, _NOWHERE
+    deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.out.axes)
+    meets, overs = {*plan.out.axes, *deferred}, []
+    for i, (v, target) in enumerate(zip(values, plan.targets, strict=True)):
         if target is not None:
             v = reshard(v, target)
+            raws[i] = v.raw
         met = v.raw.requires_grad and meets.difference(v.sharding.axes, v.deferred)
-        raws.append(v.raw)
-        overs.append(real_axes(v.mesh, met) if met else ())
-    return raws, overs, out, shape, deferred
+        overs.append(real_axes(mesh, met) if met else ())
+    return raws, overs, plan.out, plan.shape, deferred
+
+
+_NOWHERE: frozenset[str] = frozenset()
 
 
 class _Spread(Local):
@@ -217,17 +235,28 @@ class _Spread(Local):
             return unwrap(whole), None, None, None
 
 
-@lru_cache(maxsize=8192)
-def _shape(shapes: tuple[torch.Size, ...]) -> torch.Size:
-    return torch.broadcast_shapes(*shapes)
+_Key = tuple[tuple[Layout, torch.Size], ...]
 
 
-def _plan(
-    op: str, key: tuple[tuple[Layout, torch.Size], ...], mesh: Mesh, partial: tuple[str, ...]
-) -> tuple[Layout, torch.Size, list[Layout | None]]:
-    """The result's layout, its shape, and for each operand the layout to bring it to (None: as it is)."""
+class _Plan(NamedTuple):
+    """The result's place, and for each operand the layout to bring it to (None: as it is).
+
+    ``overs``  the axes over which its gradient is summed, if nothing moves and nothing is deferred.
+    ``moved``  (operand, bytes) of those that are brought elsewhere.
+    """
+
+    out: Layout
+    shape: torch.Size
+    targets: tuple[Layout | None, ...]
+    overs: tuple[tuple[str, ...], ...]
+    moved: tuple[tuple[int, Any], ...]
+
+
+def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
+    if len(mesh.plans) > 8192:
+        mesh.plans.clear()
     try:
-        shape = _shape(tuple(s for _, s in key))
+        shape = torch.broadcast_shapes(*(s for _, s in key))
     except RuntimeError:
         raise BadArgument(
             "shapes do not broadcast",
@@ -249,28 +278,28 @@ def _plan(
         dims.append(split[0] if split else Dim())
     out = _once(dims, partial)
     targets: list[Layout | None] = []
+    moved: list[tuple[int, Any]] = []
     for i, (lay, s) in enumerate(key):
         lay = lay.resolve(len(s))
         want = [
             Dim() if s[k] == 1 and shape[k + ndim - len(s)] != 1 else out.dims[k + ndim - len(s)] for k in range(len(s))
         ]
         target = Layout(dims=tuple(want), partial=lay.partial, skew=lay.skew)
-        if target == lay:
-            targets.append(None)
-            continue
-        plan = lay >> target
-        moved = plan.bytes(tuple(s), mesh)
-        budget = implicit_budget()
-        if moved and (budget is None or moved > budget):
-            raise ImplicitCommunication(
-                f"operand {i} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
-                op=op,
-                operands={f"operand {j}": f"{list(z)} {y}" for j, (y, z) in enumerate(key)} | {"result": str(out)},
-                mesh=mesh,
-                fix=f"sl.reshard({'xyzuvw'[i]}, {str(target)!r})",
-            )
-        targets.append(target)
-    return out, shape, targets
+        targets.append(None if target == lay else target)
+        if target != lay:
+            moved.append((i, (lay >> target).bytes(tuple(s), mesh)))
+    overs = tuple(real_axes(mesh, set(out.axes).difference(lay.axes)) for lay, _ in key)
+    return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved))
+
+
+def _refused(op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh) -> ImplicitCommunication:
+    return ImplicitCommunication(
+        f"operand {i} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
+        op=op,
+        operands={f"operand {j}": f"{list(z)} {y}" for j, (y, z) in enumerate(key)} | {"result": str(plan.out)},
+        mesh=mesh,
+        fix=f"sl.reshard({'xyzuvw'[i]}, {str(plan.targets[i])!r})",
+    )
 
 
 def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:

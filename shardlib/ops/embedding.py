@@ -11,7 +11,7 @@ first, and the table's gradient is scattered over them (3D).
 Source: arXiv 1909.08053, section 3; arXiv 2104.05343, section 3.2.3; arXiv 2105.14450.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unw
 from shardlib.errors import ImplicitCommunication, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, typeof, vary
+from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, real_axes, typeof, vary
 
 __all__ = ["embedding"]
 
@@ -83,6 +83,50 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     padding = None if padding is None else padding % table.shape[0]
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
+    key = (_Plan, ids.sharding, ids.size_, table.sharding, table.size_)
+    plan = mesh.plans.get(key)
+    if plan is None:
+        plan = mesh.plans[key] = _planned(ids, table)
+    out, raw_table, deferred = plan.out, table.raw, _NONE
+    if table.deferred:
+        deferred = table.deferred - set(out.axes)
+        raw_table = vary(raw_table, mesh, {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred))
+    elif plan.meets:
+        raw_table = vary(raw_table, mesh, plan.meets)
+    if plan.gathered:
+        with bind(mesh):
+            raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))
+    if plan.axes:
+        raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
+    elif mesh.kind != "stacked":
+        raw = F.embedding(ids.raw, raw_table, padding)
+    else:
+        with bind(mesh):
+            raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
+    return ShardedTensor(raw, out, plan.shape, mesh, deferred)
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+class _Plan(NamedTuple):
+    """Where the result lies and how the lookup runs.
+
+    ``axes``      that split the vocabulary, and ``at`` which dimension of the ids they split too, or -1.
+    ``gathered``  axes over which the table's columns are gathered first.
+    ``meets``     axes over which the table's gradient is summed, unless it is deferred.
+    """
+
+    out: Layout
+    shape: torch.Size
+    axes: tuple[str, ...]
+    at: int
+    gathered: tuple[str, ...]
+    meets: tuple[str, ...]
+
+
+def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
+    mesh = table.mesh
     for value in (ids, table):
         if value.sharding.partial:
             raise partial_escape("embedding", value)
@@ -109,15 +153,5 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             fix=f"F.embedding(ids, sl.reshard(table, {f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
         )
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
-    deferred = frozenset(table.deferred) - set(out.axes)
-    meets = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
-    raw_table = vary(table.raw, mesh, meets)
-    if gathered:
-        with bind(mesh):
-            raw_table = unwrap(all_gather(wrap(raw_table, mesh), gathered, 1))
-    if not axes:
-        with bind(mesh):
-            raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
-    else:
-        raw = _Lookup.apply(raw_table, ids.raw, mesh, axes, at, padding)
-    return ShardedTensor(raw, out, torch.Size((*ids.size_, table.size_[1])), mesh, deferred)  # type: ignore[arg-type]
+    meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
+    return _Plan(out, torch.Size((*ids.size_, table.size_[1])), axes, at, gathered, meets)

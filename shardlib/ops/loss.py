@@ -9,7 +9,7 @@ Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,17 @@ from shardlib.ops.declare import Bound, lines, rows, slots
 from shardlib.ops.dims import Labels, Unfit, rows_call
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, is_half, lift, partial_escape, total, typeof, vary
+from shardlib.tensor import (
+    ShardedTensor,
+    implements,
+    is_half,
+    lift,
+    partial_escape,
+    real_axes,
+    total,
+    typeof,
+    vary,
+)  # fmt: skip
 
 __all__ = ["split_cross_entropy"]
 
@@ -120,13 +130,17 @@ class _WholeRowLoss(Local):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
-        wide = torch.float32 if is_half(logits) else logits.dtype
+        wide = _wide(logits)
         ignored = target == ignore
         here = target.masked_fill(ignored, 0).unsqueeze(-1)
         top = logits.amax(-1, keepdim=True).to(wide)
         sums, means = [], []
         for part, t in _some_rows(logits, top):
-            shifted = _less(part, t)
+            if part.dtype != wide:  # in one kernel of torch's: its maximum is exp(0) over the sum
+                sums.append(torch.softmax(part, -1, dtype=wide).amax(-1, keepdim=True).reciprocal_())
+                means += [part.mean(-1, dtype=wide) - t.squeeze(-1)] if smooth else []
+                continue
+            shifted = part - t
             if smooth:
                 means.append(shifted.mean(-1))
             sums.append(shifted.exp_().sum(-1, keepdim=True))
@@ -149,21 +163,16 @@ class _WholeRowLoss(Local):
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
         dx = torch.empty_like(logits)
         for part, into, t, s, gs, h, to in _some_rows(logits, dx, top, g / total, g, here, g * (ctx.smooth - 1)):
-            e = _less(part, t, into)
-            e.exp_().mul_(s)
+            if part.dtype == t.dtype:
+                e = torch.sub(part, t, out=into).exp_().mul_(s)
+            else:
+                e = torch.softmax(part, -1, dtype=t.dtype).mul_(gs)
             if ctx.smooth:
                 e -= gs * (ctx.smooth / logits.shape[-1])
             e.scatter_add_(-1, h, to)
             if e is not into:
                 into.copy_(e)
         return dx, None, None, None
-
-
-def _less(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
-    """x - t in t's dtype; ``into`` may be written to.  Mixing dtypes in one kernel is slow on a CPU."""
-    if x.dtype != t.dtype:
-        return x.to(t.dtype).sub_(t)
-    return torch.sub(x, t, out=into)
 
 
 def _some_rows(x: Tensor, *more: Tensor) -> Any:
@@ -188,14 +197,66 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
     logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    if given.get("weight") is not None or target.is_floating_point() or len(logits.size_) != 2:
-        raise Unsupported(
-            "sharded cross entropy takes logits [N, C] and integer targets [N], without class weights",
-            op="cross_entropy",
-            operands={"logits": typeof(logits), "target": typeof(target)},
-            mesh=mesh,
-            fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
-        )
+    key = (_Plan, logits.sharding, logits.size_, target.sharding, target.size_)
+    plan = mesh.plans.get(key)
+    if plan is None:
+        plan = mesh.plans[key] = _planned(logits, target)
+    known = given.get("weight") is None and reduction in ("mean", "sum", "none")
+    if not known or target.is_floating_point():
+        raise _unsupported(logits, target)
+    if plan.brought:
+        target = reshard(target, plan.rows)  # cut, nothing moves
+    smooth, every = float(given.get("label_smoothing", 0.0)), logits.size_[1]
+    x: Any = logits.raw
+    raw: Any
+    if plan.axes or (classes or every) != every:
+        raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes or every)
+    else:
+        flat = (x, target.raw) if x.ndim == 2 else (x.flatten(0, -2), target.raw.flatten())  # every rank's rows
+        if flat[0].numel() > (1 << 22 if is_half(x) else 1 << 16):
+            raw = _WholeRowLoss.apply(*flat, ignore, smooth)
+        elif x.ndim == 2 and reduction != "none" and not plan.over:
+            raw = F.cross_entropy(x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction)
+            return ShardedTensor(raw, _SCALAR, torch.Size(()), mesh, logits.deferred)
+        else:  # too small to be worth cutting
+            raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
+        raw = raw if x.ndim == 2 else raw.view(target.raw.shape)
+    if reduction == "none":
+        return ShardedTensor(raw.to(x.dtype), plan.rows, logits.size_[:1], mesh, logits.deferred)
+    if reduction == "mean":
+        raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
+    else:
+        raw = total(raw.sum(-1, dtype=_wide(raw)), mesh, plan.over)
+    return ShardedTensor(raw.to(x.dtype), _SCALAR, torch.Size(()), mesh, logits.deferred)
+
+
+class _Plan(NamedTuple):
+    """How logits and target meet.
+
+    ``axes``     that split the classes, major first, and ``over`` those that split the rows.
+    ``brought``  whether the target is cut to lie as the ``rows`` do.
+    """
+
+    axes: tuple[str, ...]
+    over: tuple[str, ...]
+    rows: Layout
+    brought: bool
+
+
+def _unsupported(logits: ShardedTensor, target: ShardedTensor) -> Unsupported:
+    return Unsupported(
+        "sharded cross entropy takes logits [N, C] and integer targets [N], without class weights",
+        op="cross_entropy",
+        operands={"logits": typeof(logits), "target": typeof(target)},
+        mesh=logits.mesh,
+        fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
+    )
+
+
+def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
+    mesh = logits.mesh
+    if len(logits.size_) != 2:
+        raise _unsupported(logits, target)
     if logits.sharding.partial:
         raise partial_escape("cross_entropy", logits)
     row, col = logits.sharding.resolve(2).dims
@@ -208,10 +269,9 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
             fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
         )
     rows = Layout(dims=(row,))
-    if target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.size_), mesh):
-        target = reshard(target, rows)  # cut, nothing moves
+    brought = target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.size_), mesh)
     grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
-    if target.sharding.resolve(1).dims[0] != row or grouped:
+    if (not brought and target.sharding.resolve(1).dims[0] != row) or grouped:
         raise ImplicitCommunication(
             "logits and target are not split the same way along the rows",
             op="cross_entropy",
@@ -219,26 +279,35 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
             mesh=mesh,
             fix=f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))",
         )
-    axes = tuple(a for a in col.axes if mesh.axes[a] > 1)
-    smooth = float(given.get("label_smoothing", 0.0))
-    raw: Any
-    if axes or (classes or logits.size_[1]) != logits.size_[1]:
-        raw, _ = _RowLoss.apply(logits.raw, target.raw, mesh, axes, ignore, smooth, classes or logits.size_[1])
-    else:
-        flat = logits.raw.flatten(0, -2), target.raw.flatten()  # every rank's rows
-        if flat[0].numel() > 1 << 16 or is_half(flat[0]):
-            raw = _WholeRowLoss.apply(*flat, ignore, smooth)
-        else:  # too small to be worth cutting
-            raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
-        raw = raw.view(target.raw.shape)
-    rows = ShardedTensor(raw, Layout(dims=(row,)), logits.size_[:1], mesh, logits.deferred)
-    if reduction == "none":
-        return rows
-    if reduction == "sum":
-        return rows.sum()
-    with torch.no_grad():
-        counted = ShardedTensor((target.raw != ignore).to(raw.dtype), rows.sharding, rows.size_, mesh).sum()
-    return rows.sum() / counted
+    axes = tuple(a for a in col.axes if mesh.axes[a] > 1)  # major first
+    return _Plan(axes, real_axes(mesh, row.axes), rows, brought)
+
+
+_SCALAR = Layout()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What a sum of ``x`` is taken in."""
+    return torch.float32 if is_half(x) else x.dtype
+
+
+class _Mean(Local):
+    """apply(losses, target, ignore, mesh, axes): their sum over their number, both over ``axes`` in one psum."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        part, count = raw.sum(-1, dtype=_wide(raw)), (target != ignore).sum(-1)
+        if axes:
+            part, count = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes).unbind(-1)
+        ctx.place = mesh, axes, raw.shape, raw.dtype
+        ctx.save_for_backward(count)
+        return part / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, axes, shape, dtype = ctx.place
+        each = (vary(grads[0], mesh, axes) / ctx.saved_tensors[0]).to(dtype)
+        return each.unsqueeze(-1).expand(shape), None, None, None, None
 
 
 # ---------------------------------------------------------------- the rows' losses, reduced

@@ -140,9 +140,8 @@ def _whole(
     the mesh too, before they are rounded.
     """
     mesh = x.mesh
-    raw = vary(raw, mesh, overs[0])
-    w = None if w is None else widened(w, mesh, overs[1])
-    b = None if b is None else widened(b, mesh, overs[-1])
+    raw = vary(raw, mesh, overs[0]) if overs[0] else raw
+    w, b = widened((w, b), mesh, (overs[1] if w is not None else (), overs[-1]))
     if mesh.kind != "stacked" and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
         return F.layer_norm(raw, shape, w, b, eps)
     wide = raw.float() if is_half(raw) else raw  # every rank has its own scale; elsewhere no kernel mixes dtypes

@@ -1,6 +1,7 @@
 """Reductions: over whole dimensions on the blocks, over split ones with a psum or pmax."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -27,14 +28,21 @@ def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """(dims reduced, mesh axes that split them, result layout, result shape)."""
-    ndim = len(x.size_)
+    return _reduced_layout(x.sharding, x.size_, tuple(dim) if isinstance(dim, list) else dim, keepdim, op)
+
+
+@lru_cache(maxsize=8192)
+def _reduced_layout(
+    layout: Layout, size: torch.Size, dim: Any, keepdim: bool, op: str
+) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
+    ndim = len(size)
     named = () if dim is None else dims_of(dim, ndim, op)
     gone = tuple(sorted(named)) if named and ndim else tuple(range(ndim))
-    tokens = x.sharding.resolve(ndim).dims
+    tokens = layout.resolve(ndim).dims
     axes = tuple(a for d in gone for a in tokens[d].axes)
     kept = [Dim() if d in gone else t for d, t in enumerate(tokens) if keepdim or d not in gone]
-    shape = torch.Size([1 if d in gone else n for d, n in enumerate(x.size_) if keepdim or d not in gone])
-    return gone, axes, Layout(dims=tuple(kept), partial=x.sharding.partial), shape
+    shape = torch.Size([1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone])
+    return gone, axes, Layout(dims=tuple(kept), partial=layout.partial), shape
 
 
 _ANY = binder("""

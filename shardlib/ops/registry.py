@@ -81,6 +81,7 @@ class Match:
     gathered: int = 0  # bytes of operands gathered whole over an axis while it runs
     saved: int = 0  # bytes saved for backward beyond the operands' own blocks
     shared: int = 0  # of those gathered, bytes that further products will read
+    adds: bool = False  # may be given a bias of any dtype
     rule: str = ""  # the name it was chosen under
 
     @property

@@ -28,6 +28,7 @@ from shardlib.collectives import unwrap, wrap
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.cannon import cannon_messages, cannon_words
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, case, local_elements, met_over, out_layout
 from shardlib.ops.matmul.once import let_go
@@ -37,7 +38,7 @@ from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_
 from shardlib.ops.matmul.turns import read_again
 from shardlib.ops.registry import Match, choose, fitting, moving, rule
 from shardlib.placing import reshard
-from shardlib.tensor import WATCHERS, ShardedTensor, lift, made_of, real_axes, total, typeof
+from shardlib.tensor import WATCHERS, ShardedTensor, is_half, lift, made_of, real_axes, total, typeof, vary
 
 __all__ = ["product_of"]
 
@@ -273,15 +274,21 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
         over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else _NOWHERE
-    fused = bias is not None and _in_place(bias, x, out)
-    raw = owned(match.run(x, w, over, bias.raw.detach() if fused and bias is not None else None))
+    late = bias is not None and not _in_place(bias, x, out, match)
+    if bias is None or late:
+        raw = match.run(x, w, over, None)
+    else:
+        met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
+        if match.adds and mesh.kind != "stacked" and not over[1] and not (over[0] and is_half(x.raw)):
+            raw = match.run(x, w, over, vary(bias.raw, mesh, met))  # torch's own function, which gives its gradient
+        else:
+            raw = match.run(x, w, over, bias.raw.detach())
+            raw = _Biased.apply(raw, bias.raw, mesh, met) if bias.raw.requires_grad else raw
+    raw = owned(raw)
     if more is False:
         let_go(x)
-    if fused and bias is not None and bias.raw.requires_grad:
-        met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
-        raw = _Biased.apply(raw, bias.raw, mesh, met)
     y = ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
-    return y if bias is None or fused else y + bias  # type: ignore[return-value]
+    return elementwise(torch.add, (y, bias), {}) if late else y
 
 
 _NOWHERE: tuple[Axes, Axes] = ((), ())
@@ -332,10 +339,11 @@ def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layo
         yield x, Layout((mine, w.dims[-1]))
 
 
-def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout) -> bool:
-    """May this bias be added before a half precision result is rounded?"""
-    half = x.raw.dtype in (torch.bfloat16, torch.float16) and bias.raw.dtype == x.raw.dtype
-    return half and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:] and not bias.deferred
+def _in_place(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
+    """May the rule add this bias: before a half precision result is rounded, or by torch's own function?"""
+    able = is_half(x.raw) or (match.adds and x.mesh.kind != "stacked")
+    alike = bias.raw.dtype == x.raw.dtype and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:]
+    return able and alike and not bias.deferred
 
 
 class _Biased(Local):

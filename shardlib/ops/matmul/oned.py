@@ -14,6 +14,7 @@ Source: arXiv 1909.08053, section 3.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
@@ -104,8 +105,11 @@ def oned(case: MatmulCase) -> Match | str:
 
     def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
         axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
-        if not (axes or over[1] or bias is not None or wide is not None):
-            return local_call(torch.matmul, x.mesh, (met, w.raw), {})
+        if not (axes or over[1] or wide is not None):
+            if bias is None:
+                return local_call(torch.matmul, x.mesh, (met, w.raw), {})
+            if x.mesh.kind != "stacked":
+                return F.linear(met, w.raw.mT, bias)
         return Product1.apply(axes, x.mesh, ((), over[1]), met, w.raw, bias, wide)  # type: ignore[return-value]
 
-    return Match(out, run, forward, backward, kind, over)
+    return Match(out, run, forward, backward, kind, over, adds=not xk.is_split and len(case.w_shape) == 2)
