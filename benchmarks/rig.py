@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Disturbed", "Row", "bytes_sent", "compare", "control", "ratio", "run", "unavailable"]
+__all__ = ["Disturbed", "Row", "bytes_sent", "compare", "control", "private", "ratio", "run", "unavailable"]
 
 _MIB = 2**20
 
@@ -104,6 +104,12 @@ def ratio(rows: list[Row], a: str, b: str, what: str = "seconds") -> float:
     """The median over repetitions of a's figure divided by b's in the same repetition."""
     pairs = zip([r for r in rows if r.name == a], [r for r in rows if r.name == b], strict=True)
     return statistics.median(getattr(x, what) / getattr(y, what) for x, y in pairs)
+
+
+def private(module: str, arguments: list[str]) -> int:
+    """Run a benchmark again with a loopback device of its own, whose bytes are then nobody else's; its exit status."""
+    up = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    return subprocess.run([*_namespaces(), *up, sys.executable, "-m", module, *arguments]).returncode
 
 
 def _namespaces() -> list[str]:

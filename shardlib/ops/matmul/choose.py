@@ -358,14 +358,15 @@ class _Biased(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, dtype = ctx.place
         if torch.is_grad_enabled():
-            g = grads[0].flatten(1 if mesh.kind == "stacked" else 0, -2).float()
+            g = grads[0].flatten(1 if mesh.kind == "stacked" else 0, -2)
+            g = g.float() if is_half(g) else g
             return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
         with bind(mesh):
             g = wrap(grads[0], mesh)
             rows = g.flatten(0, -2)
-            if axes:  # in fp32, a few rows at a time, until it travels
+            if axes and is_half(grads[0]):  # in fp32, a few rows at a time, until it travels
                 rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
                 rows = settled(rows, dtype, axes)
             else:  # torch's own sum is fp32 within
-                rows = rows.sum(0)
+                rows = settled(rows.sum(0), dtype, axes)
             return grads[0], unwrap(rows), None, None
