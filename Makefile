@@ -38,8 +38,10 @@ lint: $(VENV)/dev.stamp
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: $(VENV)/bench.stamp
+	$(PY) -m benchmarks.local
 	$(PY) -m benchmarks.overhead
 	$(PY) -m benchmarks.matmul
+	$(PY) -m benchmarks.tensor_parallel
 	$(PY) -m benchmarks.family
 	$(PY) -m benchmarks.overlap
 	$(PY) -m benchmarks.models
