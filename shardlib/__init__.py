@@ -27,6 +27,7 @@ from shardlib.dtensor import dtensor_rules, from_dtensor, to_dtensor
 from shardlib.errors import ShardError
 from shardlib.explain import explain
 from shardlib.grad import grad, value_and_grad
+from shardlib.init import init
 from shardlib.layouts import (
     Col,
     Layout,
@@ -90,7 +91,7 @@ __all__ = [
     "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
     "all_to_all", "apply_updates", "attention_plan", "axis_index", "axis_size", "chain", "choose",
     "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
-    "from_dtensor", "global_norm", "grad", "identity", "implicit", "launch", "layout_of", "linformer_attention",
+    "from_dtensor", "global_norm", "grad", "identity", "implicit", "init", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
     "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
     "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd",

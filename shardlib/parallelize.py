@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardlib.ambient import inside
-from shardlib.errors import RuleLint, UnknownParameter
+from shardlib.errors import RuleLint, ShardError, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.ops.matmul.turns import Entry, idle, in_turn
-from shardlib.placing import shard
-from shardlib.tensor import ShardedTensor, promoting, replicated
+from shardlib.placing import padded_size, shard, unshard
+from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, replicated
 
-__all__ = ["Apply", "Rules", "match_rules", "parallelize"]
+__all__ = ["Apply", "Rules", "match_rules", "matches", "parallelize", "placed", "swapped"]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
 Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str] | tuple[str, ...]]
@@ -67,6 +67,7 @@ class Apply:
             return self._run(params, self.buffers, args, kwargs)[0]
         moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
         moved.orders, moved.reads = self.orders, self.reads
+        moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
     def mutable(
@@ -77,6 +78,13 @@ class Apply:
         return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
 
     def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        if blank := [n for n, b in buffers.items() if b.device.type == "meta" and self.mesh.kind != "record"]:
+            raise ShardError(
+                f"the module was made on the meta device, and nothing gave a value to its buffer {blank[0]!r}",
+                op="apply",
+                mesh=self.mesh,
+                fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
+            )
         params = {**params, **{n: _yielding(params[n], layout) for n, layout in self.yields.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
@@ -84,7 +92,7 @@ class Apply:
         weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
         where = tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
-        with promoting(), in_turn(order, weights, reads), inside(partial(_swapped, self.module, state)):
+        with promoting(), in_turn(order, weights, reads), inside(partial(swapped, self.module, state)):
             out = functional_call(self.module, state, args, kwargs)
         return out, {n: state[n] for n in buffers}
 
@@ -134,14 +142,14 @@ class _Around(nn.Module):
         return run()
 
 
-def _swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
     """``run()`` once more, as the call with ``state`` saw the module."""
     named = {f"module.{n}": t for n, t in state.items()}
     with promoting(), idle():
         return functional_call(_Around(module), named, (run,))
 
 
-def _matches(pattern: Pattern, name: str, value: Tensor) -> bool:
+def matches(pattern: Pattern, name: str, value: Tensor) -> bool:
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(name, pattern)
     if isinstance(pattern, re.Pattern):
@@ -214,7 +222,7 @@ def match_rules(
     yields: dict[str, Layout] = {}
     unmatched = []
     for name, value in named.items():
-        hits = [i for i, (pattern, *_) in enumerate(rules) if _matches(pattern, name, value)]
+        hits = [i for i, (pattern, *_) in enumerate(rules) if matches(pattern, name, value)]
         if not hits:
             unmatched.append(name)
             continue
@@ -241,7 +249,7 @@ def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tenso
         near = difflib.get_close_matches(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
         lines.append(f"no rule matches parameter {name!r}" + (f" (nearest rule: {near[0]!r})" if near else ""))
     for pattern in unused:
-        shadow = [n for n, v in named.items() if _matches(pattern, n, v)]
+        shadow = [n for n, v in named.items() if matches(pattern, n, v)]
         text = _pattern_text(pattern)
         if shadow:
             lines.append(f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}")
@@ -251,12 +259,16 @@ def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tenso
     return "\n    ".join(lines)
 
 
-def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool) -> ShardedTensor:
-    if p.is_meta and mesh.kind != "record":
-        layout.check(tuple(p.shape), mesh, op="parallelize")
-        block = torch.full(layout.local_shape(tuple(p.shape), mesh), float("nan"), dtype=p.dtype, device=mesh.device)
-        raw = block.expand(mesh.size, *block.shape).clone() if mesh.kind == "stacked" else block
-        return ShardedTensor(raw.requires_grad_(p.requires_grad), layout, p.shape, mesh)
+def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool) -> ShardedTensor:
+    if (p.is_meta or blank) and mesh.kind != "record":
+        size = padded_size(layout, p, mesh) if pad else p.shape
+        layout.check(tuple(size), mesh, op="parallelize")
+        block = layout.local_shape(tuple(size), mesh)
+        shape = (mesh.size, *block) if mesh.kind == "stacked" else block
+        raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(p.requires_grad)
+        if size != p.shape:
+            return PaddedTensor(raw, layout, size, mesh, p.shape)
+        return ShardedTensor(raw, layout, p.shape, mesh)
     return shard(p.detach(), layout, mesh, pad=pad).requires_grad_(p.requires_grad)
 
 
@@ -279,7 +291,8 @@ def parallelize(
                 takes no part in the result and gets no gradient.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed.
-    Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill.
+    Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them,
+    and buffers, anew.
     Raises: RuleLint, UnevenSplit, UnknownAxis.
 
     >>> import torch, shardlib as sl; from torch import nn
@@ -289,12 +302,25 @@ def parallelize(
     >>> sl.typeof(params["weight"]), sl.typeof(out)
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
-    mesh = as_mesh(mesh)
+    return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad)
+
+
+def placed(
+    module: nn.Module,
+    rules: Rules,
+    *,
+    mesh: Mesh,
+    axes: Mapping[str, str] | None = None,
+    inputs: Mapping[str, Layout | str] | None = None,
+    pad: bool = False,
+    blank: bool = False,
+) -> tuple[Apply, dict[str, ShardedTensor]]:
+    """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
     named = dict(module.named_parameters())
     layouts, yields = match_rules(named, rules, axes)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
-    params = {n: _place_parameter(p, layouts[n], mesh, pad) for n, p in named.items()}
-    placed = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
-    return Apply(module, layouts, tied, placed, mesh, yields), params
+    params = {n: _place_parameter(p, layouts[n], mesh, pad, blank) for n, p in named.items()}
+    given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
+    return Apply(module, layouts, tied, given, mesh, yields), params

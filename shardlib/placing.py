@@ -79,7 +79,7 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
             fix=f"sl.reshard(x, {str(_layout(layout))!r})",
         )
     lay = _layout(layout).resolve(x.ndim)
-    size = _padded_size(lay, x, m) if pad else x.shape
+    size = padded_size(lay, x, m) if pad else x.shape
     lay.check(tuple(size), m, op="shard")
     if src is not None:
         x = _from_rank(x, m, src)
@@ -95,7 +95,7 @@ def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     return _blocks(x.detach(), layout, m)
 
 
-def _padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
+def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
     """The smallest sizes that divide."""
     local = layout.local_shape(tuple(x.shape), m, pad=True)
     return torch.Size([n * m.axis_size(d.axes) for n, d in zip(local, layout.dims, strict=True)])

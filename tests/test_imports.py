@@ -42,6 +42,7 @@ ORDER = [  # each may import from those before it
     "dtensor",
     "grad",
     "parallelize",
+    "init",
     "recipes",
     "optim",
     "checkpoint",

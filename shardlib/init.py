@@ -1,0 +1,261 @@
+"""Initial values drawn on shards: ``init`` is ``parallelize`` for a module that has no values yet.
+
+Every submodule's own code runs, ``reset_parameters`` or the model's ``_init_weights``, with sharded parameters in
+place of its own.  It fills blocks by global position, so the values are the same under every layout and mesh, and no
+rank holds a whole tensor, other than of ``orthogonal_`` and of what that code itself makes whole.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.collectives import pmax, unwrap, wrap
+from shardlib.errors import ShardError, UnknownParameter
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, as_mesh, bind
+from shardlib.parallelize import Apply, Rules, matches, placed, swapped
+from shardlib.placing import reshard, shard
+from shardlib.random import next_key, rewind, rewound, seeded
+from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, real_axes, replicated
+
+__all__ = ["init"]
+
+Fill = Mapping[Any, Callable[[Tensor], Any] | Tensor]
+
+
+def init(
+    module: nn.Module,
+    rules: Rules,
+    seed: int | None = None,
+    *,
+    mesh: Any = None,
+    axes: Mapping[str, str] | None = None,
+    inputs: Mapping[str, Layout | str] | None = None,
+    pad: bool = False,
+    fill: Fill | None = None,
+) -> tuple[Apply, dict[str, ShardedTensor]]:
+    """``(apply, params)`` as ``parallelize`` gives them, with fresh values, drawn shard by shard.
+
+    ``module``  best made on the meta device, where it takes no memory: ``with torch.device("meta"): ...``.
+    ``seed``    of these values alone, the same on every rank; None draws from the key in use (``sl.random``).
+    ``fill``    pattern -> function that fills a tensor in place, or its value: for parameters and buffers that no
+                ``reset_parameters`` or ``_init_weights`` writes, and to write others anew.
+    The rest is ``parallelize``'s.  The module is read, never changed.
+
+    A submodule's values come from the ``_init_weights(submodule)`` of the nearest module around it that has one (as
+    models of transformers do), else or where that leaves something out from its own ``reset_parameters``.  What a
+    constructor does beyond these is not repeated; values that a constructor gave are kept where the module is real.
+    Raises: UnknownParameter naming each tensor that has no value; RuleLint, UnevenSplit, UnknownAxis.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
+    >>> with sl.simulate(x=2):
+    ...     apply, params = sl.init(model, [("0.*", "x ..."), ("*", "...")], seed=0)
+    ...     sl.typeof(params["0.weight"]), apply(params, torch.ones(2, 8)).shape
+    ('f32[16@x, 8]', torch.Size([2, 16]))
+    """
+    mesh = as_mesh(mesh)
+    apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
+    if mesh.kind == "record":
+        return apply, params
+    apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
+    tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
+    todo = _Unwritten(tensors, mesh)
+    with torch.no_grad(), seeded(mesh, seed), _alike(mesh):
+        for run, names in _code(module, apply.tied):
+            _run(module, tensors, apply.tied, [n for n in names if n in tensors], run, todo, mesh)
+        _given(tensors, fill or {}, todo)
+        real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name in todo.names(tensors):
+            if not real[name].is_meta:
+                kept = shard(real[name].detach(), tensors[name].sharding, mesh, src=0, pad=pad)
+                tensors[name].raw.copy_(kept.raw)
+                todo.done(name)
+    if missing := todo.names(tensors):
+        raise UnknownParameter(
+            f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights writes there",
+            op="init",
+            mesh=mesh,
+            fix=f"sl.init(module, rules, fill={{{missing[0]!r}: torch.nn.init.zeros_}})",
+        )
+    return apply, params
+
+
+def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
+    """A buffer of the meta device, here and without a value."""
+    block = torch.zeros(tuple(b.size_), dtype=b.dtype, device=mesh.device)
+    return replicated(block.fill_(float("nan")) if block.is_floating_point() else block, mesh)
+
+
+# ---------------------------------------------------------------- whose code fills what
+
+
+Code = Callable[["_Unwritten", list[str]], None]
+
+
+def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, list[str]]]:
+    """(what fills a submodule's own tensors, their names), children first as constructors do."""
+
+    def walk(sub: nn.Module, path: str, owner: nn.Module | None) -> Iterator[tuple[Code, list[str]]]:
+        owner = sub if _initialises(sub) else owner
+        for name, child in sub.named_children():
+            if child not in seen:
+                seen.add(child)
+                yield from walk(child, f"{path}{name}.", owner)
+        own = [n for n, _ in sub.named_parameters(prefix=path[:-1], recurse=False, remove_duplicate=False)]
+        own += [n for n, _ in sub.named_buffers(prefix=path[:-1], recurse=False, remove_duplicate=False)]
+        yield _filling(sub, owner), [tied.get(n, n) for n in own]
+
+    seen = {module}
+    yield from walk(module, "", None)
+
+
+def _initialises(module: nn.Module) -> bool:
+    """Whether it has an ``_init_weights(submodule)``."""
+    found = getattr(type(module), "_init_weights", None)
+    if found is None:
+        return False
+    needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty]
+    return len([p for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) == 2
+
+
+def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
+    reset: Any = getattr(sub, "reset_parameters", None) or getattr(sub, "_reset_parameters", None)
+
+    def run(todo: "_Unwritten", names: list[str]) -> None:
+        if owner is not None:
+            owner._init_weights(sub)  # type: ignore[operator]
+        if callable(reset) and names and todo.names(names):
+            reset()
+            if owner is not None:
+                owner._init_weights(sub)  # type: ignore[operator]
+
+    return run
+
+
+def _run(
+    module: nn.Module, tensors: dict[str, ShardedTensor], tied: Mapping[str, str], names: list[str], code: Code,
+    todo: "_Unwritten", mesh: Mesh,
+) -> None:  # fmt: skip
+    """One submodule's code.  Where it needs a dimension whole that is split, another is split, or none."""
+    at, refusal = rewound(mesh), None
+    most = max((len(tensors[n].shape) for n in names), default=0)
+    for on in (None, *range(-1, -most - 1, -1), most):
+        stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
+        state = {**tensors, **stand}
+        for n, t in stand.items():
+            todo.stands(n, t)
+        try:
+            swapped(module, {**state, **{a: state[n] for a, n in tied.items()}}, lambda: code(todo, names))
+        except ShardError as e:
+            refusal = refusal or e
+            rewind(mesh, at)
+            continue
+        for n, t in stand.items():
+            if t is not tensors[n]:
+                tensors[n].raw.copy_(_back(t, tensors[n]))
+                todo.moved(n, tensors[n])
+        return
+    assert refusal is not None, "a loop that does not return was refused"
+    raise refusal
+
+
+def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
+    """Blank blocks of the same tensor, split along dimension ``on`` alone, or whole where it cannot be."""
+    axes = real_axes(x.mesh, x.sharding.axes)
+    if not axes:
+        return x
+    fits = -x.ndim <= on < 0 and x.shape[on] % x.mesh.axis_size(axes) == 0
+    return _blocks(x, Layout(tuple(Dim(axes) if fits and d - x.ndim == on else Dim() for d in range(x.ndim))))
+
+
+def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    local = layout.local_shape(tuple(x.shape), x.mesh)
+    raw = x.raw.new_full((x.mesh.size, *local) if x.mesh.kind == "stacked" else local, float("nan"))
+    return ShardedTensor(raw, layout, torch.Size(x.shape), x.mesh)
+
+
+def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
+    """What was filled, where it belongs."""
+    if isinstance(like, PaddedTensor):
+        cut = [d for d, (n, t) in enumerate(zip(like.size_, like.true, strict=True)) if n != t]
+        if any(real_axes(x.mesh, x.sharding.dims[d].axes) for d in cut):
+            x = reshard(x, "...")
+        widths = [w for n, s in zip(reversed(like.true), reversed(like.size_), strict=True) for w in (0, s - n)]
+        x = ShardedTensor(nn.functional.pad(x.raw, widths), x.sharding, like.size_, x.mesh)
+    return reshard(x, like.sharding).raw
+
+
+class _Unwritten:
+    """Which tensors nobody has written to.  Every rank comes to the same answer."""
+
+    def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
+        self.mesh, self.written = mesh, set()
+        self.at: dict[str, tuple[Tensor, int]] = {n: (t.raw, t.raw._version) for n, t in tensors.items()}
+
+    def stands(self, name: str, x: ShardedTensor) -> None:
+        """``x`` is written to in the tensor's place."""
+        if x.raw is not self.at[name][0]:
+            self.at[name] = x.raw, x.raw._version
+
+    def moved(self, name: str, x: ShardedTensor) -> None:
+        if not self.names([name]):
+            self.written.add(name)
+        self.at[name] = x.raw, x.raw._version
+
+    def done(self, name: str) -> None:
+        self.written.add(name)
+
+    def names(self, among: Any) -> list[str]:
+        return [n for n in among if n in self.at and not self._is_written(n)]
+
+    def _is_written(self, name: str) -> bool:
+        raw, version = self.at[name]
+        if name in self.written or raw._version != version:
+            return True
+        if not raw.is_floating_point():
+            return False
+        blank = raw.isnan()  # ``weight.data`` counts its writes apart
+        dims = tuple(range(int(self.mesh.kind == "stacked"), raw.ndim))
+        flag = (blank.any() if not dims else blank.amax(dims)).float()
+        axes = tuple(a for a in self.mesh.names if self.mesh.axes[a] > 1)
+        if axes:
+            with bind(self.mesh):
+                flag = unwrap(pmax(wrap(flag, self.mesh), axes))
+        return not bool(flag.any())
+
+
+# ---------------------------------------------------------------- beside the modules' code
+
+
+def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -> None:
+    for pattern, value in fill.items():
+        names = [n for n, t in tensors.items() if matches(pattern, n, t)]
+        if not names:
+            raise UnknownParameter(
+                f"fill: {pattern!r} matches no parameter or buffer",
+                op="init",
+                operands={"tensors": ", ".join(tensors)},
+                fix=f"fill={{{next(iter(tensors), '*')!r}: torch.nn.init.zeros_}}",
+            )
+        for name in names:
+            with promoting():
+                tensors[name].copy_(value) if isinstance(value, Tensor) else value(tensors[name])
+            todo.done(name)
+
+
+@contextmanager
+def _alike(mesh: Mesh) -> Iterator[None]:
+    """Plain tensors that the modules' code draws are every rank's; torch's generators are left as they were."""
+    cuda = [mesh.device.index or 0] if mesh.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda, device_type="cuda"):
+        key = next_key(mesh)
+        torch.default_generator.manual_seed(key)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(key)
+        yield
