@@ -1,7 +1,7 @@
 """torch's random functions on sharded tensors: every number is keyed by its global position.
 
 Filling in place, tensors like another, samples of given distributions.  ``generator=`` is honoured: rank 0's draw
-from it is the key.  Arguments are checked by torch, on no elements.
+from it is the key.  Arguments are checked by torch, on a tensor of hardly an element.
 """
 
 import math
@@ -42,7 +42,8 @@ def _settled(name: str, x: ShardedTensor) -> None:
 def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
     """torch's own refusal of bad arguments."""
     try:
-        func(torch.empty(0, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device), *args, **kwargs)
+        few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1  # of no element torch takes any dtype
+        func(torch.zeros(few, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device), *args, **kwargs)
     except TypeError as e:
         name = func.__name__
         raise ShardError(str(e), op=name, operands={"input": typeof(x)}, fix=f"help(torch.Tensor.{name})") from None
