@@ -72,6 +72,7 @@ from shardlib.optim import (
     masked,
     scale,
     scale_by_schedule,
+    set_to_zero,
     sgd,
     zero,
 )
@@ -94,7 +95,8 @@ __all__ = [
     "from_dtensor", "global_norm", "grad", "identity", "implicit", "init", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
     "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
-    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule", "sgd",
+    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule",
+    "set_to_zero", "sgd",
     "shard", "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
     "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

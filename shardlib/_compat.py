@@ -235,6 +235,44 @@ def job_store() -> Any:
 
 # ---------------------------------------------------------------- autograd.Function
 
+
+def foreach_ops() -> dict[str, Callable[..., Any]]:
+    """torch's functions of lists, ``torch._foreach_add_`` as "add_", which torch.optim and clip_grad_norm_ call.
+
+    Seen in 2.11 and 2.13; each asks ``__torch_function__``.  When one goes, so does its caller.
+    """
+    return {n.removeprefix("_foreach_"): getattr(torch, n) for n in dir(torch) if n.startswith("_foreach_")}
+
+
+def fused_steps() -> list[Callable[..., Any]]:
+    """``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.  Seen in 2.11, 2.13."""
+    names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    return [getattr(torch, n) for n in names if hasattr(torch, n)]
+
+
+# What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11 and 2.13.
+# When it goes: its successor needs the same rule, or a rank would not learn of another's overflow.
+amp_unscale: Callable[..., Any] | None = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+
+# Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to asks.  Seen in 2.11, 2.13.
+may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
+
+# What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 and 2.13.
+begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
+
+
+def under_transform(x: torch.Tensor | None = None) -> str:
+    """The torch.func transform that runs ("vmap", "grad", "jvp"), or that ``x`` is a value of; "" where there is none.
+
+    ``torch._C._functorch`` seen in 2.11 and 2.13.  When it goes: functorch's own assertion is what users read.
+    """
+    if x is not None and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return ""
+    if torch._C._functorch.maybe_current_level() is None:
+        return ""
+    return str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
+
+
 _FunctionBase: Any = torch._C._FunctionBase
 
 # What a Function inherits that defines no ``setup_context``.  Seen in 2.11 and 2.13.
@@ -397,6 +435,17 @@ def owned(out: torch.Tensor) -> torch.Tensor:
     2.13.  Without it: ``out.clone()``.
     """
     return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile was given, whose forward has the names of its arguments.
+
+    ``OptimizedModule._orig_mod`` seen in 2.11 and 2.13; nothing else has it.  When it goes: positional inputs
+    of a compiled module are replicated.
+    """
+    while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+        module = inner
+    return module
 
 
 def backward_now() -> int:

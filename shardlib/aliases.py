@@ -52,7 +52,8 @@ _WRITERS = _writers()
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors that a call writes to, by its name and arguments."""
     if func in _WRITERS:
-        return [args[0]] if args else [kwargs.get("input")]
+        first = args[0] if args else kwargs.get("input")
+        return list(first) if isinstance(first, tuple | list) else [first]
     if "out" in kwargs:
         out = kwargs["out"]
         return list(out) if isinstance(out, tuple | list) else [out]

@@ -4,13 +4,14 @@ when the mesh, ``implicit``, ``saving``, ``algorithm`` and the parameters of ``a
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from shardlib._compat import intercept_recompute
 from shardlib.mesh import _SCOPE, bind
 from shardlib.ops.registry import _AMBIENT
 from shardlib.random import marks, replayed
+from shardlib.tensor import PROMOTING, promoting
 
 __all__ = ["inside"]
 
@@ -36,6 +37,7 @@ def inside(runner: Runner) -> Iterator[None]:
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, to be called at any time and on any thread, with what surrounds this moment; draws are repeated."""
+    lifts = promoting() if PROMOTING.depth else nullcontext()
     mesh, runner, ambient, at = _SCOPE.mesh, _INSIDE.runner, dict(_AMBIENT.__dict__), marks()
 
     def again(*args: Any) -> Any:
@@ -43,7 +45,7 @@ def kept(run: Callable[..., Any]) -> Callable[..., Any]:
         _AMBIENT.__dict__.clear()
         _AMBIENT.__dict__.update(ambient)
         try:
-            with bind(mesh), replayed(at):  # type: ignore[arg-type]
+            with bind(mesh), lifts, replayed(at):  # type: ignore[arg-type]
                 if runner is None:
                     return run(*args)
                 with inside(runner):

@@ -21,7 +21,7 @@ from shardlib.live import Live
 from shardlib.mesh import record
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
-from shardlib.tensor import WATCHERS, PaddedTensor, ShardedTensor, settle, typeof
+from shardlib.tensor import WATCHED, PaddedTensor, ShardedTensor, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -175,11 +175,11 @@ def _on_paper(x: Any, mesh: Any) -> Any:
 
 @contextmanager
 def _watched(watch: "_Watch") -> Iterator[None]:
-    WATCHERS.append(watch)
+    before, WATCHED.by = WATCHED.by, watch
     try:
         yield
     finally:
-        WATCHERS.remove(watch)
+        WATCHED.by = before
 
 
 class _Watch:

@@ -10,21 +10,26 @@ from torch import Tensor
 from shardlib.errors import ShardError, Unsupported
 from shardlib.tensor import PaddedTensor, ShardedTensor, gradient_of, settle, typeof
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["frozen", "grad", "value_and_grad"]
 
 
 def value_and_grad(
-    f: Callable[..., Any], argnums: int = 0, *, has_aux: bool = False, pending: str | Sequence[str] = ()
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    pending: str | Sequence[str] = (),
 ) -> Callable[..., tuple[Any, Any]]:
     """``value_and_grad(loss)(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
-    ``argnums``  the argument to differentiate, any pytree of tensors.
+    ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of gradients.
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
     ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
 
-    A leaf that the loss does not use gets zeros.  Where some leaves require grad, the others are frozen: their
-    gradient is None, nothing is computed or moved for it, and transforms leave them alone.
+    A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad, the others are
+    frozen: their gradient is None, nothing is computed or moved for it, and transforms leave them alone.
+    A tree that asks nowhere is differentiated whole, so one ``requires_grad_()`` freezes all the other leaves.
     Raises: ShardError if the loss is no scalar.
 
     >>> import shardlib as sl
@@ -37,15 +42,20 @@ def value_and_grad(
     (28.0, 'f32[4@x]', 'f32[4@x]{sum:data}', [4.0, 6.0, 8.0, 10.0])
     """
     axes = (pending,) if isinstance(pending, str) else tuple(pending)
+    several = not isinstance(argnums, int)
+    numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        leaves, tree = optree.tree_flatten(args[argnums], none_is_leaf=False)
-        frozen = any(x.requires_grad for x in leaves)  # a tree that asks nowhere is asked for everywhere
-        frozen_at = [frozen and not x.requires_grad for x in leaves]
-        ours = [x.detach() if f else _leaf(x, axes) for x, f in zip(leaves, frozen_at, strict=True)]
-        inner = optree.tree_unflatten(tree, ours)
+        at = [_position(n, len(args)) for n in numbers]
+        given: Any = [args[i] for i in at]
+        leaves, tree = optree.tree_flatten(given)
+        frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
+        ours = [_held(x) if f else _leaf(x, axes) for x, f in zip(leaves, frozen_at, strict=True)]
+        inner = list(args)
+        for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
+            inner[i] = one
         with torch.enable_grad():
-            out = f(*args[:argnums], inner, *args[argnums + 1 :], **kwargs)
+            out = f(*inner, **kwargs)
             loss, aux = out if has_aux else (out, None)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ShardError(
@@ -60,21 +70,47 @@ def value_and_grad(
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
         value = loss.detach()
-        return ((value, aux) if has_aux else value), optree.tree_unflatten(tree, grads)
+        by_argument = optree.tree_unflatten(tree, grads)
+        return ((value, aux) if has_aux else value), tuple(by_argument) if several else by_argument[0]
 
     return run
 
 
-def grad(f: Callable[..., Any], argnums: int = 0, *, pending: str | Sequence[str] = ()) -> Callable[..., Any]:
+def _held(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _position(n: int, count: int) -> int:
+    if not -count <= n < count:
+        raise ShardError(
+            f"argnums={n} of a call with {count} positional arguments",
+            op="value_and_grad",
+            fix="sl.value_and_grad(f, argnums=0)(params)",
+        )
+    return n % count
+
+
+def frozen(leaves: Sequence[Any]) -> list[bool]:
+    """Which leaves of one tree take no gradient: those that require none while another does."""
+    asked = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    return [asked and not (isinstance(x, Tensor) and x.requires_grad) for x in leaves]
+
+
+def grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
+) -> Callable[..., Any]:
     """``value_and_grad`` without the value."""
     both = value_and_grad(f, argnums, pending=pending)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
-def _leaf(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    if not x.is_floating_point():
+def _leaf(x: Any, axes: tuple[str, ...]) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
         raise ShardError(
-            f"only floating point leaves have gradients, this is {typeof(x)}", op="value_and_grad", fix="x.float()"
+            f"only floating point leaves have gradients, this is {what}",
+            op="value_and_grad",
+            fix="x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))",
         )
     if not isinstance(x, ShardedTensor):
         return x.detach().requires_grad_()

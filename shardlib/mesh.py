@@ -130,7 +130,12 @@ def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxi
 
 
 class _Scope(threading.local):
+    """Each thread's own; ``entered``: what stood in scope before each ``with sl.simulate(...)`` here."""
+
     mesh: Mesh | None = None
+
+    def __init__(self) -> None:
+        self.entered: list[Mesh | None] = []
 
 
 _SCOPE = _Scope()
@@ -199,15 +204,13 @@ def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
 class _Played(Mesh):
     """A mesh that is its own context manager: ``with sl.simulate(x=2, y=2):``."""
 
-    _before: list[Mesh | None]
-
     def __enter__(self) -> Mesh:
-        self.__dict__.setdefault("_before", []).append(_SCOPE.mesh)
+        _SCOPE.entered.append(_SCOPE.mesh)
         _SCOPE.mesh = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _SCOPE.mesh = self._before.pop()
+        _SCOPE.mesh = _SCOPE.entered.pop()
 
 
 def _sizes(op: str, axes: Mapping[str, int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardlib._compat import uncompiled
 from shardlib.ambient import inside
 from shardlib.errors import RuleLint, ShardError, UnknownParameter
 from shardlib.layouts import Layout
@@ -54,6 +55,7 @@ class Apply:
         self.yields = yields or {}
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.reads: dict[Any, list[int]] = {}  # and which of them read one value
+        self.arguments = _arguments(module)
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +99,10 @@ class Apply:
         return out, {n: state[n] for n in buffers}
 
     def _names(self, count: int) -> list[str]:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        given = inspect.signature(self.module.forward).parameters.values()
-        return ([p.name for p in given if p.kind in kinds] + [""] * count)[:count]
+        """What forward calls its first ``count`` arguments; those of ``*args`` share its name."""
+        named = [n for n, kind in self.arguments if kind in _POSITIONAL]
+        rest = next((n for n, kind in self.arguments if kind is inspect.Parameter.VAR_POSITIONAL), "")
+        return (named + [rest] * count)[:count]
 
     def _place(self, name: str, value: Any) -> Any:
         def place(x: Any) -> Any:
@@ -129,6 +132,32 @@ class Apply:
                 mesh=self.mesh,
                 fix="apply(params, ...) with every key that parallelize returned",
             )
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Name and kind of forward's arguments, seen through decorators and torch.compile."""
+    given = inspect.signature(uncompiled(module).forward).parameters.values()
+    return tuple((p.name, p.kind) for p in given)
+
+
+def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a key that forward has no argument for; with ``**kwargs`` one that looks like a misspelt argument."""
+    given = _arguments(module)
+    names = [n for n, kind in given if kind is not inspect.Parameter.VAR_KEYWORD]
+    loose = len(names) < len(given)
+    for name in inputs:
+        near = difflib.get_close_matches(name, names, 1, 0.8 if loose else 0.0)
+        if name in names or (loose and not near):
+            continue
+        raise RuleLint(
+            f"inputs: forward has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            op="parallelize",
+            operands={"forward": ", ".join(names)},
+            fix=f"inputs[{near[0]!r}] = inputs.pop({name!r})" if near else f"inputs.pop({name!r})",
+        )
 
 
 class _Around(nn.Module):
@@ -286,7 +315,7 @@ def parallelize(
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
                 the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
-    ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``.
+    ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position or by name.
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is; the padding
                 takes no part in the result and gets no gradient.
 
@@ -321,6 +350,7 @@ def placed(
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
+    _check_inputs(module, inputs or {})
     params = {n: _place_parameter(p, layouts[n], mesh, pad, blank) for n, p in named.items()}
     given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, given, mesh, yields), params

@@ -6,7 +6,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardlib._compat import Local
 from shardlib.border import as_dtensor, from_dtensor
@@ -24,7 +24,7 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
-from shardlib.errors import MeshError, PlainTensor, ShardError, Unsupported
+from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Exchange, Layout, Step, coordinates
 from shardlib.mesh import Mesh, as_mesh, bind, current_mesh
 from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, settle, typeof
@@ -32,10 +32,40 @@ from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, set
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
 
-def _layout(layout: Any) -> Layout:
+def _layout(layout: Any, op: str = "reshard", ndim: int = 1, mesh: Mesh | None = None) -> Layout:
     if isinstance(layout, str):
         return Layout.parse(layout)
-    return layout if isinstance(layout, Layout) else layout.layout
+    found = layout if isinstance(layout, Layout) else getattr(layout, "layout", None)
+    if isinstance(found, Layout):
+        return found
+    text = _as_text(layout, ndim, mesh)
+    raise LayoutSyntax(
+        f"{layout!r} is no layout: a layout is its text, or a Layout",
+        op=op,
+        mesh=mesh,
+        fix=f"sl.{op}(x, {text!r})",
+    )
+
+
+def _as_text(spec: Any, ndim: int, mesh: Mesh | None) -> str:
+    """What None, a JAX PartitionSpec or a list of DTensor placements says, in a layout's text."""
+    given = spec if isinstance(spec, tuple | list) else (spec,)
+    if any(isinstance(p, Placement) for p in given):
+        dims: list[list[str]] = [[] for _ in range(ndim)]
+        pending = []
+        for axis, p in zip(mesh.names if mesh is not None else "xyzuvw", given, strict=False):
+            if isinstance(p, Shard) and -ndim <= p.dim < ndim:
+                dims[p.dim].append(axis)
+            elif isinstance(p, Placement) and p.is_partial():
+                pending.append(axis)
+        tail = f" + sum({' '.join(pending)})" if pending else ""
+    else:
+        said = [e if isinstance(e, tuple | list) else (e,) for e in given]
+        dims, tail = [[a for a in e if isinstance(a, str)] for e in said[:ndim]], ""
+        dims += [[] for _ in range(ndim - len(dims))]
+    if not any(dims):
+        return "..." + tail
+    return " ".join("." if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims) + tail
 
 
 def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad: bool = False) -> Any:
@@ -43,6 +73,7 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
 
     ``layout``  a Layout, its text, or a pytree of them that matches x.
     ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
+    In a pytree numbers and None, such as an optimizer's step count, stay as they are.
     ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
                 ``unshard`` strips it; functions without a rule for that refuse.
     Only the local block is copied; differentiable: x gets its gradient whole.
@@ -60,11 +91,13 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
     m = as_mesh(mesh)
     if not isinstance(x, Tensor):
         leaves, tree = optree.tree_flatten(x)
-        single = isinstance(layout, str | Layout) or hasattr(layout, "layout")
+        single = layout is None or isinstance(layout, str | Layout) or hasattr(layout, "layout")
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            _no_tensors(x, leaves, "shard", layout if single else "...")
         given: Any = layout
         layouts = [layout] * len(leaves) if single else tree.flatten_up_to(given)
         return optree.tree_unflatten(
-            tree, [shard(leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
+            tree, [_each(shard, leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
         )
     if x.layout != torch.strided or isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
         raise Unsupported(
@@ -76,9 +109,9 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
             op="shard",
             operands={"tensor": typeof(x)},
             mesh=m,
-            fix=f"sl.reshard(x, {str(_layout(layout))!r})",
+            fix=f"sl.reshard(x, {str(_layout(layout, 'reshard', x.ndim, m))!r})",
         )
-    lay = _layout(layout).resolve(x.ndim)
+    lay = _layout(layout, "shard", x.ndim, m).resolve(x.ndim)
     size = padded_size(lay, x, m) if pad else x.shape
     lay.check(tuple(size), m, op="shard")
     if src is not None:
@@ -87,6 +120,27 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
         widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
         return PaddedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), lay, size, m, x.shape)
     return ShardedTensor(_placed(x, lay, m), lay, x.shape, m)
+
+
+def _each(f: Any, leaf: Any, *args: Any, **kwargs: Any) -> Any:
+    """``f`` of a pytree's leaf; what is no tensor stays."""
+    if isinstance(leaf, Tensor):
+        return f(leaf, *args, **kwargs)
+    if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
+        _no_tensors(leaf, [leaf], f.__name__, "...")
+    return leaf
+
+
+def _no_tensors(x: Any, leaves: list[Any], op: str, layout: Any) -> None:
+    """Refuse what looks like data: an array, a number, a list of numbers."""
+    array = bool(getattr(x, "ndim", 0)) and hasattr(x, "__array__")
+    if array or (type(x) in (list, tuple) and leaves) or isinstance(x, int | float | complex):
+        text = "'...'" if layout is None else repr(str(layout))
+        raise PlainTensor(
+            f"{type(x).__name__} is no tensor",
+            op=op,
+            fix=f"sl.shard(torch.as_tensor(x), {text})",
+        )
 
 
 def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
@@ -237,7 +291,7 @@ def reshard(x: Any, layout: Any) -> Any:
     'f32[4, 2@x]'
     """
     if not isinstance(x, Tensor):
-        return optree.tree_map(lambda leaf: reshard(leaf, layout), x)
+        return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), x)
     if isinstance(x, DTensor):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor):
@@ -245,9 +299,10 @@ def reshard(x: Any, layout: Any) -> Any:
             "a plain tensor has no layout to leave",
             op="reshard",
             operands={"tensor": typeof(x)},
-            fix=f"sl.shard(x, {str(_layout(layout))!r})",
+            fix=f"sl.shard(x, {str(_layout(layout, 'shard', x.ndim))!r})",
         )
-    target = _layout(layout).resolve(len(x.size_))
+    target = layout if type(layout) is Layout else _layout(layout, "reshard", len(x.size_), x.mesh)
+    target = target.resolve(len(x.size_))
     if target == x.sharding:
         return x
     if isinstance(x, PaddedTensor):
@@ -290,7 +345,7 @@ def unshard(x: Any) -> Any:
     tensor([0, 1, 2, 3])
     """
     if not isinstance(x, Tensor):
-        return optree.tree_map(unshard, x)
+        return optree.tree_map(lambda leaf: _each(unshard, leaf), x)
     if isinstance(x, DTensor):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):

@@ -12,6 +12,7 @@ place, and its transpose is the psum that makes the gradient whole again.
 
 import copy
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +24,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlib._compat import Local, any_autocast, backward_now, no_torch_function
+from shardlib._compat import (
+    Local,
+    any_autocast,
+    backward_now,
+    begins_forward_ad,
+    may_swap_data,
+    no_torch_function,
+    under_transform,
+)
 from shardlib.aliases import LINKS, refuse_write, written
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
@@ -56,9 +65,14 @@ _ANYWHERE: set[Any] = set()
 FALLBACK: list[Rule] = []
 """At most one rule for every other function; see dtensor.py."""
 
-WATCHERS: list[Any] = []
-"""While one is here, it runs every function on a sharded tensor, ``watcher(rule, func, args, kwargs)``, and
-is told which algorithm was chosen, ``watcher.chose(match)``.  See explain.py."""
+
+class _Watched(threading.local):
+    by: Any = None
+
+
+WATCHED = _Watched()
+"""Where ``by`` is set, it runs every function that this thread calls on a sharded tensor,
+``by(rule, func, args, kwargs)``, and is told which algorithm was chosen, ``by.chose(match)``.  See explain.py."""
 
 _UNCAST: set[Any] = set()
 """Functions that look at a tensor and compute nothing: autocast does not concern them."""
@@ -154,21 +168,25 @@ class ShardedTensor(torch.Tensor):
         rule = TABLE.get(func, _unknown)
         if LINKS:
             _check_writes(func, args, kwargs or {})
-        if WATCHERS:
-            rule = partial(WATCHERS[-1], _guarded(rule))
+        if WATCHED.by is not None:
+            rule = partial(WATCHED.by, _guarded(rule))
         if any_autocast() and func not in _UNCAST:
             return cast(_autocast_device(), _guarded(rule), func, args, kwargs or {})
         try:
             return rule(func, args, kwargs or {})
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs or {})
+        except RuntimeError as e:
+            if name := under_transform():
+                raise no_transform(name) from e
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NoRule(
             f"{func} reached a ShardedTensor below its rules (torch.func transforms and C++ code do that)",
             op=str(func),
-            fix="sl.value_and_grad(loss)(params)",
+            fix="sl.unshard(x)",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -634,16 +652,21 @@ def settle(x: ShardedTensor) -> ShardedTensor:
 # ---------------------------------------------------------------- plain tensors among sharded ones
 
 
-class promoting:
-    """Within it, plain tensors met by a sharded one count as the same on every rank."""
-
+class _Promoting(threading.local):
     depth = 0
 
+
+PROMOTING = _Promoting()
+
+
+class promoting:
+    """Within it, plain tensors that a sharded one meets in this thread count as the same on every rank."""
+
     def __enter__(self) -> None:
-        promoting.depth += 1
+        PROMOTING.depth += 1
 
     def __exit__(self, *_: Any) -> None:
-        promoting.depth -= 1
+        PROMOTING.depth -= 1
 
 
 def check_met(x: Any, mesh: Mesh, op: str) -> None:
@@ -656,7 +679,7 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
                 operands={"one mesh": str(mesh), "the other": f"{x.mesh} of {typeof(x)}"},
                 fix="sl.shard(sl.unshard(x), layout, mesh=mesh)",
             )
-    elif promoting.depth == 0 and x.ndim > 0:
+    elif PROMOTING.depth == 0 and x.ndim > 0:
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
@@ -701,12 +724,37 @@ class _First(Local):
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     """A tensor that every rank holds, as it is."""
+    if name := under_transform(x):
+        raise no_transform(name)
     raw: Any = x
     if mesh.kind == "stacked":
         raw = _Copies.apply(x, mesh.size)
     elif mesh.kind == "record" and x.device.type != "meta":
         raw = x.to("meta")
     return ShardedTensor(raw, Layout.parse("...").resolve(x.ndim), x.shape, mesh)
+
+
+_INSTEAD = {
+    "vmap": "torch.vmap(f)(sl.unshard(x))",
+    "grad": "sl.grad(f)(x)",
+    "jvp": "torch.func.jvp(f, (sl.unshard(x),), (sl.unshard(x),))",
+}
+
+
+def no_transform(name: str) -> Unsupported:
+    """The error for a sharded value under one of torch.func's transforms."""
+    return Unsupported(
+        f"torch.func's {name} does not know sharded values",
+        op=f"torch.func.{name}",
+        fix=_INSTEAD.get(name, "f(sl.unshard(x))"),
+    )
+
+
+if begins_forward_ad is not None:
+
+    @implements(begins_forward_ad)
+    def _dual(func: Any, args: Any, kwargs: Any) -> Any:
+        raise no_transform("jvp")
 
 
 _VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
@@ -1051,19 +1099,35 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.data.__set__)
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """Other storage under the same tensor, which must lie as the old."""
-    x, y = args
-    if not isinstance(y, ShardedTensor):
-        y = lift(y, x.mesh, "data")
-    if (x.sharding, x.size_, x.mesh, type(x)) != (y.sharding, y.size_, y.mesh, type(y)) or x.dtype != y.dtype:
+    """``x.data = y``: x holds y's blocks; as in torch its dtype may change, and no graph records it."""
+    x, new = args
+    if not isinstance(new, ShardedTensor) and PROMOTING.depth:
+        new = lift(new, x.mesh, "data")
+    alike = isinstance(new, ShardedTensor) and (new.sharding, new.size_, new.shape) == (x.sharding, x.size_, x.shape)
+    if not alike or new.mesh is not x.mesh:
+        verb = "reshard" if isinstance(new, ShardedTensor) and new.mesh is x.mesh else "shard"
+        fit = isinstance(new, Tensor) and new.shape == x.shape
         raise ShardError(
-            "the new data must have the tensor's shape, dtype and layout",
+            "data is replaced by data of the same size and layout",
             op="data",
-            operands={"tensor": typeof(x), "data": typeof(y)},
+            operands={"x": typeof(x), "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__},
             mesh=x.mesh,
-            fix=f"x.data = sl.reshard(y, {str(x.sharding)!r})",
+            fix=f"x.data = sl.{verb}(y, sl.layout_of(x))" if fit else "x = y",
         )
-    func(x.raw, y.raw)
+    x.raw.data = new.raw.detach()
+    with no_torch_function():  # the wrapper's own dtype and device
+        func(x, x.like(x.raw.detach()))
+
+
+if may_swap_data is not None:
+
+    @implements(may_swap_data)
+    def _may_swap_data(func: Any, args: Any, kwargs: Any) -> bool:
+        x, new = args
+        if not isinstance(x, ShardedTensor) or not isinstance(new, ShardedTensor):
+            return False
+        same = (new.sharding, new.size_, new.shape, new.mesh) == (x.sharding, x.size_, x.shape, x.mesh)
+        return same and bool(func(x.raw, new.raw))
 
 
 @implements(Tensor.detach_, Tensor.zero_)

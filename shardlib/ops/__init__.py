@@ -8,6 +8,7 @@ from shardlib.ops import (
     dropout,
     elementwise,
     embedding,
+    foreach,
     index,
     initial,
     joined,
@@ -27,7 +28,8 @@ from shardlib.ops import (
 )
 
 __all__ = [
-    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "index", "initial", "joined",
+    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach", "index", "initial",
+    "joined",
     "loss", "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa", "space",
     "views", "whole",
 ]  # fmt: skip

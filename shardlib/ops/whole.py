@@ -8,6 +8,7 @@
 """
 
 import math
+import threading
 from typing import Any
 
 import optree
@@ -129,19 +130,25 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         raise refusal or no_rule(func, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor | tuple | list):
         return _into(func, args, kwargs)
-    if refusal is None and opens and func not in _OPEN and name not in _PLAINLY and (body := opened(func)) is not None:
+    if (
+        refusal is None
+        and opens
+        and func not in _OPEN.bodies
+        and name not in _PLAINLY
+        and (body := opened(func)) is not None
+    ):
         met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
         ours = [x for x in met if isinstance(x, ShardedTensor)]
         for x in met if ours else ():  # what the body makes itself is the same on every rank; this need not be
             check_met(x, ours[0].mesh, name)
-        _OPEN.append(func)
+        _OPEN.bodies.append(func)
         try:
             with promoting():
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
             refusal = no_rule(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
         finally:
-            _OPEN.pop()
+            _OPEN.bodies.pop()
     if seeded(func, args, kwargs):
         raise Unsupported(
             "this draws random numbers from each rank's own generator, and the ranks' copies would differ",
@@ -303,7 +310,15 @@ _SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.
 
 _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())  # bodies that draw plain tensors, each rank its own
 
-_OPEN: list[Any] = []  # whose bodies run: one that asks again through a helper is not opened twice
+
+class _Open(threading.local):
+    """Functions whose bodies run in this thread: one that asks again through a helper is not opened twice."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+
+_OPEN = _Open()
 
 _VALUES = frozenset("real imag H mH".split())
 

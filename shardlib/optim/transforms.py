@@ -13,12 +13,13 @@ from torch import Tensor
 
 from shardlib.collectives import psum, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
+from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor import PaddedTensor, ShardedTensor, typeof
 
 __all__ = [
     "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each", "global_norm", "identity",
-    "lion", "masked", "scale", "scale_by_schedule", "sgd",
+    "lion", "masked", "scale", "scale_by_schedule", "set_to_zero", "sgd", "trainable",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
@@ -55,15 +56,19 @@ class TraceState(NamedTuple):
     trace: Any
 
 
-def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
+def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
     """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
 
-    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is.
+    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is, and so does what
+    is no tensor.
+    Raises: ShardError where the trees differ, or a leaf lies otherwise in one of them than in ``first``.
     """
 
-    def one(x: Tensor, *more: Tensor) -> Tensor:
-        if x is None or any(m is None for m in more):
+    def one(x: Any, *more: Any) -> Any:
+        if not isinstance(x, Tensor) or any(m is None for m in more):
             return x
+        for m in more:
+            _alike(x, m, op)
         raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
         if isinstance(x, ShardedTensor):
             out = f(x.raw, *raws)
@@ -74,6 +79,51 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any) -> Any:
     with torch.no_grad():
         _same_tree(first, others)
         return optree.tree_map(one, first, *others, none_is_leaf=True)
+
+
+def _alike(x: Tensor, other: Any, op: str) -> None:
+    """Blocks are combined by position, so they must be the same part of the same tensor."""
+    if not (isinstance(x, ShardedTensor) or isinstance(other, ShardedTensor)):
+        return
+    if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):
+        same_place = x.sharding == other.sharding and x.mesh is other.mesh
+        if same_place and x.size_ == other.size_ and x.shape == other.shape:
+            return
+        if x.mesh is not other.mesh:
+            why, fix = (
+                f"lie on different meshes, {x.mesh} and {other.mesh}",
+                "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)",
+            )
+        elif x.shape != other.shape or x.size_ != other.size_:
+            why, fix = "have different sizes", "tx.init(x)"
+        elif other.sharding.partial and not x.sharding.partial:
+            raise PartialEscape(
+                f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the other's is not",
+                op=op,
+                operands={"x": typeof(x), "y": typeof(other)},
+                mesh=x.mesh,
+                fix="sl.reshard(y, sl.layout_of(x))",
+            )
+        else:
+            why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
+        mesh: Mesh | None = x.mesh
+    elif isinstance(x, ShardedTensor):
+        why, fix, mesh = "are not both sharded", "sl.shard(y, sl.layout_of(x), x.mesh)", x.mesh
+    else:
+        why, fix, mesh = "are not both sharded", "sl.shard(x, sl.layout_of(y), y.mesh)", other.mesh
+    kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
+    raise ShardError(f"leaves of two trees {why}", op=op, operands={"x": typeof(x), "y": kind}, mesh=mesh, fix=fix)
+
+
+def trainable(params: Any) -> Any:
+    """The tree with None for each frozen leaf: one that requires no grad where another does."""
+    leaves, tree = optree.tree_flatten(params)
+    return optree.tree_unflatten(tree, [None if f else x for x, f in zip(leaves, frozen(leaves), strict=True)])
+
+
+def _moments(params: Any) -> Any:
+    """Zeros for every leaf that will have a gradient."""
+    return each(torch.zeros_like, trainable(params))
 
 
 def _same_tree(first: Any, others: Sequence[Any]) -> None:
@@ -89,7 +139,19 @@ def _same_tree(first: Any, others: Sequence[Any]) -> None:
             )
 
 
-def _ready(grads: Any, op: str) -> None:
+def _ready(grads: Any, op: str, moments: Any = None) -> None:
+    """Gradients that are summed, each with the moment that ``init`` made for it."""
+    if moments is not None:
+        _same_tree(grads, [moments])
+        with_moment = optree.tree_leaves(moments, none_is_leaf=True)
+        for g, m in zip(optree.tree_leaves(grads, none_is_leaf=True), with_moment, strict=True):
+            if g is not None and m is None:
+                raise ShardError(
+                    "a gradient came for a leaf that was frozen when the state was made",
+                    op=op,
+                    operands={"gradient": typeof(g)},
+                    fix="state = tx.init(params)",
+                )
     for g in optree.tree_leaves(grads):
         if isinstance(g, ShardedTensor) and g.sharding.partial:
             raise PartialEscape(
@@ -113,11 +175,17 @@ def _rate(lr: float | Schedule, count: int) -> float:
 def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates, in the parameters' dtype; leaves that required grad still do.
 
+    Raises: ShardError where an update lies otherwise than its parameter.
+
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
     {'w': tensor([0.5000, 0.5000])}
     """
-    new = each(lambda p, u: p + u.to(p.dtype), params, updates)
-    return optree.tree_map(lambda n, p: n.requires_grad_(p.requires_grad), new, params)
+    new = each(lambda p, u: p + u.to(p.dtype), params, updates, op="apply_updates")
+
+    def flagged(n: Any, p: Any) -> Any:
+        return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
+
+    return optree.tree_map(flagged, new, params)
 
 
 def identity() -> Transform:
@@ -162,16 +230,17 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
     """Stochastic gradient descent, as torch.optim.SGD."""
 
     def init(params: Any) -> TraceState:
-        return TraceState(0, each(torch.zeros_like, params) if momentum else ())
+        return TraceState(0, _moments(params) if momentum else ())
 
     def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
-        _ready(grads, "sgd")
+        _ready(grads, "sgd", state.trace if momentum else None)
         rate = _rate(lr, state.count)
         if not momentum:
             return each(lambda g: g * -rate, grads), TraceState(state.count + 1, ())
-        trace = each(lambda g, t: t * momentum + g, grads, state.trace)
-        step = each(lambda g, t: g + t * momentum, grads, trace) if nesterov else trace
-        return each(lambda u: u * -rate, step), TraceState(state.count + 1, trace)
+        trace = each(lambda t, g: t * momentum + g, state.trace, grads)
+        ahead = momentum if nesterov else 0.0
+        step = each(lambda g, t: (g + t * ahead if ahead else t) * -rate, grads, trace)
+        return step, TraceState(state.count + 1, trace)
 
     return Transform(init, update)
 
@@ -185,22 +254,22 @@ def adamw(
     """
 
     def init(params: Any) -> MomentState:
-        return MomentState(0, each(torch.zeros_like, params), each(torch.zeros_like, params))
+        return MomentState(0, _moments(params), _moments(params))
 
     def update(grads: Any, state: MomentState, params: Any = None) -> tuple[Any, MomentState]:
-        _ready(grads, "adamw")
+        _ready(grads, "adamw", state.mu)
         if weight_decay:
             _need(params, "adamw")
         count, rate = state.count + 1, _rate(lr, state.count)
-        mu = each(lambda g, m: m.lerp(g, 1 - b1), grads, state.mu)
-        nu = each(lambda g, v: (v * b2).addcmul_(g, g, value=1 - b2), grads, state.nu)
+        mu = each(lambda m, g: m.lerp(g, 1 - b1), state.mu, grads)
+        nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
         size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
 
-        def step(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+        def step(_: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
             u = (m * -size).div_((v.sqrt() / root).add_(eps))
             return u.add_(p[0], alpha=-rate * weight_decay) if p else u
 
-        updates = each(step, mu, nu, *([params] if weight_decay else []))
+        updates = each(step, grads, mu, nu, *([params] if weight_decay else []))
         return updates, MomentState(count, mu, nu)
 
     return Transform(init, update)
@@ -215,35 +284,53 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675."""
 
     def init(params: Any) -> TraceState:
-        return TraceState(0, each(torch.zeros_like, params))
+        return TraceState(0, _moments(params))
 
     def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
-        _ready(grads, "lion")
+        _ready(grads, "lion", state.trace)
         if weight_decay:
             _need(params, "lion")
         rate = _rate(lr, state.count)
         sign = each(lambda g, m: m.lerp(g, 1 - b1).sign_(), grads, state.trace)
         if weight_decay:
             sign = each(lambda s, p: s + p * weight_decay, sign, params)
-        trace = each(lambda g, m: m.lerp(g, 1 - b2), grads, state.trace)
+        trace = each(lambda m, g: m.lerp(g, 1 - b2), state.trace, grads)
         return each(lambda s: s * -rate, sign), TraceState(state.count + 1, trace)
 
     return Transform(init, update)
 
 
 def masked(tx: Transform, mask: Any) -> Transform:
-    """Apply ``tx`` where ``mask`` (a tree of bools, or a function of the tree) is true; pass the rest on."""
+    """Apply ``tx`` where ``mask`` (a tree of bools, or a function of the tree) is true.
+
+    The rest passes unchanged, as in optax: ``apply_updates`` would then ADD its raw gradients.  For
+    leaves that are to stay as they are:
+    ``chain(masked(adamw(1e-3), mask), masked(set_to_zero(), lambda t: optree.tree_map(operator.not_, mask)))``,
+    or ``requires_grad_(False)``, for which no gradient is computed at all.
+
+    >>> rest = {"w": False, "b": True}
+    >>> tx = chain(masked(scale(-1.0), {"w": True, "b": False}), masked(set_to_zero(), rest))
+    >>> grads = {"w": torch.ones(1), "b": torch.ones(1)}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([-1.]), 'b': tensor([0.])}
+    """
 
     def chosen(tree: Any) -> dict[int, Any]:
         flags: list[Any] = optree.tree_leaves(_tree(mask, tree))
-        return {i: x for i, (x, on) in enumerate(zip(optree.tree_leaves(tree), flags, strict=True)) if on}
+        leaves = optree.tree_leaves(tree, none_is_leaf=True)
+        return {i: x for i, (x, on) in enumerate(zip(leaves, flags, strict=True)) if on}
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new, state = tx.update(chosen(grads), state, None if params is None else chosen(params))
-        leaves, tree = optree.tree_flatten(grads)
+        leaves, tree = optree.tree_flatten(grads, none_is_leaf=True)
         return optree.tree_unflatten(tree, [new.get(i, g) for i, g in enumerate(leaves)]), state
 
     return Transform(lambda params: tx.init(chosen(params)), update, "tree")
+
+
+def set_to_zero() -> Transform:
+    """Updates of zero: what it is given stays as it is."""
+    return Transform(lambda params: EmptyState(), lambda g, s, p=None: (each(torch.zeros_like, g), s))
 
 
 def _tree(mask: Any, tree: Any) -> Any:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from shardlib.collectives import all_gather, pslice, psum_scatter, unwrap, wrap
 from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
+from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Item, flatten, index, unflatten
-from shardlib.optim.transforms import Transform
+from shardlib.optim.transforms import Transform, trainable
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["zero"]
@@ -33,8 +34,8 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
 
     ``tx``  elementwise, or with a global norm inside (``chain(clip_by_global_norm(1), adamw(..))``).
     Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here)
-    or already summed (sliced, nothing moves).  Updates equal ``tx``'s own, bit for bit, given
-    the same reduced gradient.
+    or already summed (sliced, nothing moves).  Frozen parameters are in no bucket.  Updates equal
+    ``tx``'s own, bit for bit, given the same reduced gradient.
     Raises: Unsupported for stages other than 1 and for transforms of the tree's structure.
 
     >>> import shardlib as sl
@@ -58,15 +59,18 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
         )
 
     def init(params: Any) -> Any:
-        leaves = optree.tree_leaves(params)
+        leaves = optree.tree_leaves(trainable(params))
         mesh, buckets = _index(leaves, axis, bucket_mb)
         return tx.init(_shards(leaves, mesh, buckets, axis, pending=False))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ShardError("zero needs the parameters", op="zero", fix="tx.update(grads, state, params)")
-        leaves, tree = optree.tree_flatten(params)
-        given = tree.flatten_up_to(grads)
+        every, tree = optree.tree_flatten(params)
+        held = frozen(every)
+        leaves = [p for p, f in zip(every, held, strict=True) if not f]
+        given = [g for g, f in zip(tree.flatten_up_to(grads), held, strict=True) if not f]
+        _lie_alike(leaves, given)
         mesh, buckets = _index(leaves, axis, bucket_mb)
         with torch.no_grad():
             parts = _shards(given, mesh, buckets, axis, pending=_pending(given, axis))
@@ -76,10 +80,25 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
                 for bucket in buckets:
                     whole = all_gather(wrap(updates[bucket.name].raw, mesh), axis, 0)
                     blocks.update(unflatten(whole, bucket))
-        out = [p.like(unwrap(blocks[i])) for i, p in enumerate(leaves)]
-        return optree.tree_unflatten(tree, out), state
+        out = iter([p.like(unwrap(blocks[i])) for i, p in enumerate(leaves)])
+        return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
 
     return Transform(init, update, tx.trait)
+
+
+def _lie_alike(params: list[Any], grads: list[Any]) -> None:
+    """Blocks go into the buckets by position: each gradient must be split as its parameter is."""
+    for p, g in zip(params, grads, strict=True):
+        alike = isinstance(g, ShardedTensor) and isinstance(p, ShardedTensor) and g.mesh is p.mesh
+        if not alike or g.sharding.dims != p.sharding.dims or g.sharding.skew != p.sharding.skew or g.shape != p.shape:
+            bare = isinstance(p, ShardedTensor)
+            raise ShardError(
+                "a gradient lies otherwise than its parameter" if g is not None else "a parameter has no gradient",
+                op="zero",
+                operands={"parameter": typeof(p), "gradient": typeof(g) if isinstance(g, Tensor) else str(g)},
+                mesh=p.mesh if bare else None,
+                fix="sl.value_and_grad(loss)(params)",
+            )
 
 
 def _pending(grads: list[Any], axis: str) -> bool:

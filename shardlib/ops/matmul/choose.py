@@ -38,7 +38,7 @@ from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_
 from shardlib.ops.matmul.turns import read_again
 from shardlib.ops.registry import Match, choose, fitting, moving, rule
 from shardlib.placing import reshard
-from shardlib.tensor import WATCHERS, ShardedTensor, is_half, lift, made_of, real_axes, total, typeof, vary
+from shardlib.tensor import WATCHED, ShardedTensor, is_half, lift, made_of, real_axes, total, typeof, vary
 
 __all__ = ["product_of"]
 
@@ -264,8 +264,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
             _CUTS.clear()
         _CUTS[key] = cut
         return product_of(reshard(x, cut[0]), reshard(w, cut[1]), out, bias)
-    if WATCHERS:
-        WATCHERS[-1].chose(match)
+    if WATCHED.by is not None:
+        WATCHED.by.chose(match)
     out, deferred = match.out, x.deferred
     over_x, over_w = match.over
     if x.deferred or w.deferred:

@@ -1,0 +1,208 @@
+"""torch's lists of tensors: ``_foreach_*``, the fused optimizer steps, and the check of a gradient scaler.
+
+torch.optim, clip_grad_norm_ and GradScaler work through these.  An update of one element depends on
+that element alone, so where the lists lie alike torch's own kernel runs on all blocks at once.  Norms take
+one collective for all tensors of a mesh.  Elsewhere each tensor goes to the operator of its own.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import amp_unscale, foreach_ops, fused_steps
+from shardlib.collectives import pmax, psum, unwrap, wrap
+from shardlib.errors import PlainTensor, ShardError
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor import ShardedTensor, implements, partial_escape, real_axes, typeof
+
+__all__ = ["unscale"]
+
+_OPERATOR = {"norm": torch.linalg.vector_norm}  # where torch calls it otherwise
+_REDUCES = frozenset("norm max mm powsum".split())
+
+
+def _tensors(x: Any) -> bool:
+    return isinstance(x, tuple | list) and bool(x) and all(isinstance(t, Tensor) for t in x)
+
+
+def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
+    """The block of ``x`` that goes with ``first``'s; None where positions do not tell."""
+    if isinstance(x, ShardedTensor):
+        alike = (x.sharding, x.size_, x.shape) == (first.sharding, first.size_, first.shape) and x.mesh is first.mesh
+        if alike and not x.sharding.partial:
+            return x.raw
+        whole = x.ndim == 0 and x.mesh is first.mesh and not x.sharding.partial
+        return (x.raw[0] if x.mesh.kind == "stacked" else x.raw) if whole else None
+    return x if x.ndim == 0 else None
+
+
+def _blocks(args: Sequence[Any]) -> list[Any] | None:
+    """The same arguments with blocks for sharded tensors, where every list lies as the first one does."""
+    head = args[0]
+    out: list[Any] = []
+    for a in args:
+        if _tensors(a):
+            if len(a) != len(head):
+                return None
+            given = [_block(t, x) for t, x in zip(a, head, strict=True)]
+            if any(g is None for g in given):
+                return None
+            out.append(given)
+        elif isinstance(a, ShardedTensor):
+            raw = _block(a, head[0]) if a.ndim == 0 else None
+            if raw is None:
+                return None
+            out.append(raw)
+        else:
+            out.append(a)
+    return out
+
+
+def _tracked(args: Sequence[Any]) -> bool:
+    leaves = [t for a in args for t in (a if _tensors(a) else [a]) if isinstance(t, Tensor)]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+
+
+def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """``_foreach_add_(xs, ys, alpha=2)`` and its kin."""
+    given, named = [*args, *kwargs.values()], list(kwargs)
+    sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
+    raws = _blocks(given) if sharded and name.strip("_") not in _REDUCES and not _tracked(given) else None
+    if raws is None:
+        return _one_by_one(name, args, kwargs)
+    more: dict[str, Any] = dict(zip(named, raws[len(args) :], strict=True))
+    found = func(*raws[: len(args)], **more)
+    if name.endswith("_"):
+        return list(args[0])
+    return tuple(x.like(raw) for x, raw in zip(args[0], found, strict=True))
+
+
+def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
+    """The operator of the same name on each tensor, with its entry of every list."""
+    operator = _OPERATOR.get(name) or getattr(torch if name == "pow" else Tensor, name)
+    count = next(len(a) for a in args if _tensors(a))
+
+    def nth(a: Any, i: int) -> Any:
+        return a[i] if isinstance(a, tuple | list) else a
+
+    def shared(a: Any) -> bool:  # clamp and lerp take a list of numbers, the others one number for all
+        return isinstance(a, tuple | list) and len(a) != count
+
+    if any(map(shared, (*args, *kwargs.values()))):
+        raise ShardError(f"the lists differ in length: {count}", op=f"_foreach_{name}")
+    found = []
+    for i in range(count):
+        more = {"value" if k == "scalars" else str(k): nth(v, i) for k, v in kwargs.items()}
+        rest = [nth(a, i) for a in args]
+        if name.startswith("addc") and len(rest) > 3:  # the operator takes it by name
+            more["value"] = rest.pop()
+        found.append(operator(*rest, **more))
+    return list(args[0]) if name.endswith("_") else tuple(found)
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _norms(func: Any, args: Any, kwargs: Any) -> Any:
+    """``_foreach_norm``: each rank's norms of its own blocks, and one collective for them all."""
+    names = ("self", "ord", "dtype")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    xs, order, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
+    for x in xs:
+        if isinstance(x, ShardedTensor) and x.sharding.partial:
+            raise partial_escape("_foreach_norm", x)
+    plain = any(type(x) is not ShardedTensor or x.mesh is not xs[0].mesh or not x.is_floating_point() for x in xs)
+    if plain or _tracked([xs]) or not (order > 0) or any(x.raw.numel() == 0 for x in xs):
+        return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
+    mesh: Mesh = xs[0].mesh
+    lead = mesh.size if mesh.kind == "stacked" else 1
+    local = [torch.linalg.vector_norm(x.raw.detach().reshape(lead, -1), order, 1, dtype=dtype) for x in xs]
+    out: list[Any] = [None] * len(xs)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, x in enumerate(xs):
+        groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
+    for axes, members in groups.items():
+        parts = torch.stack([local[i].double() for i in members], -1)  # [ranks, members]; squares cannot overflow
+        if axes:
+            with bind(mesh):
+                parts = _over(parts if mesh.kind == "stacked" else parts[0], mesh, axes, order)
+            parts = parts if mesh.kind == "stacked" else parts.unsqueeze(0)
+        for k, i in enumerate(members):
+            raw = parts[:, k].to(local[i].dtype)
+            raw = raw if mesh.kind == "stacked" else raw[0]
+            out[i] = ShardedTensor(raw, _SCALAR, torch.Size(()), mesh)
+    return tuple(out)
+
+
+def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Tensor:
+    if order == float("inf"):
+        return unwrap(pmax(wrap(parts, mesh), axes))
+    return unwrap(psum(wrap(parts.pow(order), mesh), axes)).pow(1 / order)
+
+
+# ---------------------------------------------------------------- fused steps and the gradient scaler
+
+
+def _fused(func: Any, args: Any, kwargs: Any) -> None:
+    """``_fused_adamw_(params, grads, moments, ..., steps, lr=...)`` on the blocks."""
+    for x in args[0]:
+        if not isinstance(x, ShardedTensor):
+            raise PlainTensor(
+                "sharded and plain parameters are stepped together",
+                op=func.__name__,
+                operands={"plain": typeof(x)},
+                fix="torch.optim.AdamW([p for p in params if isinstance(p, sl.ShardedTensor)])",
+            )
+    for mine in args[1:]:
+        for x, y in zip(args[0], mine, strict=False):
+            if isinstance(y, ShardedTensor) and y.sharding.partial:
+                raise partial_escape(func.__name__, y)
+            if y.ndim > 0 and _block(y, x) is None:
+                raise ShardError(
+                    "a gradient or a moment lies otherwise than its parameter",
+                    op=func.__name__,
+                    operands={"x": typeof(x), "y": typeof(y)},
+                    mesh=x.mesh,
+                    fix="sl.reshard(y, sl.layout_of(x))"
+                    if isinstance(y, ShardedTensor)
+                    else "sl.shard(y, sl.layout_of(x))",
+                )
+    named = {k: (_block(v, args[0][0]) if isinstance(v, ShardedTensor) else v) for k, v in kwargs.items()}
+    lists = [[_block(y, x) for x, y in zip(args[0], mine, strict=False)] for mine in args]
+    func(*lists, **named)
+
+
+def unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """Gradients times 1/scale, in place; every rank learns whether any of them, anywhere, is not finite."""
+    grads, found, inverse = args
+    per_mesh: dict[Mesh, list[Tensor]] = {}
+    for g in grads:
+        if isinstance(g, ShardedTensor):
+            per_mesh.setdefault(g.mesh, []).append(g.raw)
+    plain = [g for g in grads if not isinstance(g, ShardedTensor)]
+    bare = [x.raw.reshape(-1)[0] if isinstance(x, ShardedTensor) else x for x in (found, inverse)]
+    if plain:
+        func(plain, *bare)
+    for mesh, raws in per_mesh.items():
+        func(raws, *bare)
+        if mesh.kind == "dist":
+            with bind(mesh):
+                bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
+    if isinstance(found, ShardedTensor):
+        found.raw.copy_(bare[0].expand_as(found.raw))
+
+
+_SCALAR = Layout.parse("...").resolve(0)
+
+for _name, _func in foreach_ops().items():
+    if _name == "norm":
+        implements(_func)(_norms)
+    elif _name not in ("mm", "powsum"):
+        implements(_func)(partial(_on_lists, _name))
+implements(*fused_steps())(_fused)
+if amp_unscale is not None:
+    implements(amp_unscale)(unscale)
