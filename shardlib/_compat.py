@@ -24,6 +24,7 @@ __all__ = [
     "DispatchMode",
     "StorageWeakRef",
     "all_gather_single",
+    "assert_async",
     "attention_op",
     "builtin_homes",
     "dtensor_handlers",
@@ -124,6 +125,11 @@ def attention_op(name: str) -> Callable[..., Any] | None:
         return None
     found = [a.name for a in op.default._schema.arguments]
     return op if found == _ATTENTION[name].split() else None
+
+
+# Raise on the device where a tensor is false, without waiting for it.  An aten operator without a public
+# name, seen in 2.11 and 2.13.  When it goes: ids on CUDA are not checked where a vocabulary is split.
+assert_async: Callable[[Any], None] = torch._assert_async
 
 
 # Where torch.nn.functional's and torch.linalg's builtins live; their functions reach __torch_function__ under

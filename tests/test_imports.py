@@ -32,6 +32,7 @@ ORDER = [  # each may import from those before it
     "ops.whole",
     "ops.dims",
     "ops.declare",
+    "ops.ranges",
     "ambient",
     "ops.elementwise",
     "ops.keyed",

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import ShardError
+from shardlib.errors import BadArgument, ShardError
 from shardlib.ops.dims import Unfit, rows_call
 from shardlib.ops.matmul.choose import product_of
 from shardlib.ops.signatures import binder
-from shardlib.tensor import ShardedTensor, implements, made_of
+from shardlib.tensor import ShardedTensor, implements, made_of, typeof
 
 __all__ = ["einsum"]
 
@@ -247,6 +247,9 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2:
         raise TypeError("a weight has two dimensions")
+    if bias is not None and bias.dtype != x.dtype:
+        raise BadArgument("the bias has another dtype than the tensor", op="linear",
+                          operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
     if x.ndim < 2:
         out = contract("...k,ok->...o", x, w)
         return out if bias is None else out + bias

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
-from shardlib.errors import ImplicitCommunication, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.ranges import in_range
+from shardlib.ops.signatures import binder
 from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, real_axes, typeof, vary
 
-__all__ = ["embedding"]
+__all__ = ["EMBEDDING", "embedding"]
 
 
 class _Lookup(Local):
@@ -67,26 +69,43 @@ def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
     return torch.index_add(g.new_zeros(vocab, g.shape[-1]), 0, ids.reshape(-1), rows)
 
 
+EMBEDDING = binder(
+    "embedding(input: tensor, weight: tensor, padding_idx: int = None, max_norm: number = None, norm_type=2.0, "
+    "scale_grad_by_freq=False, sparse=False)"
+)
+
+
 @implements(F.embedding)
-def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def embedding(func: Any, args: Any, kwargs: Any, vocabulary: int | None = None) -> ShardedTensor:
     """F.embedding(ids, table): ids split or not, the table's rows and columns over any axes."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
-    if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+    given = EMBEDDING(*args, **kwargs)
+    ids, table, padding = given["input"], given["weight"], given["padding_idx"]
+    count = table.shape[0] if vocabulary is None else vocabulary
+    if ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
+        raise BadArgument(
+            "ids are int64 or int32, a table has two dimensions",
+            op="embedding",
+            operands={"ids": typeof(ids), "table": typeof(table)},
+            fix="F.embedding(ids.long(), table)",
+        )
+    if padding is not None and not -count <= padding < count:
+        raise OutOfRange(f"padding_idx {padding} must be within the table's {count} rows", op="embedding")
+    if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
         raise Unsupported(
             "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table",
             op="embedding",
             operands={"table": typeof(table)},
             fix="F.embedding(ids, table)",
         )
-    padding = None if padding is None else padding % table.shape[0]
+    padding = None if padding is None else padding % count
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
     key = (_Plan, ids.sharding, ids.size_, table.sharding, table.size_)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plans[key] = _planned(ids, table)
+    if plan.axes or vocabulary is not None:  # else torch's own kernel looks
+        in_range(ids.raw, count, "embedding", "id")
     out, raw_table, deferred = plan.out, table.raw, _NONE
     if table.deferred:
         deferred = table.deferred - set(out.axes)

@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import BadArgument
+from shardlib.errors import OutOfRange
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, Unfit, rows_call
 from shardlib.ops.elementwise import elementwise
+from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole
@@ -96,6 +97,10 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
         return piece(func, args, kwargs)
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
+    for i in picks:
+        if i.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool):
+            raise OutOfRange(f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}", op="getitem",
+                             operands={"tensor": typeof(x), "index": typeof(i)}, mesh=x.mesh)  # fmt: skip
     index = given if isinstance(index, tuple) else given[0]
     if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
         found = rows_call(func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True)
@@ -119,16 +124,6 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
         table = torch.full((*mine.shape[:-1], n), size)
         _HERE[key] = table.scatter_(-1, mine, torch.arange(size).expand_as(mine)).to(mesh.device)
     return _HERE[key]
-
-
-def _outside(x: ShardedTensor, dim: int) -> BadArgument:
-    return BadArgument(
-        f"index out of range in dimension {dim} of size {x.size_[dim]}",
-        op="index",
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"index.clamp(0, {x.size_[dim] - 1})",
-    )
 
 
 def _whole(i: ShardedTensor) -> ShardedTensor:
@@ -171,8 +166,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
             i = i.raw.long()
             if axes:
                 n = x.size_[d]
-                if bool(((i < -n) | (i >= n)).any()):
-                    raise _outside(x, d)
+                in_range(i, n, "getitem", f"index of dimension {d}", lowest=-n)
                 table = _here(n, token, mesh)
                 i = table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape) if stacked else table[i % n]
                 edge = list(raw.shape)
@@ -254,8 +248,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     ids, stacked = index.raw.long(), int(mesh.kind == "stacked")
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
     n = x.size_[dim]
-    if bool(((ids < 0) | (ids >= n)).any()):
-        raise _outside(x, dim)
+    in_range(ids, n, "index_add", f"index of dimension {dim}")
     if real_axes(mesh, token.axes):
         table = _here(n, token, mesh)
         ids = table.gather(1, ids) if stacked else table[ids]

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import axis_index, axis_size, pmax, psum, unwrap, wrap
-from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, lines, rows, slots
 from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -36,7 +37,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["split_cross_entropy"]
+__all__ = ["CROSS_ENTROPY", "checked", "split_cross_entropy"]
 
 
 class _RowLoss(Local):
@@ -319,6 +320,8 @@ def _how(given: dict[str, Any]) -> str:
     reduction = given.pop("reduction")
     if average is not None or reduce is not None:
         return ("mean" if average in (None, True) else "sum") if reduce in (None, True) else "none"
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        raise BadArgument(f"{reduction} is not a valid value for reduction", op="loss")
     return reduction
 
 
@@ -327,6 +330,8 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
         return out
     if how == "sum":
         return out.sum()
+    if how == "weighed":
+        return out.sum() / given["weight"].sum()
     if how == "batchmean":
         x = given["input"]
         return out.sum() / (x.shape[0] if x.ndim else 1)
@@ -351,7 +356,10 @@ class _Loss:
         given = self.bind(*args, **kwargs)
         how = _how(given)
         if how == "batchmean" and self.of is not F.kl_div:
-            raise TypeError(how)
+            raise BadArgument("batchmean is a reduction of kl_div alone", op=self.of.__name__)
+        weight = given.get("weight")
+        if how == "mean" and isinstance(weight, Tensor) and self.of in (F.mse_loss, F.l1_loss):
+            how = "weighed"  # these two divide by the weights' sum, the others by the number of elements
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
         return _reduced(out, how, given)
 
@@ -398,7 +406,7 @@ _losses(
 _NLL = binder(
     "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')"
 )
-_CE = binder(
+CROSS_ENTROPY = binder(
     "cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
     "label_smoothing=0.0)"
 )
@@ -436,6 +444,25 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
     return out.sum() / count.sum()
 
 
+def checked(given: Bound, classes: int | None = None) -> str:
+    """The reduction of a cross entropy whose arguments torch takes; ``classes`` of the logits are no padding."""
+    x, t, smooth = given["input"], given["target"], given["label_smoothing"]
+    operands = {"logits": typeof(x), "target": typeof(t)}
+    whole_numbers = not t.is_floating_point()
+    if whole_numbers and t.dtype not in (torch.int64, torch.uint8):
+        raise BadArgument(f"targets are int64 or uint8, not {t.dtype}", op="cross_entropy", operands=operands,
+                          fix="F.cross_entropy(logits, target.long())")  # fmt: skip
+    if not x.is_floating_point():
+        raise BadArgument(f"logits are floating point, not {x.dtype}", op="cross_entropy", operands=operands)
+    if not 0.0 <= smooth <= 1.0:
+        raise BadArgument(f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy")
+    split = isinstance(x, ShardedTensor) and x.ndim > 1 and x.sharding.resolve(x.ndim).dims[1].is_split
+    if whole_numbers and (split or classes is not None):  # else torch's own kernel looks
+        raw = t.raw if isinstance(t, ShardedTensor) else t
+        in_range(raw, classes or x.shape[1], "cross_entropy", "target", given["ignore_index"])
+    return _how(given)
+
+
 @implements(F.nll_loss)
 def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     given = _NLL(*args, **kwargs)
@@ -445,8 +472,8 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(F.cross_entropy)
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """Integer targets of rows: the algorithm above; else torch's on the rows."""
-    given = _CE(*args, **kwargs)
-    how = _how(given)
+    given = CROSS_ENTROPY(*args, **kwargs)
+    how = checked(given)
     x, t = given["input"], given["target"]
     if isinstance(x, Tensor) and x.ndim == 2 and given["weight"] is None and not t.is_floating_point():
         try:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_size, psum, unwrap, wrap
-from shardlib.errors import Unsupported
+from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
+from shardlib.ops.signatures import binder
 from shardlib.tensor import (
     ShardedTensor,
     implements,
@@ -157,15 +158,26 @@ def _normalised(
     op: str, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
 ) -> ShardedTensor:
     width = len(shape)
-    if tuple(x.size_[-width:]) != tuple(shape):
-        raise Unsupported(
+    mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
+    values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
+    x = values[0]
+    if not width or tuple(x.size_[-width:]) != shape:
+        raise BadArgument(
             f"normalized_shape {list(shape)} is not the tail of the tensor's shape",
             op=op,
             operands={"tensor": typeof(x)},
-            mesh=x.mesh,
+            mesh=mesh,
             fix=f"F.{op}(x, {list(x.size_[-1:])})",
         )
-    values = [lift(v, x.mesh, op) for v in (x, weight, bias) if v is not None]
+    for v in values:
+        mixed = centre and v.dtype != x.dtype and not (is_half(x) and v.dtype == torch.float32)
+        if mixed or not v.dtype.is_floating_point or (v is not x and tuple(v.size_) != shape):
+            raise BadArgument(
+                f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which is floating point",
+                op=op,
+                operands={"tensor": typeof(x), "parameter": typeof(v)},
+                mesh=mesh,
+            )
     for value in values:
         if value.sharding.partial:
             raise partial_escape(op, value)
@@ -179,20 +191,24 @@ def _normalised(
     return ShardedTensor(raw, out, size, x.mesh, deferred)  # type: ignore[arg-type]
 
 
+_LAYER = binder(
+    "layer_norm(input: tensor, normalized_shape, weight: tensor = None, bias: tensor = None, eps: number = 1e-5, "
+    "cudnn_enable=True)"
+)
+_RMS = binder("rms_norm(input: tensor, normalized_shape, weight: tensor = None, eps: number = None)")
+
+
 @implements(F.layer_norm, torch.layer_norm)
 def layer_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """F.layer_norm with the normalised dimensions split or whole."""
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, shape = given["input"], tuple(given["normalized_shape"])
-    return _normalised("layer_norm", x, shape, given.get("weight"), given.get("bias"), given.get("eps", 1e-5), True)
+    x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
+    return _normalised("layer_norm", x, tuple(shape), w, b, eps, True)
 
 
 @implements(F.rms_norm, torch.rms_norm)
 def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """F.rms_norm with the normalised dimensions split or whole."""
-    names = ("input", "normalized_shape", "weight", "eps")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, eps = given["input"], given.get("eps")
+    x, shape, w, eps = _RMS(*args, **kwargs).values()
+    x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
     eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps  # as torch: of what it computes in
-    return _normalised("rms_norm", x, tuple(given["normalized_shape"]), given.get("weight"), None, eps, False)
+    return _normalised("rms_norm", x, tuple(shape), w, None, eps, False)

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
+from shardlib.errors import BadArgument
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels, Unfit
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import implements
+from shardlib.tensor import implements, is_half, typeof
 
 
 def _samples(b: Bound) -> Labels:
@@ -51,6 +52,10 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Statistics over the whole batch, whoever holds it; the running ones are updated as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
+    for t in (w, b, mean, var):
+        if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
+            raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",
+                              operands={"tensor": typeof(x), "other": typeof(t)})  # fmt: skip
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     if g["training"] or mean is None:

@@ -6,6 +6,7 @@ before a sum and before a contraction.
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,32 +14,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import Unsupported
-from shardlib.layouts import coordinates
+from shardlib.layouts import Layout, coordinates
+from shardlib.mesh import Mesh
 from shardlib.ops.elementwise import elementwise
-from shardlib.ops.embedding import embedding
-from shardlib.ops.loss import split_cross_entropy
+from shardlib.ops.embedding import EMBEDDING, embedding
+from shardlib.ops.loss import CROSS_ENTROPY, checked, split_cross_entropy
 from shardlib.ops.matmul import product_of
-from shardlib.ops.reduce import reduced_layout, sums
+from shardlib.ops.reduce import SUM, reduced_layout, sums
+from shardlib.ops.signatures import binder
+from shardlib.ops.views import VIEW
 from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, typeof
 
 __all__ = ["masked"]
 
 
 def masked(x: PaddedTensor) -> ShardedTensor:
-    """The padded value with zeros in the padding."""
-    mesh, shape = x.mesh, tuple(x.size_)
-    if mesh.kind == "record":
+    """The padded value with zeros in the padding, and a gradient of zeros there."""
+    if x.mesh.kind == "record":
         return x.inner
+    return ShardedTensor(torch.where(_inside(x).raw, x.raw, 0), x.sharding, x.size_, x.mesh)
+
+
+def _inside(x: PaddedTensor) -> ShardedTensor:
+    """Which positions are no padding."""
+    raw = _mask(x.sharding, tuple(x.size_), tuple(x.true), x.mesh, x.raw.device)
+    return ShardedTensor(raw, x.sharding, x.size_, x.mesh)
+
+
+@lru_cache(maxsize=64)
+def _mask(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
     coords = [dict(mesh.coord or {})] if mesh.kind == "dist" else coordinates(mesh)
     masks = []
     for c in coords:
-        inside = torch.ones((), dtype=torch.bool, device=x.raw.device)
-        for d, index in enumerate(x.sharding.indices(shape, mesh, c)):
-            row = torch.tensor([i < x.true[d] for i in index], device=x.raw.device)
+        inside = torch.ones((), dtype=torch.bool, device=device)
+        for d, index in enumerate(layout.indices(shape, mesh, c)):
+            row = torch.tensor([i < true[d] for i in index], device=device)
             inside = inside & row.reshape(-1, *[1] * (len(shape) - 1 - d))
         masks.append(inside)
-    mask = torch.stack(masks) if mesh.kind == "stacked" else masks[0]
-    return ShardedTensor(torch.where(mask, x.raw, 0), x.sharding, x.size_, mesh)
+    return torch.stack(masks) if mesh.kind == "stacked" else masks[0]
 
 
 def _wrapped(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
@@ -63,21 +76,30 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=padded.mesh,
             fix=f"sl.shard(y, {str(padded.sharding)!r}, pad=True)",
         ) from None
-    return _wrapped(elementwise(func, tuple(_inner(a) for a in args), {k: _inner(v) for k, v in kwargs.items()}), true)
+    mask: Any = None
+    if torch.is_grad_enabled() and any(a.requires_grad for a in given) and padded.mesh.kind != "record":
+        for a in (a for a in given if isinstance(a, PaddedTensor)):
+            mask = _inside(a) if mask is None else elementwise(Tensor.__and__, (mask, _inside(a)), {})
 
+    def brought(x: Any) -> Any:
+        """What is computed in the padding has a gradient there, maybe 0 * inf; it ends before it is summed."""
+        x = x.inner if isinstance(x, PaddedTensor) else x
+        tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
+        return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
 
-def _inner(x: Any) -> Any:
-    return x.inner if isinstance(x, PaddedTensor) else x
+    return _wrapped(elementwise(func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()}), true)
 
 
 def _sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, *rest = args
-    dim = rest[0] if rest else kwargs.get("dim")
-    keepdim = rest[1] if len(rest) > 1 else kwargs.get("keepdim", False)
+    given = SUM(*args, **kwargs)
+    x, dim, keepdim, dtype = given["input"], given.get("dim"), given.get("keepdim", False), given["dtype"]
+    means = func in (torch.mean, Tensor.mean)
+    if means and not (dtype or x.dtype).is_floating_point:
+        raise TypeError("torch's own refusal")
     inner = masked(x)
-    gone, *_ = reduced_layout(inner, dim, keepdim)
-    total = sums(torch.sum, (inner, gone, keepdim), {})
-    if func in (torch.mean, Tensor.mean):
+    gone, *_ = reduced_layout(inner, None if dim == [] else dim, keepdim, func.__name__)
+    total = sums(torch.sum, (inner, gone, keepdim), {"dtype": dtype})
+    if means:
         count = 1
         for d in gone:
             count *= x.true[d]
@@ -87,29 +109,29 @@ def _sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    a, b = args
+    a, b = _TWO(*args, **kwargs).values()
+    if min(a.ndim, b.ndim) < 2 or a.shape[-1] != b.shape[-2]:
+        raise TypeError("a vector, or sizes that differ")
     true = (*(a.true if isinstance(a, PaddedTensor) else a.shape)[:-1], b.shape[-1])
     yields = getattr(b, "yields", None)
-    a, b = _contracted(a, -1), _contracted(b, -2)
+    a, b = (masked(t) if isinstance(t, PaddedTensor) else t for t in (a, b))
     return _wrapped(product_of(a, b, yields), true)
 
 
-def _contracted(x: Any, dim: int) -> Any:
-    """An operand ready for a contraction along ``dim``: zeros in the padding there."""
-    if not isinstance(x, PaddedTensor):
-        return x
-    return masked(x) if x.true[dim] != x.size_[dim] else x.inner
+_TWO = binder("matmul(input, other)\nmm(input, mat2)")
+_LINEAR = binder("linear(input, weight, bias=None)")
 
 
 def _linear(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    x, w, bias = (*args, kwargs.get("bias"))[:3]
+    x, w, bias = _LINEAR(*args, **kwargs).values()
     out = _product(func, (x, w.mT), {})
     return out if bias is None else out + bias
 
 
 def _embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """A padded vocabulary: nobody asks for the rows beyond it."""
-    ids, table = args[:2]
+    given = EMBEDDING(*args, **kwargs)
+    ids, table = given["input"], given["weight"]
     if not isinstance(table, PaddedTensor) or table.true[1] != table.size_[1] or isinstance(ids, PaddedTensor):
         raise Unsupported(
             "only the vocabulary of an embedding may be padded",
@@ -118,7 +140,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=getattr(table, "mesh", None),
             fix="F.embedding(ids, sl.shard(table, 'x .', pad=True))",
         )
-    return embedding(func, (ids, table.inner, *args[2:]), kwargs)
+    return embedding(func, (), given | {"weight": table.inner}, vocabulary=table.true[0])
 
 
 def _last_only(x: PaddedTensor, func: Any) -> None:
@@ -134,9 +156,8 @@ def _last_only(x: PaddedTensor, func: Any) -> None:
 
 def _view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Other dimensions merge and split; the padded last one stays as it is."""
-    x, *sizes = args
+    x, wanted = VIEW(*args, **kwargs).values()
     _last_only(x, func)
-    wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     known = [n for n in wanted if n != -1]
     kept = wanted[-1:] == (x.true[-1],) and wanted.count(-1) <= 1
     kept = kept or (wanted[-1:] == (-1,) and math.prod(known) * x.true[-1] == x.true.numel())
@@ -154,6 +175,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def _getitem(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Pieces of the other dimensions."""
     x, index = args
+    if not isinstance(x, PaddedTensor):
+        raise TypeError("a padded index")
     _last_only(x, func)
     index = index if isinstance(index, tuple) else (index,)
     named = [i for i in index if i is not None and i is not Ellipsis]
@@ -175,12 +198,13 @@ def _wrapped_last(value: ShardedTensor, like: PaddedTensor) -> ShardedTensor:
 
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The classes beyond the true ones count nothing."""
-    names = ("input", "target")
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    given = CROSS_ENTROPY(*args, **kwargs)
     x = given["input"]
+    if not isinstance(x, PaddedTensor) or isinstance(given["target"], PaddedTensor):
+        raise TypeError("a padded target")
     _last_only(x, func)
-    rest = {k: v for k, v in kwargs.items() if k not in names}
-    return split_cross_entropy(func, (x.inner, given["target"], *args[2:]), rest, classes=x.true[-1])
+    how = checked(given, x.true[-1])
+    return split_cross_entropy(func, (), given | {"input": x.inner, "reduction": how}, classes=x.true[-1])
 
 
 def _transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:

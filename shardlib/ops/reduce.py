@@ -21,7 +21,7 @@ from shardlib.ops.whole import each
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, is_half, local_call, partial_escape, real_axes, total, typeof
 
-__all__ = ["reduced_layout"]
+__all__ = ["SUM", "reduced_layout"]
 
 
 def reduced_layout(
@@ -49,7 +49,7 @@ _ANY = binder("""
     any(input)
     any(input, dim: ints, keepdim: bool = False)
 """)
-_SUM = binder("""
+SUM = binder("""
     sum(input, *, dtype=None)
     sum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)
 """)
@@ -74,7 +74,7 @@ def _arguments(bind: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, b
 @implements(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
-    x, dim, keepdim, more = _arguments(_SUM, args, kwargs)
+    x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if func in (torch.mean, Tensor.mean) and not (x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]):
         raise NoRule("a mean needs floating point", op="mean", operands={"tensor": typeof(x)}, fix="x.double().mean()")

@@ -9,14 +9,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention import Causal, Full, ring_attention
 from shardlib.ops.elementwise import aligned
+from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof
 
 __all__ = ["scaled_dot_product_attention"]
+
+
+_SDPA = binder(
+    "sdpa(query: tensor, key: tensor, value: tensor, attn_mask: tensor = None, dropout_p: number = 0.0, "
+    "is_causal: bool = False, scale: number = None, enable_gqa: bool = False)"
+)
 
 
 @implements(F.scaled_dot_product_attention)
@@ -25,15 +32,23 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
 
     A split sequence goes to ``ring_attention``, and so does dropout, which is drawn by global position there.
     """
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = _SDPA(*args, **kwargs)
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")
     mesh = next(t.mesh for t in (q, k, v) if isinstance(t, ShardedTensor))
     q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
     operands = {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.dtype.is_floating_point:
+        raise BadArgument("query, key and value have one dtype, which is floating point",
+                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
+    if min(len(t.size_) for t in (q, k, v)) < 2 or q.size_[-1] != k.size_[-1] or k.size_[-2] != v.size_[-2]:
+        raise BadArgument("queries and keys have one size, keys and values one length",
+                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
+    if not 0.0 <= given["dropout_p"] <= 1.0:
+        raise BadArgument(f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
+                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
     tokens = q.sharding.resolve(len(q.size_)).dims
-    k, v = (_heads_of(q, t, given.get("enable_gqa", False)) for t in (k, v))
-    if len(tokens) == 4 and (tokens[2].is_split or given.get("dropout_p", 0.0)):
+    k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
+    if len(tokens) == 4 and (tokens[2].is_split or given["dropout_p"]):
         return _round_a_ring(q, k, v, given)
     for t in (q, k, v):
         if t.sharding.partial:
@@ -48,7 +63,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
                 mesh=mesh,
                 fix=f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
             )
-    if given.get("dropout_p", 0.0):
+    if given["dropout_p"]:
         raise Unsupported(
             "dropout of the probabilities takes [batch, heads, sequence, size]",
             op="scaled_dot_product_attention",

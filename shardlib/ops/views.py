@@ -28,7 +28,7 @@ from shardlib.tensor import (
     typeof,
 )
 
-__all__ = ["piece", "view_layout"]
+__all__ = ["VIEW", "piece", "view_layout"]
 
 _Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
 
@@ -225,7 +225,7 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     return True
 
 
-_VIEW = binder("""
+VIEW = binder("""
     view(input, *size: int)
     view(input, *shape: int)
 """)
@@ -235,7 +235,7 @@ _VIEW = binder("""
 def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         raise no_rule(func, args, kwargs, "a view as another dtype")
-    x, new = _VIEW(*args, **kwargs).values()
+    x, new = VIEW(*args, **kwargs).values()
     return _view(Tensor.view if func is Tensor.view else Tensor.reshape, x, new)
 
 

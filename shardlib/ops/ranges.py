@@ -1,0 +1,31 @@
+"""Ids, targets and indices that a table or a set of classes does not have are refused, as torch refuses them.
+
+On a CPU the ids are looked at before they are used, and the error comes at once.  On CUDA that would make the
+host wait for the device at every lookup, so the device asserts, as torch's own embedding and gather do there: the
+kernel fails, and the next call that waits for the device raises RuntimeError.
+"""
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import assert_async
+from shardlib.errors import OutOfRange
+
+__all__ = ["in_range"]
+
+
+def in_range(ids: Tensor, count: int, op: str, what: str, ignore: int | None = None, lowest: int = 0) -> None:
+    """Refuse ids outside ``lowest`` .. count - 1 that are not ``ignore``; ``ids`` is a raw block of whole numbers."""
+    if ids.is_meta or not ids.numel():
+        return
+    if ids.device.type == "cpu":
+        low, high = map(int, torch.aminmax(ids))
+        if low >= lowest and high < count:
+            return
+    outside = (ids < lowest) | (ids >= count)
+    if ignore is not None:
+        outside &= ids != ignore
+    if ids.device.type != "cpu":
+        assert_async(~outside.any())
+    elif outside.any():
+        raise OutOfRange(f"{what} {int(ids[outside][0])} is out of range: there are {count}", op=op)
