@@ -81,6 +81,7 @@ from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.plan import choose, lower_bound, probe
 from shardlib.sequence import shard_sequence
 from shardlib.shard_map import shard_map
+from shardlib.sharded_module import as_module
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 from shardlib.visualize import draw, visualize
 
@@ -90,7 +91,7 @@ __all__ = [
     "ALiBi", "Bias", "Causal", "Col", "Cost", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
     "Layout3D", "Link", "Mask", "Match", "Mesh", "Padding", "Partial", "Prefix", "Replicated", "ReshardPlan", "Ring",
     "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
-    "all_to_all", "apply_updates", "attention_plan", "axis_index", "axis_size", "chain", "choose",
+    "all_to_all", "apply_updates", "as_module", "attention_plan", "axis_index", "axis_size", "chain", "choose",
     "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
     "from_dtensor", "global_norm", "grad", "identity", "implicit", "init", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",

@@ -10,7 +10,8 @@ import difflib
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,10 +64,11 @@ class Apply:
 
         Runs on the mesh of ``params``, which may be another than the one it was made for.
         """
-        self._check(params)
+        self.check(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
-            return self._run(params, self.buffers, args, kwargs)[0]
+            buffers = {n: b.clone() for n, b in self.buffers.items()}  # what forward writes to them ends with it
+            return self._run(params, buffers, args, kwargs)[0]
         moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
         moved.orders, moved.reads = self.orders, self.reads
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
@@ -76,7 +78,7 @@ class Apply:
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """(output, new buffers) for modules that write to their buffers in forward."""
-        self._check(params)
+        self.check(params)
         return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
 
     def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -87,16 +89,22 @@ class Apply:
                 mesh=self.mesh,
                 fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
             )
-        params = {**params, **{n: _yielding(params[n], layout) for n, layout in self.yields.items()}}
+        params = {**params, **{n: yielding(params[n], layout) for n, layout in self.yields.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
-        args = tuple(self._place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
-        kwargs = {k: self._place(k, v) for k, v in kwargs.items()}
+        args = tuple(self.place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
+        kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
+        with self.turns(params), inside(partial(swapped, self.module, state)):
+            out = functional_call(self.module, state, args, kwargs)
+        return out, {n: state[n] for n in buffers}
+
+    @contextmanager
+    def turns(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """Plain tensors are the same on every rank; products take turns, see ops/matmul/turns.py."""
         weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
         where = tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
-        with promoting(), in_turn(order, weights, reads), inside(partial(swapped, self.module, state)):
-            out = functional_call(self.module, state, args, kwargs)
-        return out, {n: state[n] for n in buffers}
+        with promoting(), in_turn(order, weights, reads):
+            yield
 
     def _names(self, count: int) -> list[str]:
         """What forward calls its first ``count`` arguments; those of ``*args`` share its name."""
@@ -104,7 +112,9 @@ class Apply:
         rest = next((n for n, kind in self.arguments if kind is inspect.Parameter.VAR_POSITIONAL), "")
         return (named + [rest] * count)[:count]
 
-    def _place(self, name: str, value: Any) -> Any:
+    def place(self, name: str, value: Any) -> Any:
+        """An input of this name, where ``inputs=`` said; one that lies nowhere yet is on every rank."""
+
         def place(x: Any) -> Any:
             if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
                 return x
@@ -113,7 +123,8 @@ class Apply:
 
         return optree.tree_map(place, value, none_is_leaf=True)
 
-    def _check(self, params: Mapping[str, Tensor]) -> None:
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Every parameter by its name, and no other."""
         for name in params:
             if name not in self.layouts:
                 near = difflib.get_close_matches(name, self.layouts, 1)
@@ -221,7 +232,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     return Layout.parse(" ".join(resolve(t) for t in tokens))
 
 
-def _yielding(weight: Tensor, layout: Layout) -> Tensor:
+def yielding(weight: Tensor, layout: Layout) -> Tensor:
     """The same weight, whose products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
         return weight

@@ -44,6 +44,7 @@ ORDER = [  # each may import from those before it
     "grad",
     "parallelize",
     "init",
+    "sharded_module",
     "recipes",
     "optim",
     "checkpoint",

@@ -57,7 +57,6 @@ def _slices(b: Bound) -> Labels:
 
 declare(
     """
-    index_select(input, dim, index)
     index_copy(input, dim, index, source)
     index_reduce(input, dim, index, source, reduce, *, include_self=True)
     index_fill(input, dim, index, value: number)
@@ -222,6 +221,46 @@ def choice(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs:
         return args[0].nonzero().unbind(1)
     return elementwise(func, args, kwargs)
+
+
+_SELECTED = binder("index_select(input, dim: int, index: tensor)")
+
+
+@implements(torch.index_select, Tensor.index_select)
+def index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    """As x[..., index]: a plain index is the same on every rank; the result lies as x, where it divides."""
+    x, dim, index = _SELECTED(*args, **kwargs).values()
+    if not isinstance(x, ShardedTensor) or not x.ndim or not -x.ndim <= dim < x.ndim or index.ndim > 1:
+        return on_whole(func, args, kwargs, None)
+    dim = dim % x.ndim
+    out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.sharding.resolve(x.ndim).dims[dim]
+    dims = out.sharding.resolve(x.ndim).dims
+    if not token.is_split or dims[dim].is_split or out.size_[dim] % x.mesh.axis_size(token.axes):
+        return out
+    if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
+        return out
+    return reshard(out, Layout((*dims[:dim], token, *dims[dim + 1 :])))
+
+
+_COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
+
+
+@implements(Tensor.index_copy_)
+def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices written where the tensor is whole: each rank writes its part of them."""
+    x, dim, index, source = _COPIED(*args, **kwargs).values()
+    if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
+        return on_whole(func, args, kwargs, None)
+    index, source = _everywhere(index, x), lift(source, x.mesh, "index_copy_")
+    dims = x.sharding.resolve(x.ndim).dims
+    cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial or x.raw.requires_grad
+    if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.size_), x.mesh):
+        return on_whole(func, args, kwargs, None)
+    blocks, mine, ids = x.raw, reshard(source, x.sharding).raw, index.raw
+    stacked = x.mesh.kind == "stacked"
+    for block, part, at in zip(*((blocks, mine, ids) if stacked else ([blocks], [mine], [ids])), strict=True):
+        block.index_copy_(dim, at, part)
+    return x
 
 
 _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: number = 1)")

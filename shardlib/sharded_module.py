@@ -1,0 +1,245 @@
+"""A module whose parameters are sharded, with the methods it always had.
+
+``as_module(apply, params)`` is a shallow copy of the module: the same classes, the same names, but its parameters
+are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use it: ``generate``, a Trainer,
+``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come out.
+
+A batch that does not divide over the ranks is filled up with copies of its last row, and these are dropped from
+what comes out.
+"""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.ambient import inside
+from shardlib.errors import UnevenSplit
+from shardlib.layouts import Dim, Layout
+from shardlib.parallelize import Apply
+from shardlib.placing import shard, unshard
+from shardlib.tensor import ShardedTensor, promoting
+
+__all__ = ["as_module"]
+
+
+def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True) -> nn.Module:
+    """The module of ``apply`` with these parameters: called, trained and saved like any other.
+
+    ``params``  as ``parallelize`` gave them; the module's parameters share their memory.
+    ``whole``   tensors come out plain, as without shards.  False: they come out as they lie.
+
+    The module that ``parallelize`` was given is not changed, and buffers are the copy's own.
+    Raises: UnknownParameter.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> with sl.simulate(x=2):
+    ...     apply, params = sl.parallelize(nn.Linear(4, 6), [("weight", "x ."), ("bias", "x")])
+    ...     model = sl.as_module(apply, params)
+    ...     model(torch.ones(3, 4)).square().mean().backward()
+    >>> type(model).__name__, sl.typeof(model.weight), sl.typeof(model.weight.grad)
+    ('Linear', 'f32[6@x, 4]', 'f32[6@x, 4]')
+    """
+    apply.check(params)
+    leaves = {n: _parameter(p, apply.yields.get(n)) for n, p in params.items()}
+    leaves |= {alias: leaves[name] for alias, name in apply.tied.items()}
+    buffers = {n: b.clone() for n, b in apply.buffers.items()}
+    copies: dict[int, nn.Module] = {}
+    top = _copied(apply.module, "", leaves, buffers, copies)
+    for copy in copies.values():
+        copy.forward = _entered(apply, copy, top, whole)
+    if hasattr(top, "generate"):
+        top.generate = _filled(apply, top.generate)
+    return top
+
+
+def _parameter(p: Tensor, yields: Any) -> nn.Parameter:
+    leaf = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+    if yields is not None:
+        leaf.yields = yields
+    return leaf
+
+
+def _copied(
+    module: nn.Module, name: str, leaves: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
+    copies: dict[int, nn.Module],
+) -> nn.Module:  # fmt: skip
+    """The module and all below it, each once, with other tensors."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copy = object.__new__(type(module))
+    copies[id(module)] = copy
+    copy.__dict__.update(module.__dict__)
+    dot = f"{name}." if name else ""
+    copy._parameters = {n: p if p is None else leaves[dot + n] for n, p in module._parameters.items()}
+    copy._buffers = {n: b if b is None else buffers.get(dot + n, b) for n, b in module._buffers.items()}
+    copy._modules = {n: m and _copied(m, dot + n, leaves, buffers, copies) for n, m in module._modules.items()}
+    for key, value in module.__dict__.items():
+        if isinstance(value, dict) and key.startswith("_") and key.endswith(("_hooks", "_kwargs", "_called")):
+            copy.__dict__[key] = value.copy()
+    return copy
+
+
+_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
+"""Whether a module of this kind runs already, and has placed the inputs."""
+
+
+def _entered(apply: Apply, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
+    """The module's forward for callers outside: inputs are placed, and what comes out is plain."""
+    forward = MethodType(type(copy).forward, copy)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _RUNNING.get():
+            return forward(*args, **kwargs)
+        names = [*inspect.signature(forward).parameters, *[""] * len(args)]
+        named = [*zip(names, args, strict=False), *kwargs.items()]
+        rows = _rows(apply, named)
+        given = [_placed(apply, n, v, rows) for n, v in named]
+        params = {n: p for n, p in top.named_parameters() if isinstance(p, ShardedTensor)}
+        token = _RUNNING.set(True)
+        try:
+            with apply.turns(params), inside(_again):
+                out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        finally:
+            _RUNNING.reset(token)
+        return _mapped(lambda t: _plain(t, rows), out) if whole else out
+
+    return run
+
+
+def _again(run: Any) -> Any:
+    """A checkpointed part once more, in backward."""
+    token = _RUNNING.set(True)
+    try:
+        with promoting():
+            return run()
+    finally:
+        _RUNNING.reset(token)
+
+
+def _mapped(f: Any, value: Any) -> Any:
+    """Every tensor in tuples, lists, dicts and a model's outputs."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if isinstance(value, Mapping):
+        items = {k: _mapped(f, v) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(**items)  # type: ignore[call-arg]
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(f, v) for v in value)
+    return value
+
+
+def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
+    """How many rows a batch has that does not divide, and how many it is filled up to."""
+    for name, value in named:
+        layout = apply.inputs.get(name)
+        if layout is None or not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or not value.ndim:
+            continue
+        ranks = apply.mesh.axis_size(layout.resolve(value.ndim).dims[0].axes)
+        if value.shape[0] % ranks and value.shape[0] > 1:
+            if torch.is_grad_enabled():
+                raise UnevenSplit(
+                    f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, and filling it up would "
+                    "change what it trains",
+                    op="forward",
+                    operands={name: f"{list(value.shape)} laid out {layout}"},
+                    mesh=apply.mesh,
+                    fix="DataLoader(data, batch_size, drop_last=True)",
+                )
+            return value.shape[0], -(-value.shape[0] // ranks) * ranks
+    return None
+
+
+def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -> Any:
+    if not isinstance(value, Tensor | nn.Module | Mapping):
+        for cache in (value, *(getattr(value, f"{n}_attention_cache", None) for n in ("self", "cross"))):
+            _laid_with_keys(cache)
+
+    def place(x: Tensor) -> Tensor:
+        if isinstance(x, ShardedTensor):
+            return x
+        if rows is not None and x.ndim and x.shape[0] == rows[0]:
+            x = filled(x, rows[1], name)
+        layout = apply.inputs.get(name)
+        if layout is not None and x.ndim and x.shape[0] == 1 and layout.resolve(x.ndim).dims[0].is_split:
+            return shard(x, Layout((Dim(), *layout.resolve(x.ndim).dims[1:])), apply.mesh)
+        try:
+            return apply.place(name, x)
+        except UnevenSplit as e:
+            raise UnevenSplit(
+                f"{name}: {str(e).splitlines()[0].partition(': ')[2]}; a recipe that splits the sequence cannot take "
+                "it a token at a time: generate under another, with the same weights",
+                op="forward",
+                operands={name: f"{list(x.shape)} laid out {layout}"},
+                mesh=apply.mesh,
+                fix="apply, params = sl.parallelize(module, sl.recipes.megatron1d(module))",
+            ) from None
+
+    return _mapped(place, value)
+
+
+def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
+    """``x`` with copies of its last row; labels that are filled in are those that losses ignore."""
+    last = x[-1:].expand(rows - x.shape[0], *x.shape[1:])
+    return torch.cat([x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last])
+
+
+def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    out = unshard(x) if isinstance(x, ShardedTensor) else x
+    return out[: rows[0]] if rows is not None and out.ndim and out.shape[0] == rows[1] else out
+
+
+def _laid_with_keys(cache: Any) -> None:
+    """A cache of a fixed length makes its memory when it sees the first keys: it then lies as they do."""
+    for layer in getattr(cache, "layers", ()):
+        make = getattr(layer, "lazy_initialization", None)
+        if make is None or not hasattr(layer, "max_cache_len") or getattr(layer, "is_initialized", True):
+            continue
+
+        def made(keys: Tensor, values: Tensor, layer: Any = layer, make: Any = make) -> None:
+            make(keys, values)
+            for name, like in (("keys", keys), ("values", values)):
+                memory = getattr(layer, name)
+                if isinstance(like, ShardedTensor) and not isinstance(memory, ShardedTensor):
+                    tokens = like.sharding.resolve(like.ndim).dims
+                    kept = Layout(tuple(Dim() if d == like.ndim - 2 else t for d, t in enumerate(tokens)))
+                    setattr(layer, name, shard(memory, kept, like.mesh))
+
+        layer.lazy_initialization = made
+
+
+def _filled(apply: Apply, generate: Any) -> Any:
+    """``generate`` with beams keeps its own copies of rows, so the batch is filled up before it."""
+
+    @functools.wraps(generate)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = [*zip(["input_ids"], args, strict=False), *kwargs.items()]
+        with torch.no_grad():
+            rows = _rows(apply, named) if _beams(generate.__self__, kwargs) > 1 else None
+            if rows is None:
+                return generate(*args, **kwargs)
+            count, full = rows
+
+            def more(x: Any) -> Any:
+                return filled(x, full) if isinstance(x, Tensor) and x.ndim and x.shape[0] == count else x
+
+            out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
+            each = _setting(generate.__self__, kwargs, "num_return_sequences")
+            return out[: count * each] if isinstance(out, Tensor) else _mapped(lambda t: t[: count * each], out)
+
+    return run
+
+
+def _setting(model: Any, kwargs: Mapping[str, Any], name: str) -> int:
+    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    return kwargs.get(name) or getattr(config, name, None) or 1
+
+
+def _beams(model: Any, kwargs: Mapping[str, Any]) -> int:
+    return _setting(model, kwargs, "num_beams")
