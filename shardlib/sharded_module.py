@@ -55,6 +55,8 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
         copy.forward = _entered(apply, copy, top, whole)
     if hasattr(top, "generate"):
         top.generate = _filled(apply, top.generate)
+    if hasattr(top, "save_pretrained"):
+        top.save_pretrained = _saved(top, top.save_pretrained)
     return top
 
 
@@ -232,6 +234,18 @@ def _filled(apply: Apply, generate: Any) -> Any:
             out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
             each = _setting(generate.__self__, kwargs, "num_return_sequences")
             return out[: count * each] if isinstance(out, Tensor) else _mapped(lambda t: t[: count * each], out)
+
+    return run
+
+
+def _saved(top: nn.Module, save: Any) -> Any:
+    """``save_pretrained`` of whole tensors; every rank calls it."""
+
+    @functools.wraps(save)
+    def run(*args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
+        found = top.state_dict() if state_dict is None else state_dict
+        whole = {n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()}
+        return save(*args, state_dict=whole, **kwargs)
 
     return run
 
