@@ -11,7 +11,6 @@ from shardlib.ops import (
     foreach,
     index,
     initial,
-    joined,
     loss,
     matmul,
     matrix,
@@ -23,13 +22,13 @@ from shardlib.ops import (
     reduce,
     sdpa,
     space,
+    spelled,
     views,
     whole,
 )
 
 __all__ = [
-    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach", "index", "initial",
-    "joined",
-    "loss", "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa", "space",
-    "views", "whole",
+    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach", "index",
+    "initial", "loss", "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa",
+    "space", "spelled", "views", "whole",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ declare(
     flip(input, *dims: int)
     sort(input, dim: int = -1, descending: bool = False, *, stable=None)
     argsort(input, dim: int = -1, descending: bool = False, *, stable=None)
-    msort(input, *, dim=0)
     mode(input, dim=-1, keepdim=False)
     median(input, dim=None, keepdim=False)
     nanmedian(input, dim=None, keepdim=False)
@@ -96,3 +95,23 @@ declare(
     _two,
 )
 declare("diag_embed(input, offset=0, dim1=-2, dim2=-1)\nview_as_complex(input)", last(1))
+
+
+def _into(b: Bound) -> Labels:
+    """What is written into lies along ``dim`` as one piece; a selected piece has no such dimension."""
+    x, src = b["input"], b["src"]
+    (dim,) = where(b["dim"], x.ndim)
+    kept = [d for d in range(x.ndim) if src.ndim == x.ndim or d != dim]
+    return {
+        x.at: tuple(None if d == dim else d for d in range(x.ndim)),
+        src.at: tuple(None if d == dim else d for d in kept),
+    }
+
+
+declare(
+    """
+    select_scatter(input, src, dim: int, index)
+    slice_scatter(input, src, dim: int = 0, start=None, end=None, step=1)
+    """,
+    _into,
+)

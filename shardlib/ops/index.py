@@ -341,3 +341,17 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
         return {x.at: (None, "k"), w.at: (None, "k", "n"), offs.at: (None,)}
 
     return rows_call(func, args, kwargs, labels, sums=True)
+
+
+def _searched(b: Bound) -> Labels:
+    """Each value is looked for apart; sequences of several dimensions share the leading ones with the values."""
+    sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
+    own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
+    lead = tuple(range(sequence.ndim - 1))
+    out: Labels = {sequence.at: (*lead, None), values.at: (*lead, *own)}
+    return out | ({sorter.at: (*lead, None)} if isinstance(sorter, Slot) else {})
+
+
+declare(
+    "searchsorted(sorted_sequence, input: tensor, *, out_int32=False, right=False, side=None, sorter=None)", _searched
+)

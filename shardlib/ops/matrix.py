@@ -8,7 +8,6 @@ declare(
     linalg.vecdot(x, y, *, dim=-1)
     linalg.vander(x, *, N=None)
     pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False)
-    vdot(input, other)
     """,
     last(1),
 )
@@ -16,7 +15,6 @@ declare(
     """
     tril(input, diagonal=0)
     triu(input, diagonal=0)
-    adjoint(input)
     linalg.cholesky(input, *, upper=False)
     linalg.cholesky_ex(input, *, upper=False, check_errors=False)
     linalg.det(A)

@@ -96,6 +96,7 @@ declare(
 declare(
     """
     upsample_nearest1d(input, output_size, scales=None)
+    _upsample_nearest_exact1d(input, output_size, scales=None)
     upsample_linear1d(input, output_size, align_corners, scales=None)
     """,
     leading(1),
@@ -103,6 +104,9 @@ declare(
 declare(
     """
     upsample_nearest2d(input, output_size, scales_h=None, scales_w=None)
+    _upsample_nearest_exact2d(input, output_size, scales_h=None, scales_w=None)
+    _upsample_bilinear2d_aa(input, output_size, align_corners, scales_h=None, scales_w=None)
+    _upsample_bicubic2d_aa(input, output_size, align_corners, scales_h=None, scales_w=None)
     upsample_bilinear2d(input, output_size, align_corners, scales_h=None, scales_w=None)
     upsample_bicubic2d(input, output_size, align_corners, scales_h=None, scales_w=None)
     """,
@@ -111,6 +115,7 @@ declare(
 declare(
     """
     upsample_nearest3d(input, output_size, scales_d=None, scales_h=None, scales_w=None)
+    _upsample_nearest_exact3d(input, output_size, scales_d=None, scales_h=None, scales_w=None)
     upsample_trilinear3d(input, output_size, align_corners, scales_d=None, scales_h=None, scales_w=None)
     """,
     leading(3),
@@ -136,6 +141,8 @@ declare(
     """
     grid_sample(input, grid, mode='bilinear', padding_mode='zeros', align_corners=None)
     grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
+    grid_sampler_2d(input, grid, interpolation_mode, padding_mode, align_corners)
+    grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners)
     im2col(input, kernel_size, dilation, padding, stride)
     col2im(input, output_size, kernel_size, dilation, padding, stride)
     channel_shuffle(input, groups)

@@ -1,0 +1,116 @@
+"""Operators that are one line of others: ways to join and to cut, copies of views, comparisons."""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.ops.declare import homes, spelled
+from shardlib.tensor import implements
+
+
+def _row(t: Tensor) -> Tensor:
+    return t.reshape(1, -1) if t.ndim < 2 else t
+
+
+def _hstack(tensors: Any) -> Tensor:
+    tensors = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
+    return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
+
+
+def _vstack(tensors: Any) -> Tensor:
+    return torch.cat([_row(t) for t in tensors], 0)
+
+
+def _dstack(tensors: Any) -> Tensor:
+    tensors = [_row(t) for t in tensors]
+    return torch.cat([t.unsqueeze(-1) if t.ndim == 2 else t for t in tensors], 2)
+
+
+def _column_stack(tensors: Any) -> Tensor:
+    return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
+
+
+spelled("hstack(tensors)", _hstack)
+spelled("vstack(tensors)\n row_stack(tensors)", _vstack)
+spelled("dstack(tensors)", _dstack)
+spelled("column_stack(tensors)", _column_stack)
+spelled("ravel(input)", lambda input: input.reshape(-1))
+spelled("fliplr(input)", lambda input: input.flip(1))
+spelled("flipud(input)", lambda input: input.flip(0))
+spelled("dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p))
+spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
+spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum())
+spelled("msort(input)", lambda input: input.sort(0).values)
+
+
+def _cut(dim: int) -> Any:
+    return lambda input, indices_or_sections: torch.tensor_split(input, indices_or_sections, dim)
+
+
+spelled("hsplit(input, indices_or_sections)", lambda input, indices_or_sections: torch.tensor_split(
+    input, indices_or_sections, 0 if input.ndim == 1 else 1))  # fmt: skip
+spelled("vsplit(input, indices_or_sections)", _cut(0))
+spelled("dsplit(input, indices_or_sections)", _cut(2))
+spelled("unsafe_split(input, split_size, dim: int = 0)", lambda input, split_size, dim: input.split(split_size, dim))
+spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, dim: input.chunk(chunks, dim))
+
+
+def _to_size(input: Tensor, size: Any) -> Tensor:
+    """What was broadcast is summed."""
+    lead = input.ndim - len(size)
+    if lead < 0:
+        raise TypeError("a smaller tensor")
+    gone = [d for d in range(input.ndim) if d < lead or (size[d - lead] == 1 and input.shape[d] != 1)]
+    return (input.sum(gone, keepdim=True) if gone else input).reshape(tuple(size))
+
+
+spelled("sum_to_size(input, *size: int)", _to_size)
+
+
+def _equal(input: Tensor, other: Tensor) -> bool:
+    return input.shape == other.shape and bool((input == other).all())
+
+
+spelled("equal(input, other: tensor)", _equal)
+spelled(
+    "allclose(input, other: tensor, rtol=1e-05, atol=1e-08, equal_nan=False)",
+    lambda **given: bool(torch.isclose(**given).all()),
+)
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+    """``permute_copy`` and its kin: the view, then a copy of it."""
+    name = func.__name__.removesuffix("_copy")
+    view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
+    return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
+
+
+_VIEWS = {"view": Tensor.view, "alias": torch.clone, "unfold": Tensor.unfold, "expand": Tensor.expand}
+
+implements(
+    *[
+        f
+        for name in """
+        alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy split_with_sizes_copy
+        squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_as_complex_copy
+        view_as_real_copy view_copy
+        """.split()
+        for f in homes(name)
+    ]
+)(_copied)
+
+
+@implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)
+def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The conjugate of the transpose."""
+    x = args[0]
+    if x.ndim < 2:
+        raise TypeError("a matrix is needed")
+    return x.mT.conj() if x.is_complex() else x.mT
+
+
+@implements(torch.zero_)
+def zero_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return args[0].zero_()
