@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.keyed import Make, drawn, half_open, kept
+from shardlib.ops.keyed import Make, Pairs, drawn, kept, then, unit
 from shardlib.ops.signatures import binder
 from shardlib.random import next_key
 from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, typeof
@@ -56,7 +56,7 @@ def _checked(name: str, func: Any, x: Any, p: float) -> None:
         func(torch.ones(2, dtype=x.dtype), p, True)  # torch's own refusal
 
 
-def _keep(x: ShardedTensor, make: Make, dtype: torch.dtype, features: bool) -> Tensor:
+def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:
     """Raw numbers for each element, or for each [sample, channel] with ones beyond."""
     key = next_key(x.mesh)
     if not features:
@@ -139,7 +139,7 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise RuntimeError(f"Lower bound should be less than or equal to the upper bound, but got {low} and {high}")
     if b["training"]:
         key = next_key(x.mesh, b.get("generator"))
-        slope: Any = drawn(x, key, lambda h: half_open(h, x.dtype).mul_(high - low).add_(low), x.dtype)
+        slope: Any = drawn(x, key, then(unit(x.dtype), lambda u: u.mul_(high - low).add_(low)), x.dtype)
     else:
         slope = (low + high) / 2
     raw = torch.where(x.raw > 0, x.raw, x.raw * slope)

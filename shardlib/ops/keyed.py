@@ -3,9 +3,9 @@
 64 bits per position: splitmix64, whose state after i steps is key + i * odd constant, so any element's bits come
 from its position alone.  Positions are those of the true tensor, also where blocks are padded.
 
-Bits become numbers in fp64 and are rounded once.  Chunks are a multiple of 64 elements and too small for threads:
-torch's vector loops and their scalar tails differ in the last bit, and a number must not hang on where it lies in
-a block.
+Bits become numbers in fp64, or in fp32 where that is enough, and are rounded once.  Chunks are a multiple of 64
+elements and too small for threads: torch's vector loops and their scalar tails differ in the last bit, and a number
+must not hang on where it lies in a block.
 
 Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the constants of the
 finaliser are Stafford's variant 13.
@@ -13,7 +13,9 @@ finaliser are Stafford's variant 13.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,10 @@ from shardlib.layouts import Layout, coordinates
 from shardlib.mesh import Mesh
 from shardlib.tensor import PaddedTensor, ShardedTensor
 
-__all__ = ["along", "bits", "drawn", "half_open", "keep_mask", "kept", "normal", "open_unit", "signed"]
+__all__ = [
+    "Make", "Pairs", "along", "bits", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal", "open_unit",
+    "signed", "then", "unit",
+]  # fmt: skip
 
 _STEP = 1 << 14  # elements at once: what a cache holds, and fewer than torch gives to threads
 
@@ -70,9 +75,24 @@ def _bar(p: float) -> int:
     return int(p * (1 << 53))
 
 
-def kept(p: float) -> Make:
-    """As ``keep_mask``."""
-    return lambda h: h.bitwise_and_(_53).ge(_bar(p))
+@dataclass(frozen=True)
+class Pairs:
+    """For numbers that need 32 bits: two neighbours in the last dimension share 64.  ``make``: [m] -> [m, 2]."""
+
+    make: Make
+
+
+def kept(p: float) -> Pairs:
+    """True with probability 1 - p, to 32 bits."""
+    bar = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    if p == 1:
+        return Pairs(lambda h: torch.zeros(len(h), 2, dtype=torch.bool, device=h.device))
+    return Pairs(lambda h: _halves(h).ge(bar))
+
+
+def _halves(h: Tensor) -> Tensor:
+    """The low and the high 32 bits, as int32."""
+    return h.view(torch.int32).view(-1, 2)
 
 
 # ---------------------------------------------------------------- bits as numbers
@@ -92,30 +112,82 @@ def open_unit(h: Tensor) -> Tensor:
     return (h >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
 
 
+def unit(dtype: torch.dtype) -> Make | Pairs:
+    """Uniform in [0, 1), in fp64 for fp64, else in fp32 with as many digits as ``dtype`` has."""
+    if dtype not in _DIGITS or dtype == torch.float64:
+        return half_open
+    digits = _DIGITS[dtype]
+    mask = (1 << digits) - 1
+    return Pairs(lambda h: (_halves(h) >> (32 - digits)).bitwise_and_(mask).float().mul_(2.0**-digits))
+
+
 def normal(h: Tensor) -> Tensor:
     """Of mean 0 and variance 1, by the inverse of its distribution."""
     return torch.special.ndtri(open_unit(h))
 
 
+def gaussian(dtype: torch.dtype) -> Make | Pairs:
+    """``normal`` for fp64; below, two from 64 bits by Box and Muller's method, in fp32."""
+    if dtype == torch.float64:
+        return normal
+
+    def make(h: Tensor) -> Tensor:
+        radius = h.bitwise_and(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = (h >> 32).float().mul_(math.pi * 2.0**-31)
+        return torch.stack([angle.cos().mul_(radius), angle.sin_().mul_(radius)], -1)
+
+    return Pairs(make)
+
+
+def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
+    """``make``, and ``f`` of each number, which it may write to."""
+    inner = make.make if isinstance(make, Pairs) else make
+    return type(make)(lambda h: f(inner(h))) if isinstance(make, Pairs) else lambda h: f(inner(h))
+
+
 # ---------------------------------------------------------------- blocks
 
 
-def drawn(x: ShardedTensor, key: int, make: Make, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def drawn(x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The raw blocks of numbers that ``make`` gives for the bits of ``x``'s positions; ``out`` is filled if given."""
     out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
-    if out.is_meta:
+    if out.is_meta or not out.numel():
         return out
     whole = tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
     blocks, axes = out if x.mesh.kind == "stacked" else [out], tuple(x.mesh.axes.items())
     for block, coord in zip(blocks, _coordinates(x.mesh), strict=True):
-        tables = _tables(x.sharding, tuple(x.size_), axes, tuple(coord.values()), whole)
+        place = x.sharding, tuple(x.size_), axes, tuple(coord.values()), whole, isinstance(make, Pairs)
         flat = block.view(-1)
+        if out.device.type == "cpu" and len(flat) <= _STEP:
+            index, paired = _only(*place)
+            flat.copy_(_numbers(index, key, make, paired)[: len(flat)])
+            continue
+        tables, paired = _tables(*place)
         for at, index in _chunks([t.to(out.device) for t in tables]):
             n = index.numel()
             if out.device.type == "cpu" and n % 64:
                 index = F.pad(index, (0, -n % 64))
-            flat[at : at + n] = make(bits(index, key))[:n]
+            at, n = (2 * at, 2 * n) if paired else (at, n)
+            flat[at : at + n] = _numbers(index, key, make, paired)[:n]
     return out
+
+
+def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tensor:
+    """What ``make`` gives at each index, or at both positions of each pair."""
+    if not isinstance(make, Pairs):
+        return make(bits(index, key))
+    if paired:
+        return make.make(bits(index, key)).view(-1)
+    both = make.make(bits(index >> 1, key))
+    return both.gather(1, (index & 1)[:, None]).squeeze(1)
+
+
+@lru_cache(maxsize=64)
+def _only(*place: Any) -> tuple[Tensor, bool]:
+    """The positions of a block that is one chunk, ready to be used."""
+    tables, paired = _tables(*place)
+    index = torch.cat([c for _, c in _chunks(list(tables))])
+    return F.pad(index, (0, -len(index) % 64)), paired
 
 
 def along(x: ShardedTensor, dim: int) -> Tensor:
@@ -144,8 +216,12 @@ def _tables(
     axes: tuple[tuple[str, int], ...],
     coord: tuple[int, ...],
     whole: tuple[int, ...],
-) -> tuple[Tensor, ...]:
-    """Per dimension what each of the block's positions adds to the linear index."""
+    pairs: bool = False,
+) -> tuple[tuple[Tensor, ...], bool]:
+    """Per dimension what each of the block's positions adds to the linear index.
+
+    Of ``pairs`` to the number of the pair, True, where the block holds both of each, one after the other.
+    """
     sizes = dict(axes)
     held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))
     stride, out = 1, []
@@ -155,7 +231,12 @@ def _tables(
         table = torch.arange(index.start, index.stop, index.step) if ahead else torch.tensor(list(index))
         out.append(table.to(torch.int64) * stride)
         stride *= whole[d]
-    return tuple(reversed(out))
+    out.reverse()
+    last = out[-1] if out else torch.ones(1, dtype=torch.int64)
+    alone = len(last) % 2 or last[0] % 2 or not torch.equal(last, torch.arange(len(last)) + last[0])
+    if not pairs or alone or any(bool((t % 2).any()) for t in out[:-1]):
+        return tuple(out), False
+    return (*(t // 2 for t in out[:-1]), last[::2] // 2), True
 
 
 def _chunks(tables: list[Tensor]) -> Iterator[tuple[int, Tensor]]:

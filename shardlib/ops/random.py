@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Local, builtin
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
-from shardlib.ops.keyed import Make, along, drawn, half_open, normal, open_unit, signed
+from shardlib.ops.keyed import Make, Pairs, along, drawn, gaussian, half_open, open_unit, signed, then, unit
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
@@ -52,18 +54,14 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
 # ---------------------------------------------------------------- distributions
 
 
-def uniform(low: float, high: float, dtype: torch.dtype) -> Make:
+def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
     """In [low, high), also after rounding to ``dtype``."""
     top = torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item() if high > low else low
-
-    def make(h: Tensor) -> Tensor:
-        return half_open(h, dtype).mul_(high - low).add_(low).to(dtype).clamp_(max=top)
-
-    return make
+    return then(unit(dtype), lambda u: u.mul_(high - low).add_(low).to(dtype).clamp_(max=top))
 
 
-def gaussian(mean: float, std: float) -> Make:
-    return lambda h: normal(h).mul_(std).add_(mean)
+def spread(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
+    return then(gaussian(dtype), lambda z: z.mul_(std).add_(mean))
 
 
 def exponential(rate: float) -> Make:
@@ -79,8 +77,8 @@ def geometric(p: float) -> Make:
     return lambda h: open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(h)
 
 
-def log_normal(mean: float, std: float) -> Make:
-    return lambda h: normal(h).mul_(std).add_(mean).exp_()
+def log_normal(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
+    return then(gaussian(dtype), lambda z: z.mul_(std).add_(mean).exp_())
 
 
 def bernoulli(p: float) -> Make:
@@ -115,7 +113,7 @@ def _largest(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- in place
 
 
-def filled(x: ShardedTensor, make: Make, generator: torch.Generator | None = None) -> ShardedTensor:
+def filled(x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None) -> ShardedTensor:
     """``x`` with its elements drawn, in place; no second block is made where its memory is dense."""
     raw = x.raw
     if torch.is_grad_enabled() and raw.requires_grad and raw.is_leaf:
@@ -132,7 +130,7 @@ def filled(x: ShardedTensor, make: Make, generator: torch.Generator | None = Non
     return x
 
 
-def _in_place(func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make]) -> None:
+def _in_place(func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]) -> None:
     bind = binder(signature)
 
     def rule(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -152,14 +150,14 @@ def _halved(x: ShardedTensor, std: float) -> float:
 
 
 _in_place(Tensor.normal_, "normal_(input, mean=0.0, std=1.0, *, generator=None)",
-          lambda b, x: gaussian(b["mean"], _halved(x, b["std"])))  # fmt: skip
+          lambda b, x: spread(b["mean"], _halved(x, b["std"]), _real(x.dtype)))  # fmt: skip
 _in_place(Tensor.exponential_, "exponential_(input, lambd=1.0, *, generator=None)",
           lambda b, x: exponential(b["lambd"]))  # fmt: skip
 _in_place(Tensor.cauchy_, "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)",
           lambda b, x: cauchy(b["median"], b["sigma"]))  # fmt: skip
 _in_place(Tensor.geometric_, "geometric_(input, p, *, generator=None)", lambda b, x: geometric(b["p"]))
 _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generator=None)",
-          lambda b, x: log_normal(b["mean"], b["std"]))  # fmt: skip
+          lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
 
 @implements(Tensor.uniform_)
@@ -283,7 +281,7 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise RuntimeError(f"normal expects all elements of std >= 0.0, but found std {float(held.min())}")
     with torch.no_grad():
         frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
-        z = frame.like(drawn(frame, next_key(frame.mesh, b["generator"]), normal, frame.dtype))
+        z = frame.like(drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype))
         out = mean + std * z
     for t in (mean, std):
         if isinstance(t, Tensor) and t.requires_grad:
@@ -350,7 +348,7 @@ _OPTIONS = (
 )
 
 
-def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make]) -> ShardedTensor:
+def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]) -> ShardedTensor:
     x, dtype = b["input"], b["dtype"] or b["input"].dtype
     device = torch.device(b["device"]) if b["device"] is not None else x.raw.device
     if device.type != x.raw.device.type or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
@@ -392,7 +390,7 @@ def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(torch.randn_like)
 def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Of mean 0 and variance 1, in the tensor's layout."""
-    return _like(func, _rand(*args, **kwargs), lambda t: gaussian(0.0, 2**-0.5 if t.is_complex else 1.0))
+    return _like(func, _rand(*args, **kwargs), lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, _real(t)))
 
 
 @implements(torch.randint_like)
@@ -464,6 +462,54 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
     best, at = value.topk(count, -1)
     return best, where.gather(-1, at)
 
+
+# ---------------------------------------------------------------- pooling at random places
+
+
+_pool = binder(
+    "pool(input, kernel_size, output_size=None, output_ratio=None, return_indices=False, _random_samples=None)"
+)
+
+
+def _fractional(d: int, indices: bool) -> Callable[..., Any]:
+    """fractional_max_pool2d, 3d: where windows begin is drawn for each sample and channel."""
+
+    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+        b = _pool(*args, **kwargs)
+        x, size, ratio, places = b["input"], b["output_size"], b["output_ratio"], b["_random_samples"]
+        _settled(func.__name__, x)
+        if size is None and ratio is None:
+            raise ValueError(f"fractional_max_pool{d}d requires specifying either an output_size or an output_ratio")
+        if size is None:
+            ratio = ratio if isinstance(ratio, tuple | list) else (ratio,) * d
+            size = [int(n * r) for n, r in zip(x.shape[-d:], ratio, strict=True)]
+        tokens = x.sharding.resolve(x.ndim).dims
+        if places is None:
+            rows = (*tokens[: x.ndim - d], Dim())
+            layout = Layout(rows if x.ndim == d + 2 else (Dim(), *rows))
+            shape = torch.Size((*((1,) if x.ndim == d + 1 else ()), *x.shape[: x.ndim - d], d))
+            lead = (x.mesh.size,) if x.mesh.kind == "stacked" else ()
+            block = x.raw.new_empty((*lead, *layout.local_shape(shape, x.mesh)))
+            places = torch.rand_like(ShardedTensor(block, layout, shape, x.mesh))
+        kernel, size = (v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size))
+        pool = builtin(f"fractional_max_pool{d}d")
+
+        def labels(a: Any, k: Any) -> Labels:
+            named = ("n", "c") if x.ndim == d + 2 else ("c",)
+            return {a[0].at: (*named, *[None] * d), a[3].at: (*(None,) * (2 - len(named)), *named, None)}
+
+        out = rows_call(pool, (x, kernel, size, places), {}, labels)
+        return out if indices or b["return_indices"] else out[0]
+
+    return rule
+
+
+for _d, _with, _without in (
+    (2, F.fractional_max_pool2d_with_indices, F.fractional_max_pool2d),
+    (3, F.fractional_max_pool3d_with_indices, F.fractional_max_pool3d),
+):
+    implements(_with)(_fractional(_d, True))
+    implements(_without)(_fractional(_d, False))
 
 PADDED.update({f: TABLE[f] for f in (
     Tensor.uniform_, Tensor.random_, Tensor.bernoulli_, torch.rand_like, torch.randn_like, torch.randint_like,

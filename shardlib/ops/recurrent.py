@@ -1,7 +1,14 @@
 """Recurrent layers: the batch is rows; time, features and weights are whole."""
 
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels, Unfit
+from shardlib.tensor import TABLE
 
 
 def _recurrent(b: Bound) -> Labels:
@@ -23,3 +30,23 @@ declare(
     """,
     _recurrent,
 )
+
+
+def _by_layers(rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Dropout between layers: one layer after the other, with ``F.dropout``, which is keyed by position."""
+    if kwargs or len(args) != 9 or not isinstance(args[3], bool) or not (args[5] and args[6]):
+        return rule(func, args, kwargs)
+    x, hx, params, biases, layers, p, train, both, first = args
+    each, ways, several = len(params) // layers, 2 if both else 1, isinstance(hx, tuple | list)
+    ends = []
+    for n in range(layers):
+        mine = [s[n * ways : (n + 1) * ways] for s in (hx if several else [hx])]
+        weights = params[n * each : (n + 1) * each]
+        x, *end = func(x, mine if several else mine[0], weights, biases, 1, 0.0, train, both, first)
+        ends.append(end)
+        x = F.dropout(x, p) if n + 1 < layers else x
+    return (x, *(torch.cat(s) for s in zip(*ends, strict=True)))
+
+
+for _f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+    TABLE[_f] = partial(_by_layers, TABLE[_f])

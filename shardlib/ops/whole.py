@@ -154,7 +154,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             "this draws random numbers from each rank's own generator, and the ranks' copies would differ",
             op=name,
             operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
-            fix="sl.shard(torch.rand(...), layout)",
+            fix="torch.rand_like(x)",
         )
     if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
         raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")

@@ -404,3 +404,57 @@ def test_modules_reset_their_sharded_parameters(pool: Any) -> None:
     assert all(w.isfinite().all() for w in want) and abs(float(want[0].std()) - 1 / math.sqrt(3 * 8)) < 0.05
     for got in pool.run(modules_drawn, x=2, y=2):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def pooled(layout: str, d: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    x = torch.arange(4.0 * 6 * 9**d, dtype=D).sin().reshape(4, 6, *[9] * d)
+    pool = nn.FractionalMaxPool2d if d == 2 else nn.FractionalMaxPool3d
+    value, at = pool(2, output_size=4, return_indices=True)(sl.shard(x, layout))
+    assert torch.equal(sl.unshard(value).flatten(2), x.flatten(2).gather(2, sl.unshard(at).flatten(2)))
+    alone = pool(2, output_ratio=0.5)(sl.shard(x[0], "x ..."))  # [channels, space]
+    return sl.unshard(value), sl.unshard(alone)
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_fractional_pooling_draws_by_sample_and_channel(d: int) -> None:
+    with sl.simulate(x=1):
+        want = pooled("...", d)
+    for layout in ("x ...", "x y ...", ". (x y) ..."):
+        with sl.simulate(x=2, y=1 if "(" in layout else 2):
+            assert all(torch.equal(a, b) for a, b in zip(pooled(layout, d), want, strict=True))
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_between_layers(make: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 6, dtype=D)
+    for p, both in ((1.0, False), (0.5, True)):
+        net = make(6, 8, num_layers=3, dropout=p, bidirectional=both).double()
+        seen = []
+        for axes, layout in (({"x": 1}, ". . ."), ({"x": 2}, ". x ."), ({"x": 4}, ". x .")):
+            with sl.simulate(**axes):
+                apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": layout})
+                torch.manual_seed(2)
+                out, state = apply(params, x)
+                ends = state if isinstance(state, tuple) else (state,)
+                seen.append([sl.unshard(t) for t in (out, *ends)])
+        for other in seen[1:]:
+            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], other, strict=True))
+        if p == 1.0:  # nothing is left to chance
+            out, state = net(x)
+            want = [out, *(state if isinstance(state, tuple) else (state,))]
+            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], want, strict=True))
+
+
+def test_attention_modules_drop_by_position() -> None:
+    x = torch.randn(4, 6, 8, dtype=D)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double()
+    seen = []
+    for axes, layout in (({"x": 1}, "..."), ({"x": 2}, "x . ."), ({"x": 4}, "x . .")):
+        with sl.simulate(**axes):
+            apply, params = sl.parallelize(layer, [("*", "...")], inputs={"src": layout})
+            torch.manual_seed(2)
+            seen.append(sl.unshard(apply(params, x)))
+    assert torch.allclose(seen[0], seen[1], atol=1e-12) and torch.allclose(seen[0], seen[2], atol=1e-12)
+    assert not torch.allclose(seen[0], layer.eval()(x), atol=1e-3)
