@@ -167,7 +167,7 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
             f"inputs: forward has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
             op="parallelize",
             operands={"forward": ", ".join(names)},
-            fix=f"inputs[{near[0]!r}] = inputs.pop({name!r})" if near else f"inputs.pop({name!r})",
+            fix=f"{{{near[0]!r}: inputs.pop({name!r}), **inputs}}" if near else f"inputs.pop({name!r})",
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard
 
 import shardlib as sl
 
@@ -26,6 +27,14 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("axis used twice", lambda: s("y y", 4, 4), "AxisReused", "axis 'y' is used twice", {}),
     ("rank mismatch", lambda: s("rows y", 4), "RankMismatch", "2 dimensions, the tensor 1", {}),
     ("uneven split", lambda: s("rows y", 4, 5), "UnevenSplit", "dimension 1 of size 5 does not divide over mesh axis 'y' (size 2, remainder 1)", {"x": lambda: torch.ones(4, 5)}),
+    ("no layout at all", lambda: sl.shard(torch.ones(4, 4), None), "LayoutSyntax", "None is no layout", {"x": lambda: torch.ones(4, 4)}),
+    ("a PartitionSpec", lambda: sl.shard(torch.ones(4, 4), ("rows", None)), "LayoutSyntax", "is no layout", {"x": lambda: torch.ones(4, 4)}),
+    ("placements of a DTensor", lambda: sl.shard(torch.ones(4, 4), [Shard(1), Shard(1)]), "LayoutSyntax", "is no layout", {"x": lambda: torch.ones(4, 4)}),
+    ("placements in reshard", lambda: sl.reshard(s("rows .", 4, 4), [Replicate(), Shard(0)]), "LayoutSyntax", "is no layout", {"x": lambda: s("rows .", 4, 4)}),
+    ("a list of numbers", lambda: sl.shard([1.0, 2.0], "rows"), "PlainTensor", "list is no tensor", {"x": lambda: [1.0, 2.0]}),
+    ("an array", lambda: sl.shard(torch.ones(4).numpy(), "rows"), "PlainTensor", "ndarray is no tensor", {"x": lambda: torch.ones(4).numpy()}),
+    ("an array in a tree", lambda: sl.shard({"a": torch.ones(4), "b": torch.ones(4).numpy()}, "rows"), "PlainTensor", "ndarray is no tensor", {"x": lambda: torch.ones(4).numpy()}),
+    ("an input that forward lacks", lambda: sl.parallelize(torch.nn.Linear(2, 2), [("*", "...")], inputs={"inputs": "rows ."}), "RuleLint", "did you mean 'input'?", {"inputs": lambda: {"inputs": "rows ."}}),
     ("sharded twice", lambda: sl.shard(s("rows .", 4, 4), ". y"), "ShardError", "sharded already", {"x": lambda: s("rows .", 4, 4)}),
     ("plain in reshard", lambda: sl.reshard(torch.ones(4, 4), "rows ."), "PlainTensor", "no layout to leave", {"x": lambda: torch.ones(4, 4)}),
     ("plain mixed in", lambda: s("rows .", 4, 4) * torch.ones(4), "PlainTensor", "a plain tensor met a sharded one", {"t": lambda: torch.ones(4)}),

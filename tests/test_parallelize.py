@@ -1,3 +1,4 @@
+import functools
 import re
 from typing import Any
 
@@ -50,6 +51,42 @@ def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
 def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
         assert gap("megatron1d") < 1e-12
+
+
+def _decorated(f: Any) -> Any:
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return f(*args, **kwargs)
+
+    return run
+
+
+class Loose(nn.Module):
+    """A forward behind a decorator, as transformers write it, that takes more than it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    @_decorated
+    def forward(self, hidden: torch.Tensor, *rest: torch.Tensor, **more: Any) -> torch.Tensor:
+        return hidden * self.w + sum(rest)
+
+
+def test_inputs_are_placed_by_name_or_position_and_misspelt_ones_are_refused() -> None:
+    with sl.simulate(data=2):
+        x = torch.ones(4, 4)
+        places = {"hidden": "data .", "rest": "data .", "other": "data ."}
+        apply, params = sl.parallelize(Loose(), [("*", "...")], inputs=places)
+        for out in (apply(params, x), apply(params, hidden=x), apply(params, x, x, x)):
+            assert sl.layout_of(out) == sl.Layout.parse("data .")
+        with pytest.raises(sl.errors.RuleLint, match=r"no argument 'hiden'; did you mean 'hidden'\?"):
+            sl.parallelize(Loose(), [("*", "...")], inputs={"hiden": "data ."})
+        compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+        with pytest.raises(sl.errors.RuleLint, match="did you mean 'input'"):
+            sl.parallelize(compiled, [("*", "...")], inputs={"inputs": "data ."})
+        apply, params = sl.parallelize(compiled, [("*", "...")], inputs={"input": "data ."})
+        assert sl.layout_of(apply(params, x)) == sl.Layout.parse("data .")
 
 
 @pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}])

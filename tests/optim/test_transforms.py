@@ -89,6 +89,79 @@ def test_nothing_given_is_changed() -> None:
     assert state.count == 0 and state.mu["w"].sum() == 0 and g["w"].sum() == 3 and p["w"].sum() == 3
 
 
+def given(layout: str) -> Any:
+    return {"w": sl.shard(torch.arange(16.0).reshape(4, 4), layout)}
+
+
+@pytest.mark.parametrize("other", ["y .", ". x", "(x y) .", ". .", "x . + sum(y)"])
+@pytest.mark.parametrize("name", ["apply_updates", "sgd", "adamw", "adam", "lion", "zero"])
+def test_leaves_that_lie_otherwise_are_never_combined(name: str, other: str) -> None:
+    """Blocks are added by position: another layout, mesh or pending sum would be another tensor's part."""
+    with sl.simulate(x=2, y=2):
+        params, grads = given("x ."), given(other)
+        before = [t.raw.clone() for t in (params["w"], grads["w"])]
+        tx = {"sgd": sl.sgd(0.1, 0.9), "adamw": sl.adamw(0.1), "adam": sl.adam(0.1), "lion": sl.lion(0.1, weight_decay=0.1),
+              "zero": sl.zero(sl.adamw(0.1), "y")}.get(name)  # fmt: skip
+        if tx is None:
+            with pytest.raises(sl.ShardError) as e:
+                sl.apply_updates(params, grads)
+            names = {"sl": sl, "x": params["w"], "y": grads["w"]}
+            moved = eval(e.value.fix, names)
+            assert torch.equal(sl.unshard(sl.apply_updates(names["x"], moved)), 2 * torch.arange(16.0).reshape(4, 4))
+        elif not (name == "zero" and other == "x . + sum(y)"):  # which reduces it
+            with pytest.raises(sl.ShardError):
+                tx.update(grads, tx.init(params), params)
+            if "sum" not in other and name != "zero":  # state of another layout than the gradients
+                with pytest.raises(sl.ShardError):
+                    tx.update(params, tx.init(given(other)), params)
+        assert all(torch.equal(a, t.raw) for a, t in zip(before, (params["w"], grads["w"]), strict=True))
+
+
+def test_leaves_of_other_meshes_sizes_and_kinds_are_refused_with_a_fix() -> None:
+    with sl.simulate(x=2, y=2):
+        x = given("x .")["w"]
+        with sl.simulate(x=2, y=2):
+            far = given("x .")["w"]
+        for y, says in ((far, "different meshes"), (torch.ones(4, 4), "not both sharded")):
+            with pytest.raises(sl.ShardError, match=says) as e:
+                sl.apply_updates(x, y)
+            sl.apply_updates(x, eval(e.value.fix))
+        with pytest.raises(sl.ShardError, match="not both sharded") as e:
+            sl.apply_updates(torch.ones(4, 4), x)
+        y, x = x, torch.ones(4, 4)
+        sl.apply_updates(eval(e.value.fix), y)
+        with pytest.raises(sl.ShardError, match="different sizes"):
+            sl.apply_updates(y, sl.shard(torch.ones(8, 4), "x ."))
+
+
+def test_set_to_zero_holds_what_a_mask_passes_on() -> None:
+    mask, rest = {"a": True, "b": False}, {"a": False, "b": True}
+    tx = sl.chain(sl.masked(sl.sgd(0.5), mask), sl.masked(sl.set_to_zero(), rest))
+    p = {"a": torch.ones(2), "b": torch.ones(2)}
+    updates, _ = tx.update(p, tx.init(p), p)
+    new = sl.apply_updates(p, updates)
+    assert torch.equal(new["a"], torch.full((2,), 0.5)) and torch.equal(new["b"], p["b"])
+
+
+def test_masks_and_clipping_pass_over_frozen_leaves() -> None:
+    p = {"a": torch.ones(2).requires_grad_(), "b": torch.ones(2)}
+    g = {"a": torch.full((2,), 3.0), "b": None}
+    tx = sl.chain(sl.clip_by_global_norm(1.0), sl.masked(sl.adamw(0.1), {"a": True, "b": True}))
+    updates, _ = tx.update(g, tx.init(p), p)
+    new = sl.apply_updates(p, updates)
+    assert updates["b"] is None and new["b"] is p["b"] and new["a"].requires_grad and not new["b"].requires_grad
+
+
+def test_step_counts_pass_through_placing() -> None:
+    with sl.simulate(x=2):
+        tx = sl.chain(sl.adamw(0.1), sl.scale_by_schedule(lambda i: 1.0))
+        tree = {"params": {"w": torch.ones(4)}, "state": tx.init({"w": torch.ones(4)}), "step": 3, "none": None}
+        placed = sl.shard(tree, "x")
+        back = sl.unshard(sl.reshard(placed, "."))
+        assert back["step"] == 3 and back["none"] is None and back["state"][0].count == 0
+        assert torch.equal(back["params"]["w"], torch.ones(4)) and back["state"][0].mu["w"].shape == (4,)
+
+
 def test_mistakes_are_named() -> None:
     tx = sl.adamw(0.1)
     p = {"w": torch.ones(3)}
