@@ -183,7 +183,7 @@ def _places(recipe: str, rules: Any, inputs: dict[str, Tensor]) -> dict[str, str
 def _attempt(name: str, recipe: str, want: Dense) -> float:
     """The largest error under a recipe.  Raises: what shardlib raises."""
     with sl.simulate(**MESHES[recipe]):
-        options: dict[str, Any] = {"schedule": "contiguous"} if recipe == "ring" else {}
+        options: dict[str, Any] = {"schedule": "contiguous"} if recipe == "ring" else {"inputs": want.inputs}
         rules = getattr(sl.recipes, recipe)(want.module, **options)
         apply, params = sl.parallelize(want.module, rules, inputs=_places(recipe, rules, want.inputs))
 

@@ -29,10 +29,16 @@ from shardlib.ops.matmul.turns import Entry, idle, in_turn
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, replicated
 
-__all__ = ["Apply", "Rules", "match_rules", "matches", "parallelize", "placed", "swapped"]
+__all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
 Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str] | tuple[str, ...]]
+
+
+class Suggested(tuple[str, ...]):
+    """A rule that a recipe wrote: it may stand behind others that take all it matches."""
+
+    __slots__ = ()
 
 
 class Apply:
@@ -271,7 +277,8 @@ def match_rules(
         layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
         if out:
             yields[name] = logical(str(out[0]), axes or {})
-    unused = [rules[i][0] for i, hit in enumerate(used) if not hit]
+    spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in rules]
+    unused = [rules[i][0] for i, hit in enumerate(used) if not hit and not spare[i]]
     if unmatched or unused:
         raise RuleLint(
             _lint(unmatched, unused, named, rules),
@@ -281,6 +288,10 @@ def match_rules(
             else "rules = [r for r in rules if r[0] not in (" + "".join(f"{_pattern_text(p)}, " for p in unused) + ")]",
         )
     return layouts, yields
+
+
+def _reached(pattern: Pattern, named: Mapping[str, Tensor]) -> bool:
+    return any(matches(pattern, n, v) for n, v in named.items())
 
 
 def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules) -> str:

@@ -1,28 +1,34 @@
-"""Lists of rules for Transformers, to use as they are or to edit.
+"""Lists of rules for modules, to use as they are or to edit.
 
-A recipe looks at a module's Linear, Embedding and norm layers, decides what each weight's role
-is, and writes one rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear``
-stores its weight (out, in).
+A recipe runs the module once on the meta device, sees what feeds what (roles.py), and writes one rule
+per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores its weight (out, in).
+A parameter that does not divide, or whose split no layout says, is left whole; ``recipe.left`` names it.
 
-Roles.  *Expanding* layers feed something wide (qkv, gates, the MLP's first layer, the vocabulary);
-*contracting* layers come back from it: their name says so (``c_proj``, ``o_proj``, ``down_proj``,
-``output.dense``, ``fc2``, ...) or their input is wider than their output; *plain* ones keep the
-residual stream as it is (``pooler``, a head's ``transform``); *scores* are a few classes; *keys* are
-keys and values of fewer heads than ranks.  GPT-2's
-Conv1D is a Linear stored (in, out), and a convolution of patches a Linear of their pixels.
+Where the module cannot be run, since nobody knows its inputs (give them: ``inputs=``), names and shapes
+are all there is, and a warning says so.  Then *expanding* layers feed something wide (qkv, gates, the
+MLP's first layer, the vocabulary); *contracting* layers come back from it: their name says so (``c_proj``,
+``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or their input is wider than their output; *plain*
+ones keep the residual stream as it is (``pooler``, a head's ``transform``); *scores* are a few classes;
+*keys* are keys and values of fewer heads than ranks.  GPT-2's Conv1D is a Linear stored (in, out), and a
+convolution of patches a Linear of their pixels.
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 """
 
+import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from shardlib.dimensions import trace_dimensions
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import as_mesh
+from shardlib.parallelize import Suggested
+from shardlib.roles import Way, assign, patterns
 
 __all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
 
@@ -44,15 +50,32 @@ _SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
 
 class Recipe(list[tuple[str, ...]]):
-    """A list of rules, and where its token ids and its labels [B, S] lie."""
+    """A list of rules, and where its token ids and its labels [B, S] lie.
 
-    def __init__(self, rules: Iterable[tuple[str, ...]], tokens: str, labels: str) -> None:
-        super().__init__(rules)
-        self.tokens, self.labels = tokens, labels
+    ``left``  parameters that are whole where their role would split them -> why.
+
+    Rules put in front of it go first, and those of its own that are then never reached are no mistake:
+    ``[("h.*.attn.*", "..."), *recipe]``.
+    """
+
+    def __init__(
+        self, rules: Iterable[tuple[str, ...]], tokens: str, labels: str, left: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(map(Suggested, rules))
+        self.tokens, self.labels, self.left = tokens, labels, dict(left or {})
+
+    def __radd__(self, rules: list[Any]) -> list[Any]:
+        return [*rules, *self]
 
 
 def megatron1d(
-    model: nn.Module, mesh: Any = None, *, axis: str = "x", data: str = "data", sequence: bool = False
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    axis: str = "x",
+    data: str = "data",
+    sequence: bool = False,
+    inputs: Any = None,
 ) -> Recipe:
     """Columns then rows: heads and MLP width split over ``axis``.
 
@@ -83,11 +106,18 @@ def megatron1d(
         "scores": (". .", "."),
         "keys": (". .", "."),
         "patch": ("...", "."),
+        "lift": (f"{axis} .", axis),
+        "drop": (f". {axis}", "."),
+        "land": (". .", "."),
+        "whole": (". .", "."),
     }
-    return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[axis]), where, f"{batch} .")
+    way = Way(layouts, as_mesh(mesh).axes, inner=(axis,))
+    return _recipe(model, way, inputs, where, f"{batch} .")
 
 
-def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", data: str = "data") -> Recipe:
+def optimus2d(
+    model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", data: str = "data", inputs: Any = None
+) -> Recipe:
     """Every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
 
     An expanding weight is stored ``cols rows`` so that its output stays (Y-stationary), a
@@ -103,11 +133,18 @@ def optimus2d(model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str 
     ([('0.weight', 'y x'), ('0.bias', 'y'), ('2.weight', 'x y'), ('2.bias', 'y')], '(data x) .')
     """
     where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
-    return Recipe(_rules(model, _plane(rows, cols), widest=True, heads=as_mesh(mesh).axes[cols]), where, where)
+    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)
 
 
 def tesseract(
-    model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", depth: str = "d", data: str = "data"
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    rows: str = "x",
+    cols: str = "y",
+    depth: str = "d",
+    data: str = "data",
+    inputs: Any = None,
 ) -> Recipe:
     """2.5D: a plane of 2D blocks per depth; activations ``(depth rows) . cols``, weights copied over depth.
 
@@ -122,7 +159,7 @@ def tesseract(
     ([('0.weight', 'y x'), ('0.bias', 'y')], '(d x) .')
     """
     where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
-    return Recipe(_rules(model, _plane(rows, cols), widest=True, heads=as_mesh(mesh).axes[cols]), where, where)
+    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)
 
 
 def cube3d(
@@ -134,6 +171,7 @@ def cube3d(
     z: str = "z",
     data: str = "data",
     mlp: str = "mnk",
+    inputs: Any = None,
 ) -> Recipe:
     """3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
 
@@ -172,14 +210,21 @@ def cube3d(
         "plain": (f". ({z} {x})", z, f"{rows} ... {z}"),
         "scores": (f". {z}", ".", f"{rows} ..."),
         "patch": (f"{z} ...", z),
+        "lift": (f"{y} .", y),
+        "drop": (f". {y}", "."),
+        "land": (f"{z} .", z),
+        "whole": (". .", "."),
     }
+    wider = None
     if mlp != "mnk":
         m, n, k = (
             " ".join(axis for axis, role in zip((x, y, z), mlp, strict=True) if role == wanted) for wanted in "mnk"
         )
         layouts["up"] = (f"{_token(n)} {_token(k, m)}", _token(n))
         layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
-    return Recipe(_rules(model, layouts, heads=as_mesh(mesh).axes[y]), f"{rows} .", f"{wide} .")
+        wider = tuple(n.split())
+    way = Way(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
+    return _recipe(model, way, inputs, f"{rows} .", f"{wide} .")
 
 
 def _token(*axes: str) -> str:
@@ -231,8 +276,8 @@ def ring(
     return Recipe(weights, f"{tokens[0]} {token}", f"{labels[0]} {token}")
 
 
-def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:
-    return {
+def _plane(rows: str, cols: str, mesh: Any) -> Way:
+    layouts = {
         "expand": (f"{cols} {rows}", cols),
         "fused": (f"(3 {cols}) {rows}", f"(3 {cols})"),
         "contract": (f"{rows} {cols}", cols),
@@ -243,7 +288,25 @@ def _plane(rows: str, cols: str) -> dict[str, tuple[str, ...]]:
         "scores": (f". {cols}", "."),
         "keys": (f". {cols}", "."),
         "patch": (f"{cols} ...", cols),
+        "lift": (f"{cols} .", cols),
+        "drop": (f". {cols}", "."),
+        "land": (f"{cols} .", cols),
+        "whole": (". .", "."),
     }
+    return Way(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
+
+
+def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str) -> Recipe:
+    """Rules by what feeds what, or by names where the module cannot be run."""
+    try:
+        found = trace_dimensions(model, inputs)
+    except Unsupported as e:
+        warnings.warn(f"roles are guessed by names and shapes: {e.message}", stacklevel=3)
+        heads = math.prod(way.sizes[a] for a in way.inner)
+        return Recipe(_rules(model, way.layouts, way.widest, heads), tokens, labels)
+    texts, left = assign(model, found, way)
+    ndim = {n: p.ndim for n, p in model.named_parameters()}
+    return Recipe(patterns(texts, ndim), tokens, labels, left)
 
 
 def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:

@@ -8,14 +8,28 @@ ranks of its last axes; what stands before the last integer are then groups, eac
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import MeshError
 from shardlib.layouts.orders import Run, dealt
 
-__all__ = ["WHOLE", "Dim", "Sizes", "axis_sizes", "coordinates", "indices", "positions", "ring_runs", "skewed"]
+__all__ = [
+    "WHOLE",
+    "Dim",
+    "Sizes",
+    "axis_sizes",
+    "coordinates",
+    "cut",
+    "indices",
+    "joined",
+    "positions",
+    "ring_runs",
+    "said",
+    "skewed",
+]
 
 Sizes = Mapping[str, int]
 
@@ -104,6 +118,67 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
         for digits in itertools.product(*(range(r) for r, _ in free))
     ]
     return [start + o + k for o in offsets for k in range(rest)]
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges (start, stop) of positions, those that follow each other as one.
+
+    >>> joined([(0, 2), (2, 4), (6, 8)])
+    ((0, 4), (6, 8))
+    """
+    out: list[tuple[int, int]] = []
+    for a, b in ranges:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        elif b > a:
+            out.append((a, b))
+    return tuple(out)
+
+
+def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int) -> Dim:
+    """The token under which rank r of p along ``axes`` holds the ranges ``held[r]`` of n positions.
+
+    >>> print(said(("x",), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]], 8))
+    (2 x)
+    >>> print(said(("x",), [[(0, 4), (8, 9)], [(4, 8), (9, 10)]], 10))
+    runs(x; 0:4 8:9 | 4:8 9:10)
+    """
+    p, want = len(held), [joined(ranges) for ranges in held]
+    for groups in sorted({1, len(want[0])}):
+        each, left = divmod(n, groups * p)
+        starts = [[g * each * p + r * each for g in range(groups)] for r in range(p)]
+        if not left and want == [joined((a, a + each) for a in mine) for mine in starts]:
+            return Dim((groups, *axes) if groups > 1 else tuple(axes))
+    return Dim(tuple(axes), "runs; " + " | ".join(" ".join(f"{a}:{b}" for a, b in mine) for mine in want))
+
+
+@lru_cache(maxsize=4096)
+def cut(dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int) -> tuple[slice, Dim] | None:
+    """What every rank takes of its block for positions start to stop, and how they then lie; None if that differs.
+
+    A fused weight's output in unequal parts is cut so: each rank holds its share of every part.
+
+    >>> fused = Dim(("x",), "runs; 0:4 8:9 | 4:8 9:10")
+    >>> cut(fused, 10, (("x", 2),), 0, 8), cut(fused, 10, (("x", 2),), 0, 6)
+    ((slice(0, 4, None), Dim(parts=('x',), order='contiguous')), None)
+    """
+    sizes = dict(mesh)
+    if start == stop:
+        return None
+    taken, held = set(), []
+    for coord in coordinates({a: sizes[a] for a in dim.axes}):
+        mine = positions(dim, n, sizes, coord)
+        at = [i for i, k in enumerate(mine) if start <= k < stop]
+        if not at or at[-1] - at[0] != len(at) - 1:
+            return None
+        taken.add((at[0], at[-1] + 1))
+        held.append([(mine[i] - start, mine[i] - start + 1) for i in at])
+    if len(taken) != 1:
+        return None
+    (a, b), length = taken.pop(), stop - start
+    if (b - a) * len(held) != length:
+        return None
+    return slice(a, b), Dim(dim.axes) if len(held) == 1 else said(dim.axes, held, length)
 
 
 def skewed(dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]) -> dict[str, int]:

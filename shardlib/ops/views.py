@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.layouts.dims import cut
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -437,6 +438,9 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
         ways = len(sizes)
         groups = token.parts[0] if isinstance(token.parts[0], int) else 1
         if len(set(sizes)) != 1 or groups % ways or token.order != "contiguous":
+            found = _pieces(x, dim, sizes)
+            if found is not None:
+                return found
             raise ImplicitCommunication(
                 f"pieces of {sizes} along dimension {dim} cut through blocks split {token}",
                 op=func.__name__,
@@ -455,6 +459,24 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
         ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], n, *x.size_[dim + 1 :])), x.mesh, x.deferred)
         for raw, n in zip(raws, sizes, strict=True)
     )
+
+
+def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor, ...] | None:
+    """Pieces of a split dimension, if every rank holds an equal share of each, in one run."""
+    token, mesh = x.sharding.resolve(len(x.size_)).dims[dim], tuple(x.mesh.axes.items())
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    cuts = [cut(token, x.size_[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    if any(c is None for c in cuts):
+        return None
+    return tuple(_piece(x, dim, n, *c) for n, c in zip(sizes, cuts, strict=True) if c is not None)
+
+
+def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
+    ndim, dims = len(x.size_), x.sharding.resolve(len(x.size_)).dims
+    raw = local_call(torch.narrow, x.mesh, (x.raw, dim - ndim, here.start, here.stop - here.start), {})
+    layout = Layout(dims=(*dims[:dim], token, *dims[dim + 1 :]), partial=x.sharding.partial)
+    shape = torch.Size((*x.size_[:dim], size, *x.size_[dim + 1 :]))
+    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
 
 
 def _with(x: ShardedTensor, dim: int, token: str) -> str:
@@ -509,6 +531,7 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         index = (*index[:at], *fill, *index[at + 1 :])
     else:
         index = (*index, *fill)
+    x, index = _own_shares(x, index)
     dims, sizes, d = [], [], 0
     tokens = x.sharding.resolve(len(x.size_)).dims
     for i in index:
@@ -541,6 +564,22 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     )
 
 
+def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
+    """Slices of split dimensions of which every rank holds an equal share, taken; the index that is left."""
+    out, d = list(index), 0
+    for k, i in enumerate(index):
+        if i is None:
+            continue
+        token, size = x.sharding.resolve(len(x.size_)).dims[d], x.size_[d]
+        if token.is_split and isinstance(i, slice) and i.indices(size) != (0, size, 1) and i.indices(size)[2] == 1:
+            start, stop, _ = i.indices(size)
+            found = cut(token, size, tuple(x.mesh.axes.items()), start, max(start, stop))
+            if found is not None:
+                x, out[k] = _piece(x, d, stop - start, *found), slice(None)
+        d += 1
+    return x, tuple(out)
+
+
 _PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
 
 
@@ -556,14 +595,14 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if x.sharding.partial and given.get("value"):
         raise partial_escape("pad", x)
     changed = [ndim - 1 - i // 2 for i, w in enumerate(widths) if w]
-    cut = next((d for d in changed if dims[d].is_split), None)
-    if cut is not None:
+    split_at = next((d for d in changed if dims[d].is_split), None)
+    if split_at is not None:
         raise ImplicitCommunication(
-            f"padding dimension {cut}, which is split {dims[cut]}, would move blocks",
+            f"padding dimension {split_at}, which is split {dims[split_at]}, would move blocks",
             op="pad",
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
-            fix=f"sl.reshard(x, {_with(x, cut, '.')!r})",
+            fix=f"sl.reshard(x, {_with(x, split_at, '.')!r})",
         )
     raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
     size = list(x.size_)

@@ -1,0 +1,230 @@
+"""Atoms: the factors and pieces of a dimension, shared by all dimensions that are one.
+
+A dimension of a tensor is a row of atoms, major first.  Rows that an operator sets beside each other are
+joined, atom by atom; where one is finer than the other, the coarser atom is taken apart into factors.  A
+cut makes an atom the sum of its pieces.  What becomes of an atom becomes of every row that holds it.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Apart", "Atom", "Row", "fresh", "join", "leaves", "length", "mark", "parted", "piece", "root", "whole"]
+
+
+class Atom:
+    """A factor of a dimension.  ``factors``: it is their product, major first; ``parts``: it is them end to end.
+
+    ``seen``  what was done along it: "normed"; "embedded"; "heads", a batch dimension of a product of
+    activations; "across", it stays in one; "bound", contracted in one, sorted or joined: it must be whole.
+    """
+
+    __slots__ = ("factors", "parent", "parts", "seen", "size")
+
+    def __init__(self, size: int, parts: "list[Atom] | None" = None) -> None:
+        self.size, self.parts, self.seen = size, parts, set[str]()
+        self.factors: list[Atom] | None = None
+        self.parent: Atom | None = None
+
+    def __repr__(self) -> str:
+        inner = "+".join(map(repr, self.parts)) if self.parts else str(self.size)
+        return f"[{inner}]" if self.parts else inner
+
+
+Row = list[Atom]
+
+
+class Apart(Exception):
+    """Two rows of atoms do not fit each other."""
+
+
+def root(atom: Atom) -> Atom:
+    """The atom that stands for all that are one with this."""
+    while atom.parent is not None:
+        atom = atom.parent
+    return atom
+
+
+def leaves(row: Iterable[Atom]) -> Row:
+    """A row with every atom written as its factors; pieces stay inside their atom."""
+    out: Row = []
+    for atom in map(root, row):
+        out += leaves(atom.factors) if atom.factors is not None else [atom] if atom.size != 1 else []
+    return out
+
+
+def length(row: Iterable[Atom]) -> int:
+    return math.prod(root(a).size for a in row)
+
+
+def fresh(size: int, *seen: str) -> Row:
+    if size == 1:
+        return []
+    atom = Atom(size)
+    atom.seen.update(seen)
+    return [atom]
+
+
+def mark(row: Iterable[Atom], what: str) -> None:
+    """Note ``what`` of every atom of a row, and of its pieces."""
+    for atom in leaves(row):
+        atom.seen.add(what)
+        for part in atom.parts or ():
+            mark([part], what)
+
+
+def _factor(atom: Atom, major: int) -> None:
+    """Take an atom apart: ``major`` times the rest."""
+    minor, rest = divmod(atom.size, major)
+    if rest:
+        raise Apart
+    low = Atom(minor)
+    if atom.parts is None:
+        high = Atom(major)
+    else:
+        pieces = []
+        for part in atom.parts:
+            if length([part]) % minor:
+                raise Apart
+            count = length([part]) // minor
+            row = leaves([part])
+            if len(row) != 1 or row[0].size != count * minor:
+                heads, tail = parted(row, count)
+                join(tail, [low])
+            else:
+                heads = row
+                if minor > 1:
+                    if count > 1:
+                        _factor(row[0], count)
+                        heads, tail = row[0].factors[:1], row[0].factors[1:]  # type: ignore[index]
+                    else:
+                        heads, tail = [], row
+                    join(tail, [low])
+            pieces.append(whole(heads))
+        high = Atom(major, pieces)
+    for factor in (high, low):
+        factor.seen |= atom.seen
+    atom.factors = [high, low]
+
+
+def whole(row: Row) -> Atom:
+    """One atom that is the product of a row."""
+    if len(row) == 1:
+        return row[0]
+    atom = Atom(length(row))
+    if row:
+        atom.factors = list(row)
+    return atom
+
+
+def parted(row: Row, major: int) -> tuple[Row, Row]:
+    """The leading atoms of a row, of ``major`` positions together, and the others."""
+    head, todo, need = list[Atom](), leaves(row), major
+    while need > 1:
+        if not todo:
+            raise Apart
+        atom = todo.pop(0)
+        if need % atom.size == 0:
+            head.append(atom)
+            need //= atom.size
+        elif atom.size % need == 0:
+            _factor(atom, need)
+            todo = leaves([atom]) + todo
+        else:
+            raise Apart
+    return head, todo
+
+
+def join(a: Row, b: Row) -> None:
+    """Make two rows of the same positions one."""
+    one, two = leaves(a), leaves(b)
+    while one and two:
+        p, q = one.pop(0), two.pop(0)
+        if p is q:
+            continue
+        if p.size == q.size:
+            _unite(p, q)
+            continue
+        big, small, rest = (p, q, one) if p.size > q.size else (q, p, two)
+        if big.size % small.size:
+            raise Apart
+        _factor(big, small.size)
+        rest[:0] = leaves([big])
+        (two if big is p else one).insert(0, small)
+    if one or two:
+        raise Apart
+
+
+def _unite(p: Atom, q: Atom) -> None:
+    if p.parts is not None and q.parts is not None:
+        borders = sorted({*_borders(p), *_borders(q)})
+        _cut(p, borders)
+        _cut(q, borders)
+        for a, b in zip(p.parts, q.parts, strict=True):
+            if root(a) is not root(b):
+                join([a], [b])
+    elif q.parts is not None:
+        p, q = q, p
+    p, q = root(p), root(q)
+    if p is not q:
+        p.seen |= q.seen
+        q.parent = p
+
+
+def _borders(atom: Atom) -> list[int]:
+    out = [0]
+    for part in atom.parts or [atom]:
+        out.append(out[-1] + root(part).size)
+    return out
+
+
+def _cut(atom: Atom, borders: Sequence[int]) -> None:
+    """Cut an atom into pieces, at these positions and where it was cut before."""
+    have = _borders(atom)
+    if set(borders) <= set(have):
+        return
+    pieces: Row = []
+    for part, start in zip(atom.parts or [None], have, strict=False):
+        size = root(part).size if part is not None else atom.size
+        inner = [b - start for b in borders if start < b < start + size]
+        if not inner and part is not None:
+            pieces.append(part)
+            continue
+        ends = [0, *inner, size]
+        if part is not None and root(part).factors is not None:
+            row = leaves([part])
+            minor = length(row[1:])
+            if any(b % minor for b in inner):
+                raise Apart
+            _cut(row[0], [b // minor for b in ends])
+            pieces += [whole([p, *row[1:]]) for p in row[0].parts or ()]
+            continue
+        new = [Atom(b - a) for a, b in itertools.pairwise(ends)]
+        for part in new:
+            part.seen |= atom.seen
+        pieces += new
+    atom.parts = pieces
+
+
+def piece(row: Row, start: int, stop: int) -> Row:
+    """The atoms of positions ``start`` to ``stop`` of a dimension."""
+    row = leaves(row)
+    if (start, stop) == (0, length(row)):
+        return row
+    if not row or start == stop:
+        return fresh(stop - start)
+    minor = length(row[1:])
+    if start % minor or stop % minor:
+        head = start // minor
+        if (stop - 1) // minor == head:  # within one index of the leading atom
+            mark(row[:1], "bound")
+            return piece(row[1:], start - head * minor, stop - head * minor)
+        raise Apart
+    first, last = start // minor, stop // minor
+    if last - first == 1 and row[0].parts is None:
+        mark(row[:1], "bound")
+        return row[1:]  # one index of several alike
+    _cut(row[0], [0, first, last, row[0].size] if first else [0, last, row[0].size])
+    at = _borders(row[0])
+    taken = [p for p, a in zip(row[0].parts or (), at, strict=False) if first <= a < last]
+    return leaves([taken[0] if len(taken) == 1 else Atom(last - first, taken)]) + row[1:]
