@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
 
-__all__ = ["LINKS", "link", "refuse_write", "same_memory", "written"]
+__all__ = ["LINKS", "WRITERS", "link", "refuse_write", "same_memory", "written"]
 
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
 """Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
@@ -46,12 +46,12 @@ def _writers() -> frozenset[Any]:
 
 
 _ASSIGNED = {f"{n}__" for n in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()}
-_WRITERS = _writers()
+WRITERS = _writers()
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors that a call writes to, by its name and arguments."""
-    if func in _WRITERS:
+    if func in WRITERS:
         first = args[0] if args else kwargs.get("input")
         return list(first) if isinstance(first, tuple | list) else [first]
     if "out" in kwargs:

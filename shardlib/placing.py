@@ -265,6 +265,8 @@ class _Reshard(Local):
             for step in (source >> target).steps(shape, mesh):
                 x = _run_step(x, step)
         out = unwrap(x)
+        if not out.numel():
+            return out.clone()  # autograd lets nothing write to a view made here
         return out.view_as(out) if out is raw else out
 
     @staticmethod

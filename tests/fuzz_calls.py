@@ -813,9 +813,8 @@ def _run(case: Case, placed: dict[str, Any], whole: Any, cotangent: Any) -> Outc
     outcome.results += [whole(placed[n].detach()) for n in case.operands]
     if not leaves or not outs:
         return outcome
-    unlike = [x for k, x in enumerate(outs) if not any(x is y for y in outs[:k])]
     grads = torch.autograd.grad(
-        unlike, leaves, [cotangent(x, k) for k, x in enumerate(unlike)], create_graph=case.second, allow_unused=True
+        outs, leaves, [cotangent(x, k) for k, x in enumerate(outs)], create_graph=case.second, allow_unused=True
     )
     outcome.grads = [None if g is None else whole(g.detach()) for g in grads]
     again = [g for g in grads if g is not None and g.requires_grad and g.numel()]

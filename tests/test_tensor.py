@@ -218,3 +218,39 @@ def test_an_opened_function_refuses_plain_tensors_as_its_operators_do() -> None:
         ):
             with pytest.raises(sl.ShardError, match="a plain tensor met a sharded one"):
                 call()
+
+
+def test_a_factor_of_a_pending_sum_has_the_same_gradient_on_every_rank() -> None:
+    with sl.simulate(x=3):
+        for f in (lambda a, b: a * b, lambda a, b: b * a, lambda a, b: a / b):
+            p = sl.shard(torch.arange(4.0) + 1, ". + sum(x)")
+            s = sl.shard(torch.tensor(2.0), "...").requires_grad_()
+            (grad,) = torch.autograd.grad(f(p, s), s, sl.shard(torch.ones(4), "."))
+            assert torch.equal(grad.raw, grad.raw[:1].expand(3))
+            dense = torch.tensor(2.0, requires_grad=True)
+            f(torch.arange(4.0) + 1, dense).sum().backward()
+            assert torch.equal(sl.unshard(grad), dense.grad)
+
+
+@pytest.mark.parametrize("out", ["x y", ". y", "y x"])
+def test_out_takes_the_result_where_it_lies(out: str) -> None:
+    a, into = torch.randn(4, 6), torch.zeros(4, 6)
+    with sl.simulate(x=2, y=2), sl.implicit():
+        given = sl.shard(into, out)
+        assert torch.exp(sl.shard(a, "x y"), out=given) is given
+        assert torch.equal(sl.unshard(given), a.exp()) and sl.layout_of(given) == sl.Layout.parse(out)
+        with pytest.raises(sl.ShardError, match="plain tensor cannot take"):
+            torch.exp(sl.shard(a, "x y"), out=into)
+
+
+def test_a_write_that_torch_would_show_elsewhere_is_refused() -> None:
+    a = torch.randn(4, 6)
+    with sl.simulate(x=2, y=2), sl.implicit():
+        x = sl.shard(a, "x y")
+        row = x[1]  # gathered for it: a copy, where torch has a view
+        for refused in (row, row.view(2, 3), x):
+            with pytest.raises(sl.ShardError, match="share memory"):
+                refused.mul_(2)
+        assert torch.equal(sl.unshard(x), a)
+        del row, refused
+        assert torch.equal(sl.unshard(x.mul_(2)), a * 2)

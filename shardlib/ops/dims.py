@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.aliases import link, same_memory
+from shardlib.aliases import WRITERS, link, same_memory
 from shardlib.errors import ImplicitCommunication, PartialEscape
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
@@ -106,6 +106,10 @@ def rows_call(
         if plan.summed:
             raw = total(raw, mesh, plan.summed)
         found[k] = ShardedTensor(raw, layout, size, mesh, deferred)
+    if func in WRITERS:
+        if plan.targets[0] is not None:
+            values[0].raw.copy_(reshard(found[0], values[0].sharding).raw)
+        return values[0]
     return optree.tree_unflatten(shape, found)
 
 

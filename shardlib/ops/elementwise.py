@@ -152,7 +152,7 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
         if other is None and len(args) == 2:
             return axes
         pending = pending if other is None or not other.sharding.partial else other
-    elif name in _LINEAR_SCALE and len(values) == 2 and values[1 - values.index(pending)].sharding.partial == ():
+    elif name in _LINEAR_SCALE and len(values) == 2 and () in (v.sharding.partial for v in values):
         other = values[1] if values[0] is pending else values[0]
         divides = name in ("div", "__truediv__", "true_divide") and other is values[0]
         if not divides and not set(axes) & set(other.sharding.axes):
@@ -199,12 +199,12 @@ def brought(
         overs = [over if over and raw.requires_grad else () for over, raw in zip(plan.overs, raws, strict=True)]
         return raws, overs, plan.out, plan.shape, _NOWHERE
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.out.axes)
-    meets, overs = {*plan.out.axes, *deferred}, []
+    meets, overs = {*plan.out.axes, *plan.out.partial, *deferred}, []
     for i, (v, target) in enumerate(zip(values, plan.targets, strict=True)):
         if target is not None:
             v = reshard(v, target)
             raws[i] = v.raw
-        met = v.raw.requires_grad and meets.difference(v.sharding.axes, v.deferred)
+        met = v.raw.requires_grad and meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
         overs.append(real_axes(mesh, met) if met else ())
     return raws, overs, plan.out, plan.shape, deferred
 
@@ -288,7 +288,8 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
         targets.append(None if target == lay else target)
         if target != lay:
             moved.append((i, (lay >> target).bytes(tuple(s), mesh)))
-    overs = tuple(real_axes(mesh, set(out.axes).difference(lay.axes)) for lay, _ in key)
+    meets = {*out.axes, *out.partial}  # a factor of parts has a part of its gradient on each rank
+    overs = tuple(real_axes(mesh, meets.difference(lay.axes, lay.partial)) for lay, _ in key)
     return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved))
 
 

@@ -319,7 +319,7 @@ def _how(given: dict[str, Any]) -> str:
     average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
     if average is not None or reduce is not None:
-        return ("mean" if average in (None, True) else "sum") if reduce in (None, True) else "none"
+        return ("mean" if average is None or average else "sum") if reduce is None or reduce else "none"
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise BadArgument(f"{reduction} is not a valid value for reduction", op="loss")
     return reduction

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
-from shardlib.aliases import link, refuse_write, same_memory, written
+from shardlib.aliases import WRITERS, link, refuse_write, same_memory, written
 from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
@@ -51,6 +51,9 @@ _NEVER = frozenset(
 )  # what is about memory or the autograd graph, not about values
 
 
+_RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".split())
+
+
 def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
 
@@ -78,16 +81,25 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
         return _run(func, mesh, a, k)
     found: list[Any] = []
     shape: Any = None
+    writes = func in WRITERS and isinstance(leaves[at[0]], Tensor)
+    copies: list[Tensor] = []  # one storage has one version: what one rank writes is what another saved
     for rank in range(mesh.size):
         mine = list(leaves)
         for i in at:
             mine[i] = leaves[i][rank]
+        if writes:
+            copies.append(mine[at[0]].clone())
+            mine[at[0]] = copies[-1]
         a, k = optree.tree_unflatten(tree, mine)
         out, shape = optree.tree_flatten(func(*a, **k), none_is_leaf=True)
         found.append(out)
     joined = []
+    if writes:
+        leaves[at[0]].copy_(torch.stack(copies))
     for values in zip(*found, strict=True):
-        if isinstance(values[0], Tensor):
+        if writes and values[0] is copies[0]:
+            joined.append(leaves[at[0]])
+        elif isinstance(values[0], Tensor):
             same = _block_view(values, [leaves[i] for i in at])
             joined.append(torch.stack(values) if same is None else same)
         elif any(v != values[0] and v == v for v in values):
@@ -158,6 +170,9 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         )
     if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
         raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")
+    if name in _RESHAPING:
+        line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+        raise Unsupported("a sharded tensor keeps its shape", op=name, operands={"tensor": typeof(args[0])}, fix=line)
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     ours = [leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)]
@@ -173,7 +188,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     apart = _APART.get(func)
     if apart is not None and isinstance(values[0], ShardedTensor) and any(bytes_.values()):
         try:
-            return _stored(values[0], apart(*args, **kwargs), name)
+            old = values[0].clone() if values[0].requires_grad else values[0]  # what backward reads is not overwritten
+            return _stored(values[0], apart(old, *args[1:], **kwargs), name)
         except ShardError:
             pass  # the whole tensors, then
     budget = implicit_budget()
@@ -209,7 +225,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     for v, m, raw, old in zip(values, moved, raws, before, strict=True):
         if raw._version != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
-                _write(v, m, raw, name)
+                _write(v, m, raw, name, mesh.kind != "stacked")
     return replied(out, raws, values, mesh, deferred, per_rank)
 
 
@@ -283,7 +299,7 @@ def _per_rank(
     out = each(one, mesh, leaves, at, tree)
     for v, m, mine, old in zip(values, moved, copies, before, strict=True):
         if [c._version for c in mine] != old:
-            _write(v, m, torch.stack(mine), name)
+            _write(v, m, torch.stack(mine), name, True)
     out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
     return replied(out, raws, values, mesh, deferred, True)
 
@@ -339,13 +355,13 @@ def _gathered(x: ShardedTensor) -> ShardedTensor:
     return whole if whole is x or whole.raw.is_contiguous() else whole.like(whole.raw.contiguous())
 
 
-def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str) -> None:
-    """What the function wrote to a gathered copy, back to where the tensor lies."""
+def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
+    """What the function wrote to a gathered copy, back to where the tensor lies; ``ranks``: it holds every rank's."""
     mesh = x.mesh
     if raw is moved.raw and moved is x:
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
-    lead = int(mesh.kind == "stacked" and raw.ndim == moved.raw.ndim)
+    lead = int(mesh.kind == "stacked" and ranks)
     if tuple(raw.shape[lead:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
         what = {"tensor": typeof(x)}
         raise Unsupported("a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)")
