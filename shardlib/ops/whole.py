@@ -188,7 +188,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     apart = _APART.get(func)
     if apart is not None and isinstance(values[0], ShardedTensor) and any(bytes_.values()):
         try:
-            old = values[0].clone() if values[0].requires_grad else values[0]  # what backward reads is not overwritten
+            old = values[0].clone() if torch.is_grad_enabled() else values[0]  # what backward reads is not overwritten
             return _stored(values[0], apart(old, *args[1:], **kwargs), name)
         except ShardError:
             pass  # the whole tensors, then
