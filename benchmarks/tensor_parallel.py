@@ -148,6 +148,7 @@ def torchs(args: argparse.Namespace, sequence: bool) -> Step:
         if args.update:
             update.step()
         update.zero_grad()
+        loss = loss.detach()
         return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
     return step

@@ -20,7 +20,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.schedule import Move, post
 from shardlib.tensor import ShardedTensor, made_of
 
-__all__ = ["Entry", "Turn", "idle", "in_turn", "next_turn", "read_again"]
+__all__ = ["Entry", "Turn", "idle", "in_turn", "learnt", "next_turn", "read_again"]
 
 
 class Turn:
@@ -92,12 +92,16 @@ class _Line:
         return here
 
     def again(self, x: ShardedTensor) -> bool | None:
-        """Will a later product read this X?  As in the last call, as long as this one goes as that did."""
+        """Will a later product read this X?  As in the last call, as long as this one goes as that did.
+
+        Else yes, though nobody knows: what is gathered for several moves no more than what is gathered for one, and
+        only stays longer.  A plan on paper is made anew instead (explain.py).
+        """
         at = len(self.read)
         made_of(x)
         self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
         if self.reads[: at + 1] != self.read:
-            return None
+            return None if x.mesh.kind == "record" else True
         return self.read[-1] in self.reads[at + 1 :]
 
     def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Turn | None:
@@ -125,6 +129,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 class _Now(threading.local):
     line: _Line | None = None
+    learnt = 0  # calls that were found to read a value more than once
 
 
 _NOW = _Now()
@@ -142,7 +147,9 @@ def in_turn(order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] 
         yield
         order[:] = _NOW.line.seen
         if reads is not None:
-            reads[:] = _NOW.line.read
+            read = _NOW.line.read
+            _NOW.learnt += reads != read and len(set(read)) < len(read)
+            reads[:] = read
     finally:
         _NOW.line = before
 
@@ -157,11 +164,16 @@ def idle() -> Iterator[None]:
         _NOW.line = before
 
 
+def learnt() -> int:
+    """A number that grows when a call is found to read values more often than was known of it."""
+    return _NOW.learnt
+
+
 def next_turn(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Turn:
     """The turn of the product that now runs; ``again``: backward will gather its weight once more."""
     return Turn(w, moves, mesh) if _NOW.line is None else _NOW.line.turn(w, moves, mesh, again)
 
 
 def read_again(x: ShardedTensor) -> bool | None:
-    """Will a later product of this call read X as it is?  None: nobody knows."""
+    """Will a later product of this call read X as it is?  None outside a call: nobody knows."""
     return None if _NOW.line is None else _NOW.line.again(x)
