@@ -19,7 +19,7 @@ from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import record
-from shardlib.ops.matmul.turns import learnt
+from shardlib.ops.matmul.turns import planned
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
 from shardlib.tensor import WATCHED, PaddedTensor, ShardedTensor, settle, typeof
@@ -146,10 +146,7 @@ def explain(
     args, kwargs = (
         ((), inputs) if isinstance(inputs, dict) else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
     )
-    before = learnt()
-    found = _explained(apply, params, args, kwargs, sizes, backward)
-    # What a call reads more than once is known when it has run: then it moves once, and is planned so.
-    return found if learnt() == before else _explained(apply, params, args, kwargs, sizes, backward)
+    return planned(lambda: _explained(apply, params, args, kwargs, sizes, backward))
 
 
 def _explained(

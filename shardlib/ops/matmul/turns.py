@@ -9,9 +9,9 @@ needed; starting one layer early is Zhao et al., arXiv 2304.11277, section 3.3.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,10 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.schedule import Move, post
 from shardlib.tensor import ShardedTensor, made_of
 
-__all__ = ["Entry", "Turn", "idle", "in_turn", "learnt", "next_turn", "read_again"]
+__all__ = ["Entry", "Turn", "idle", "in_turn", "next_turn", "planned", "read_again"]
+
+
+T = TypeVar("T")
 
 
 class Turn:
@@ -95,13 +98,13 @@ class _Line:
         """Will a later product read this X?  As in the last call, as long as this one goes as that did.
 
         Else yes, though nobody knows: what is gathered for several moves no more than what is gathered for one, and
-        only stays longer.  A plan on paper is made anew instead (explain.py).
+        only stays longer.
         """
         at = len(self.read)
         made_of(x)
         self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
         if self.reads[: at + 1] != self.read:
-            return None if x.mesh.kind == "record" else True
+            return True if _NOW.guesses else None
         return self.read[-1] in self.reads[at + 1 :]
 
     def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Turn | None:
@@ -129,6 +132,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 class _Now(threading.local):
     line: _Line | None = None
+    guesses = True
     learnt = 0  # calls that were found to read a value more than once
 
 
@@ -164,9 +168,14 @@ def idle() -> Iterator[None]:
         _NOW.line = before
 
 
-def learnt() -> int:
-    """A number that grows when a call is found to read values more often than was known of it."""
-    return _NOW.learnt
+def planned(plan: Callable[[], T]) -> T:
+    """What ``plan`` gives when it is known how often values are read: at its second run, where the first found out."""
+    before, _NOW.guesses = (_NOW.guesses, _NOW.learnt), False
+    try:
+        found = plan()
+        return found if _NOW.learnt == before[1] else plan()
+    finally:
+        _NOW.guesses = before[0]
 
 
 def next_turn(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Turn:
