@@ -329,8 +329,10 @@ def _torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
     """The error for a call that no layout would mend: torch refuses it on tensors of these shapes and dtypes.
 
     It is asked on meta tensors, which hold no values: what hangs on values raises NotImplementedError there, or
-    says so.
+    says so.  They have no graph either, so functions of autograd are not asked.
     """
+    if getattr(func, "__module__", "") == "torch.autograd" or func is Tensor.backward:
+        return None
 
     def bare(x: Any) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
