@@ -33,7 +33,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["aligned", "brought", "elementwise"]
+__all__ = ["aligned", "brought", "converted", "elementwise"]
 
 _NAMES = """
     add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
@@ -41,7 +41,7 @@ _NAMES = """
     floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2 lerp addcmul addcdiv
     eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite
     bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy logaddexp
-    float double half bfloat16 long int bool to type type_as
+    float double half bfloat16 long int bool
     zeros_like ones_like full_like empty_like
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__
     __neg__ __abs__ positive __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__
@@ -50,7 +50,7 @@ _NAMES = """
     hardsigmoid hardswish tanhshrink softshrink hardshrink
 """.split()
 
-_LINEAR_UNARY = {"neg", "__neg__", "__pos__", "to", "float", "double", "half", "bfloat16", "type", "type_as"}
+_LINEAR_UNARY = {"neg", "__neg__", "__pos__", "float", "double", "half", "bfloat16"}
 _LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
 _LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
 
@@ -108,6 +108,25 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _general(func, args, kwargs)
 
 
+@implements(Tensor.to, Tensor.type, Tensor.type_as)
+def converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another dtype, or device; a tensor given as the example gives these alone."""
+    args, kwargs = _placed(func, args, kwargs)
+    x, *rest = args
+    if not isinstance(x, ShardedTensor):  # a plain tensor, made as a sharded one is
+        return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
+    out = func(x.raw, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
+    if not isinstance(out, Tensor):
+        return out  # the name of its type
+    if x.sharding.partial and x.is_floating_point() and not (out.is_floating_point() or out.is_complex()):
+        raise partial_escape(func.__name__, x)
+    return x.like(out)
+
+
+def _like(x: Any) -> Any:
+    return torch.empty(0, dtype=x.dtype, device=x.raw.device) if isinstance(x, ShardedTensor) else x
+
+
 def _same_place(x: Any, y: Any) -> bool:
     return (
         isinstance(x, ShardedTensor)
@@ -123,9 +142,6 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     name = func.__name__
     if name == "where" and len(args) == 1:
         raise TypeError("the places of a condition: their number hangs on the values")
-    if name in ("to", "type_as"):  # the other tensor gives its dtype and device, nothing else
-        args = (args[0], *(a.raw if isinstance(a, ShardedTensor) else a for a in args[1:]))
-        return args[0].like(local_call(Tensor.to, args[0].mesh, (args[0].raw, *args[1:]), kwargs))
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
     values = [lift(a, mesh, name) for a in given]

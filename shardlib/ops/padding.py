@@ -16,8 +16,9 @@ from torch import Tensor
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout, coordinates
 from shardlib.mesh import Mesh
-from shardlib.ops.elementwise import elementwise
+from shardlib.ops.elementwise import converted, elementwise
 from shardlib.ops.embedding import EMBEDDING, embedding
+from shardlib.ops.index import choice
 from shardlib.ops.loss import CROSS_ENTROPY, checked, split_cross_entropy
 from shardlib.ops.matmul import product_of
 from shardlib.ops.reduce import SUM, reduced_layout, sums
@@ -63,6 +64,8 @@ def _wrapped(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
 def _elementwise(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Operands broadcast as their true shapes do; where one is padded, so are the others, or they have size 1."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if TABLE[func] is choice and len(given) == 1:
+        raise TypeError("positions, which are not in the padding")
     padded = next(a for a in given if isinstance(a, PaddedTensor))
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
@@ -87,7 +90,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
         return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
 
-    return _wrapped(elementwise(func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()}), true)
+    return _wrapped(TABLE[func](func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()}), true)
 
 
 def _sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -215,7 +218,7 @@ def _transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return out
 
 
-PADDED.update({f: _elementwise for f, rule in TABLE.items() if rule is elementwise})
+PADDED.update({f: _elementwise for f, rule in TABLE.items() if rule in (elementwise, converted, choice)})
 PADDED.update(dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _sums))
 PADDED.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _product))
 PADDED.update(dict.fromkeys((Tensor.T.__get__, Tensor.mT.__get__, Tensor.t), _transposed))
