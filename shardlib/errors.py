@@ -55,9 +55,10 @@ class ShardError(ValueError):
         self.operands = {k: str(v) for k, v in (operands or {}).items()}
         self.mesh = mesh
         self.line = user_line()
-        super().__init__(self._text())
+        super().__init__(self.text())
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """What failed, with which operands, on which mesh, where, and the fix."""
         head = f"{self.op}: {self.message}" if self.op else self.message
         rows = dict(self.operands)
         if self.mesh is not None:

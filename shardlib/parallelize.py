@@ -100,8 +100,30 @@ class Apply:
         args = tuple(self.place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
         with self.turns(params), inside(partial(swapped, self.module, state)):
-            out = functional_call(self.module, state, args, kwargs)
+            try:
+                out = functional_call(self.module, state, args, kwargs)
+            except ShardError as e:
+                self._point_at(e)
+                raise
         return out, {n: state[n] for n in buffers}
+
+    def _point_at(self, e: ShardError) -> None:
+        """Add to an error the submodule it came from, its parameters, and a rule that leaves them whole."""
+        paths = {id(m): n for n, m in self.module.named_modules()}
+        frames, path = e.__traceback__, ""
+        while frames is not None:
+            path = paths.get(id(frames.tb_frame.f_locals.get("self")), path)
+            frames = frames.tb_next
+        while path and not any(n.startswith(f"{path}.") for n in self.layouts):
+            path = path.rpartition(".")[0]
+        held = {n: str(lay) for n, lay in self.layouts.items() if n.startswith(f"{path}." if path else "") and lay.axes}
+        if "parameters" in e.operands or not held:
+            return
+        some = [f"{n}: {text}" for n, text in list(held.items())[:4]]
+        e.operands["parameters"] = ", ".join([*some, "..."] if len(held) > 4 else some)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + ".*" if path else "*"
+        e.operands["or"] = f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
+        e.args = (e.text(),)
 
     @contextmanager
     def turns(self, params: Mapping[str, Tensor]) -> Iterator[None]:

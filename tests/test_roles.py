@@ -161,3 +161,33 @@ def test_roles_hold_on_real_processes(pool: Any) -> None:
     for recipe, axes in (("megatron1d", {"x": 4}), ("optimus2d", {"x": 2, "y": 2})):
         for module in (Fused("split", keys=4), Wild()):
             assert max(pool.run(gap, module, recipe, **axes)) < 1e-11
+
+
+def test_an_error_inside_a_module_names_its_parameters_and_a_rule_that_helps() -> None:
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 32)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), Sorted()) for _ in range(2))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids)
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    module = Sorting()
+    rules = [("*.0.weight", "x ."), ("*.0.bias", "x"), ("*", "...")]
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(module, rules)
+        with pytest.raises(sl.ShardError, match=r"blocks\.0\.0\.weight: x \.") as caught:
+            apply(params, IDS)
+        space = {"rules": rules}
+        exec(caught.value.operands["or"], space)
+        apply, params = sl.parallelize(module, [r for r in space["rules"] if not r[0].startswith("*.0")])
+        assert torch.equal(sl.unshard(apply(params, IDS)), module(IDS))
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(-1).values
