@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from shardlib._compat import uncompiled
 from shardlib.ambient import inside
-from shardlib.errors import RuleLint, ShardError, UnknownParameter
+from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.ops.matmul.turns import Entry, idle, in_turn
@@ -296,7 +296,8 @@ def match_rules(
             continue
         used[hits[0]] = True
         _, layout, *out = rules[hits[0]]
-        layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
+        with _naming(name):
+            layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
         if out:
             yields[name] = logical(str(out[0]), axes or {})
     spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in rules]
@@ -378,6 +379,21 @@ def parallelize(
     return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad)
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A layout that does not fit a parameter is refused by the parameter's name, with the rule to write."""
+    try:
+        yield
+    except (UnevenSplit, RankMismatch) as e:
+        raise type(e)(
+            f"the rule of parameter {name!r} does not fit it: {e.message}",
+            op="parallelize",
+            operands=e.operands,
+            mesh=e.mesh,
+            fix=f"sl.parallelize(module, [({name!r}, '...'), *rules])",
+        ) from None
+
+
 def placed(
     module: nn.Module,
     rules: Rules,
@@ -395,6 +411,9 @@ def placed(
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
     _check_inputs(module, inputs or {})
-    params = {n: _place_parameter(p, layouts[n], mesh, pad, blank) for n, p in named.items()}
+    params = {}
+    for n, p in named.items():
+        with _naming(n):
+            params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
     given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, given, mesh, yields), params

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.aliases import link
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
@@ -93,7 +94,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor | list) for i in given):
-        return piece(func, args, kwargs)
+        return _at(x, given) if _numbered(x, given) else piece(func, args, kwargs)
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
@@ -107,6 +108,30 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     out = _picked(x, given)
     return on_whole(func, (x, index), {}, None) if out is None else out
+
+
+def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
+    """Whether a number addresses a split dimension, and nothing else cuts one."""
+    named = sum(i is not None and i is not Ellipsis for i in given)
+    if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
+        return False
+    at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
+    full = [i for i in (*given[:at], *[slice(None)] * (x.ndim - named), *given[at + 1 :]) if i is not None]
+    tokens = x.sharding.resolve(x.ndim).dims
+    cut = [(i, n) for i, t, n in zip(full, tokens, x.size_, strict=True) if real_axes(x.mesh, t.axes) and i != _ALL]
+    return bool(cut) and all(isinstance(i, int) and -n <= i < n for i, n in cut)
+
+
+_ALL = slice(None)
+
+
+def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
+    """x[..., -1] of a split dimension: the rank that has it gives it to the others; a copy, not a view."""
+    out = _picked(x, tuple(replicated(torch.tensor(i), x.mesh) if isinstance(i, int) else i for i in given))
+    if out is None:
+        return piece(Tensor.__getitem__, (x, given), {})
+    link(x.raw, out.raw)
+    return out
 
 
 _HERE: dict[Any, Tensor] = {}

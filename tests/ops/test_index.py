@@ -113,3 +113,20 @@ def test_a_product_without_bias_is_changed_in_place() -> None:
         y += 1
         F.relu(y, inplace=True).sum().backward()
         assert float(y.sum().detach()) == 2 * 4 * 4 * 5 and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
+
+
+@pytest.mark.parametrize("index", [(0,), (-1,), (Ellipsis, -1), (slice(None), 2), (1, slice(None), 3), (None, 1, 2, 3)])
+def test_a_number_picks_from_the_rank_that_has_it(index: tuple[Any, ...]) -> None:
+    """One slice is summed; it is no view, and writing through it is refused."""
+    dense = torch.randn(4, 6, 8, dtype=torch.float64)
+    with sl.simulate(x=2, y=2):
+        x, y = dense.clone().requires_grad_(), sl.shard(dense, "x . zigzag(y)").requires_grad_()
+        want, have = x[index], y[index]
+        g = torch.randn_like(want)
+        want.backward(g)
+        have.backward(sl.shard(g, have.sharding))
+        assert torch.equal(sl.unshard(have), want) and torch.equal(sl.unshard(y.grad), x.grad)
+        if index != (slice(None), 2):  # along a whole dimension it is a view
+            z = sl.shard(dense, "x . zigzag(y)")
+            with pytest.raises(sl.errors.Unsupported, match="would share memory in torch"):
+                z[index].zero_()
