@@ -54,6 +54,32 @@ def test_ranks_that_seed_and_draw_apart_draw_the_same(pool: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def parts_of_the_job() -> list[torch.Tensor]:
+    """Rows of the grid as meshes of their own, whose stream is their own; a generator that each rank has seeded."""
+    rank, whole = dist.get_rank(), sl.current_mesh()
+    torch.manual_seed(7 + rank // 2)
+    a = draw("x y")
+    with sl.use_mesh(whole.device_mesh["y"]):  # type: ignore[index]
+        sub = [draw("y ."), draw(". y")]
+    own = torch.Generator().manual_seed(rank)
+    named = sl.unshard(torch.empty_like(sl.shard(torch.zeros(4, 4), "x y")).normal_(generator=own))
+    return [a, draw("x y"), named, *sub]
+
+
+def test_a_part_of_the_job_has_a_stream_of_its_own(pool: Any) -> None:
+    def here(seed: int) -> list[torch.Tensor]:
+        with sl.simulate(x=2, y=2):
+            torch.manual_seed(seed)
+            return [draw("x y"), draw("x y")]
+
+    with sl.simulate(x=2):
+        zero = torch.Generator().manual_seed(0)
+        named = sl.unshard(torch.empty_like(sl.shard(torch.zeros(4, 4), "x .")).normal_(generator=zero))
+    for rank, got in enumerate(pool.run(parts_of_the_job, x=2, y=2)):
+        want = [*here(7), named, *here(7 + rank // 2)]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def uneven() -> str:
     """Only rank 0 seeds: it says so; the others would go on with another key."""
     torch.manual_seed(5)
