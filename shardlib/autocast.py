@@ -42,8 +42,8 @@ _WIDEST = {
     "cuda": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot vdot cat stack",
 }
 
-COMPOSITE: set[Any] = set()
-"""Functions whose rule calls others on values, which are cast one by one."""
+COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}
+"""Functions that torch composes of others, and so does their rule: those are cast one by one."""
 
 
 def _named(names: str) -> set[Any]:
@@ -73,14 +73,20 @@ def _off(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, True)
 
 
-def cast(device: str, rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """The rule, as torch's autocast would call the function; ``device``: where the operands are."""
-    if not torch.is_autocast_enabled(device) or func in COMPOSITE:
+def cast(rule: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) -> Any:
+    """The rule, as torch's autocast would call the function where its operands are.
+
+    ``composite``  the rule calls others on values, or the function itself on blocks: those are cast.
+    """
+    device = _device((args, kwargs))
+    if not torch.is_autocast_enabled(device):
         return rule(func, args, kwargs)
     policy = _POLICY.get(device)
     if policy is None:
         policy = _POLICY[device] = _table(device)
     how = policy.get(func)
+    if how is None and (composite or func in COMPOSITE):
+        return rule(func, args, kwargs)
     dtype = None
     if how == "lower":
         dtype = torch.get_autocast_dtype(device)
@@ -94,6 +100,14 @@ def cast(device: str, rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if dtype is not None:
             args, kwargs = _to(args, dtype), _to(kwargs, dtype)
         return rule(func, args, kwargs)
+
+
+def _device(tree: Any) -> str:
+    found = _tensors(tree)
+    device = found[0].device.type if found else "meta"
+    if device == "meta":  # recorded ranks stand for whatever autocast is on for
+        return "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
+    return device
 
 
 def _tensors(tree: Any) -> list[Tensor]:

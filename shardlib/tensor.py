@@ -173,7 +173,7 @@ class ShardedTensor(torch.Tensor):
         if WATCHED.by is not None:
             rule = partial(WATCHED.by, _guarded(rule))
         if any_autocast() and func not in _UNCAST:
-            return cast(_autocast_device(), _guarded(rule), func, args, kwargs or {})
+            return cast(_guarded(rule), func, args, kwargs or {}, composite=func not in TABLE)
         try:
             return rule(func, args, kwargs or {})
         except _MENDED as e:
@@ -252,7 +252,7 @@ class PaddedTensor(ShardedTensor):
         if kwargs and kwargs.get("out") is not None:
             return _into(func, args, kwargs)
         if rule is not None and any_autocast() and func not in _UNCAST:
-            rule = partial(cast, _autocast_device(), rule)
+            rule = partial(cast, rule)
         x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
         try:
             if rule is not None:
@@ -301,10 +301,6 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
                               operands=operands)  # fmt: skip
         target.copy_(result)
     return type(found)(targets) if several else targets[0]
-
-
-def _autocast_device() -> str:
-    return "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
 
 
 _MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, AttributeError, IndexError, NotImplementedError)
