@@ -169,7 +169,7 @@ class ShardedTensor(torch.Tensor):
         if LINKS:
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
-            return _into(func, args, kwargs)
+            return FALLBACK[0](func, args, kwargs)  # which writes it
         if WATCHED.by is not None:
             rule = partial(WATCHED.by, _guarded(rule))
         if any_autocast() and func not in _UNCAST:
@@ -250,7 +250,7 @@ class PaddedTensor(ShardedTensor):
         if LINKS:
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
-            return _into(func, args, kwargs)
+            return FALLBACK[0](func, args, kwargs)  # which writes it
         if rule is not None and any_autocast() and func not in _UNCAST:
             rule = partial(cast, rule)
         x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
@@ -277,30 +277,6 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
     for x in written(func, args, kwargs):
         if isinstance(x, ShardedTensor):
             refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
-
-
-def _into(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call with ``out=``: its results, copied to where those tensors lie."""
-    rest = {k: v for k, v in kwargs.items() if k != "out"}
-    several = isinstance(kwargs["out"], tuple | list)
-    targets = list(kwargs["out"]) if several else [kwargs["out"]]
-    if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in _leaves((args, rest, targets))
-    ):
-        raise BadArgument("functions with out= do not record gradients, and an argument asks for one", op=func.__name__)
-    found = func(*args, **rest)
-    results = list(found) if several else [found]
-    for target, result in zip(targets, results, strict=True):
-        operands = {"out": typeof(target), "result": typeof(result)}
-        if not isinstance(target, ShardedTensor):
-            raise PlainTensor(
-                "a plain tensor cannot take a sharded result", op=func.__name__, operands=operands, fix="y = f(x)"
-            )
-        if target.shape != result.shape or not torch.can_cast(result.dtype, target.dtype):
-            raise BadArgument("out= has another shape or a narrower dtype than the result", op=func.__name__,
-                              operands=operands)  # fmt: skip
-        target.copy_(result)
-    return type(found)(targets) if several else targets[0]
 
 
 _MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, AttributeError, IndexError, NotImplementedError)

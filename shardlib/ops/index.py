@@ -258,6 +258,11 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, ShardedTensor) or not x.ndim or not -x.ndim <= dim < x.ndim or index.ndim > 1:
         return on_whole(func, args, kwargs, None)
     dim = dim % x.ndim
+    if index.dtype not in (torch.int32, torch.int64):
+        raise OutOfRange(f"index_select takes int32 or int64, not {index.dtype}", op="index_select",
+                         operands={"tensor": typeof(x), "index": typeof(index)}, mesh=x.mesh)  # fmt: skip
+    raw = index.raw if isinstance(index, ShardedTensor) else index
+    in_range(raw, x.size_[dim], "index_select", f"index of dimension {dim}")  # x[...] wraps negative ones
     out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.sharding.resolve(x.ndim).dims[dim]
     dims = out.sharding.resolve(x.ndim).dims
     if not token.is_split or dims[dim].is_split or out.size_[dim] % x.mesh.axis_size(token.axes):

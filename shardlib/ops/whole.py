@@ -237,8 +237,7 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
     for target, value in pairs:
         tracked = [t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad]
         if torch.is_grad_enabled() and tracked:
-            raise BadArgument("arguments given as out= have no gradient, and an operand asks for one",
-                              op=func.__name__, fix="with torch.no_grad(): ...")  # fmt: skip
+            raise BadArgument("arguments given as out= have no gradient, and an operand asks for one", op=func.__name__)
         try:
             _stored(target, value, func.__name__)
         except ImplicitCommunication:
@@ -253,7 +252,7 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
                 mesh=value.mesh,
                 fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
             ) from None
-    return out
+    return out if isinstance(out, Tensor) else type(result)(out)
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:
