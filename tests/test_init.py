@@ -116,7 +116,7 @@ def largest() -> tuple[int, int]:
 
 def test_no_tensor_is_whole_anywhere(pool: Any) -> None:
     for most, block in pool.run(largest, x=2, y=2):
-        assert block == 2048 * 2048 * 4 // 4 and most == block
+        assert block == 2048 * 2048 * 4 // 4 and most < 1.01 * block
 
 
 def test_a_seed_of_its_own_leaves_the_stream_alone() -> None:

@@ -15,7 +15,7 @@ from shardlib.ops.keyed import along, bits, drawn, open_unit
 from shardlib.ops.random import filled
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
-from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, replicated, typeof
+from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, replicated
 
 __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
@@ -141,14 +141,11 @@ def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
     return x
 
 
-@implements(torch.eye)
-def eye(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch.eye(n, m, out=sharded), which nn.init.eye_ calls."""
-    x = kwargs["out"]
-    _settled("eye", x)
-    n, m = args if len(args) == 2 else (args[0], args[0])
-    if tuple(x.shape) != (n, m):
-        raise ValueError(f"eye of [{n}, {m}] does not fit {typeof(x)}")
+def eye_(x: ShardedTensor) -> ShardedTensor:
+    """Ones on the diagonal of the global matrix."""
+    _settled("eye_", x)
+    if x.ndim != 2:
+        raise ValueError("Only tensors with 2 dimensions are supported")
     if not x.raw.is_meta:
         with torch.no_grad():
             x.raw.copy_(along(x, 0) == along(x, 1))
@@ -184,9 +181,7 @@ def _settled(name: str, x: ShardedTensor) -> None:
 
 
 intercept_init(
-    {"trunc_normal_": trunc_normal_, "orthogonal_": orthogonal_, "dirac_": dirac_, "sparse_": sparse_},
+    {"trunc_normal_": trunc_normal_, "orthogonal_": orthogonal_, "dirac_": dirac_, "eye_": eye_, "sparse_": sparse_},
     frozenset({ShardedTensor, PaddedTensor}),
 )
-PADDED.update(
-    {f: TABLE[f] for f in (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, torch.eye)}
-)
+PADDED.update({f: TABLE[f] for f in (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)})
