@@ -33,6 +33,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import shardlib as sl
 from shardlib.tensor import promoting
+from tests.fixes import MODULES, fault, names
 
 # ---------------------------------------------------------------- what a case is
 
@@ -81,6 +82,7 @@ class Outcome:
     grads: list[Any] | str = field(default_factory=list)  # text: the backward's own refusal
     seconds: list[Any] | str = field(default_factory=list)
     moved: float = 0.0
+    fix: str = ""  # what is wrong with the fix line of a refusal
 
 
 # ---------------------------------------------------------------- functions
@@ -886,11 +888,33 @@ def ours(case: Case) -> Outcome:
         try:
             outcome = _run(case, placed, _whole, _sharded_cotangent)
         except sl.ShardError as e:
-            outcome = Outcome("refused", f"{type(e).__name__}: {e}")
+            outcome = Outcome("refused", f"{type(e).__name__}: {e}", fix=_fix_fault(e, placed, case))
         except Exception as e:
             outcome = Outcome("raised", _where(e))
         outcome.moved = trace.bytes
         return outcome
+
+
+def _fix_fault(e: sl.ShardError, placed: dict[str, Any], case: Case) -> str:
+    """Run the fix with the operands it names, where their types tell which they are; what is wrong with it."""
+    if why := fault(e.fix):
+        return f"{e.fix}: {why}"
+    free = names(e.fix)
+    texts = {n: sl.typeof(t) for n, t in placed.items() if isinstance(t, sl.ShardedTensor)}
+    scope: dict[str, Any] = dict(MODULES)
+    for label in free:
+        owners = [n for n, text in texts.items() if text == e.operands.get(label, e.operands.get("tensor"))]
+        if len(owners) != 1 or case.operands[owners[0]].prep != "v":
+            return ""
+        scope[label] = placed[owners[0]].detach()
+    if not free or "..." in e.fix.replace("'...'", ""):
+        return ""
+    try:
+        with torch.no_grad():
+            exec(e.fix, scope)
+    except Exception as again:
+        return f"{e.fix}: {type(again).__name__}: {str(again)[:200]}"
+    return ""
 
 
 def _where(e: BaseException) -> str:
@@ -946,7 +970,7 @@ def _differ(got: list[Any], want: list[Any]) -> str:
 def judge(got: Outcome, want: Outcome) -> str:
     """What is wrong, as "kind: detail"; nothing if equal or refused."""
     if got.kind == "refused":
-        return ""
+        return f"fix: {got.fix}" if got.fix and want.kind == "value" else ""
     if got.kind == "raised":
         return "" if want.kind == "raised" else f"crash: {got.error}"
     if want.kind == "raised":

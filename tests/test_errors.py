@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
 import shardlib as sl
+from tests.fixes import fault
 
 
 def s(layout: str, *shape: int) -> sl.ShardedTensor:
@@ -110,6 +111,7 @@ def test_errors_name_the_culprit_and_their_fix_runs(call: Any, error: str, says:
         assert type(e).__name__ == error, e
         assert says in str(e).splitlines()[0] or says in str(e), e
         assert e.fix and e.op and e.line.startswith("test_errors.py"), e
+        assert not fault(e.fix), fault(e.fix)
         eval(e.fix, {"sl": sl, "torch": torch} | {n: make() for n, make in names.items()})
 
 

@@ -234,7 +234,8 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
     """Every rank answers alike: what is brought is one byte per element."""
-    x, *rest = args
+    x, *rest = args or (kwargs.pop("input"),)
+    args = (x, *rest)
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
         return on_whole(func, args, kwargs, None)
     return func(reshard(x != 0, "..."), *rest, **kwargs)

@@ -81,7 +81,11 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     asked = more.get("dtype") or x.raw.dtype
     half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
     more = more | {"dtype": torch.float32} if half else more
-    raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more) if gone else x.raw
+    if gone:
+        raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
+    else:
+        exact = x.dtype.is_floating_point or x.dtype.is_complex
+        raw = x.raw.to(more.get("dtype") or (x.dtype if exact else torch.int64))
     if func in (torch.mean, Tensor.mean):
         raw = raw / (x.size_.numel() // max(1, shape.numel()))
     raw = total(raw, x.mesh, axes, asked if half else None)
