@@ -1,10 +1,15 @@
 """Operators over space: batches, and channels where they are apart, are rows; positions and weights are whole."""
 
 from collections.abc import Callable
+from typing import Any
 
-from shardlib.ops.declare import Bound, declare, leading, slots
-from shardlib.ops.dims import Labels, Unfit
-from shardlib.ops.signatures import Slot
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.ops.declare import Bound, declare, homes, leading, slots
+from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.signatures import Slot, binder
+from shardlib.tensor import TABLE, implements
 
 
 def _planes(k: int) -> Callable[[Bound], Labels]:
@@ -81,6 +86,38 @@ def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
 declare("conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(1))
 declare("conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(2))
 declare("conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(3))
+
+
+def _depthwise(k: int) -> None:
+    """One filter per channel: channels are rows too, for a block of filters convolves its own block of channels."""
+    name = f"conv{k}d"
+    plain, text = getattr(F, name), f"{name}(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)"
+    usual, bind = TABLE[plain], binder(text)
+    for func in homes(name):  # what follows answers for them, and leaves the rest to the declaration
+        del TABLE[func]
+
+    def apart(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
+        return plain(x, w, bias, stride, padding, dilation, w.shape[0])
+
+    def labels(args: Any, kwargs: Any) -> Labels:
+        x, w, bias, *_ = args
+        out: Labels = {x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k, w.at: ("c",) + (None,) * (k + 1)}
+        return out | ({bias.at: ("c",)} if isinstance(bias, Slot) else {})
+
+    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+        x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()
+        one = isinstance(x, Tensor) and isinstance(w, Tensor) and w.ndim == k + 2 and x.ndim in (k + 1, k + 2)
+        if not one or not groups == w.shape[0] == x.shape[-k - 1] or w.shape[1] != 1 or groups == 1:
+            return usual(func, args, kwargs)
+        return rows_call(apart, (x, w, bias, stride, padding, dilation), {}, labels)
+
+    apart.__name__ = name
+    implements(*homes(name))(rule)
+
+
+for _k in (1, 2, 3):
+    _depthwise(_k)
+
 declare(
     "conv_transpose1d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
     _convolved(1, transposed=True),
