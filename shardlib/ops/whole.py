@@ -424,8 +424,13 @@ def fix_line(func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[in
         else:
             parts.append(_Text(_written(x)))
     a, k = optree.tree_unflatten(tree, parts)
+    if title.rpartition(".")[2] in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
+        a = a[0]  # torch's own body hands its tensors on as one sequence
     line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
     return f"with sl.implicit({most}): {line}" if writes or "out" in k else line
+
+
+_SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split())
 
 
 def _title(func: Any) -> str:
