@@ -371,24 +371,61 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
     _CheckpointFrame.__init__ = init  # type: ignore[method-assign]
 
 
-def intercept_inputs(wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
+class _SavedInputs:
+    """What a region of torch 2.11 keeps of its inputs, wrapped again when they are read."""
+
+    def __init__(self, kept: Any, wraps: dict[int, Callable[[Any], Any]]) -> None:
+        self.kept, self.wraps = kept, wraps  # the tensor, which keeps its node alive
+
+    @property
+    def grad_fn(self) -> Any:
+        return self
+
+    @property
+    def saved_tensors(self) -> Any:
+        return self.kept.grad_fn.saved_tensors
+
+    def get_args(self, saved: Any) -> list[Any]:
+        out = self.kept.grad_fn.get_args(saved)
+        for i, wrap in self.wraps.items():
+            out[i] = wrap(out[i])
+        return out
+
+
+def intercept_inputs(
+    wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
+) -> dict[Any, Callable[..., Any]]:
     """A checkpointed region saves its wrapper arguments as raw blocks: ``open_(x)`` is (raw, how to wrap it).
 
     torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a wrapper has
     neither there.  Without this a region nested in a region recomputes from inputs that need no gradient,
     and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen in 2.13; in 2.11 a Function,
-    ``_NoopSaveInputs``, does this.
+    ``_NoopSaveInputs``, does this: what is returned is what must run in such Functions' place.
     """
-    from torch.utils.checkpoint import _CheckpointFrame
+    import torch.utils.checkpoint as module
 
-    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
+    frame: Any = module._CheckpointFrame
 
-    def save_inputs(self: Any, *args: Any) -> None:
-        self.wraps = {}
-        given = list(args)
+    def opened(args: Any) -> tuple[list[Any], dict[int, Callable[[Any], Any]]]:
+        given, wraps = list(args), {}
         for i, x in enumerate(args):
             if type(x) in wrappers:
-                given[i], self.wraps[i] = open_(x)
+                given[i], wraps[i] = open_(x)
+        return given, wraps
+
+    if not hasattr(frame, "save_inputs"):
+        saver: Any = module._NoopSaveInputs  # type: ignore[attr-defined]
+
+        def instead(dummy: Any, *args: Any) -> Any:
+            given, wraps = opened(args)
+            out = saver.apply(dummy, *given)
+            return out if out.grad_fn is None else _SavedInputs(out, wraps)
+
+        return {saver: instead}
+    save, get = frame.save_inputs, frame.get_inputs
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        given, self.wraps = opened(args)
         save(self, *given)
 
     def get_inputs(self: Any) -> list[Any]:
@@ -397,7 +434,8 @@ def intercept_inputs(wrappers: frozenset[type], open_: Callable[[Any], tuple[Any
             out[i] = wrap(out[i])
         return out
 
-    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs  # type: ignore[method-assign]
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+    return {}
 
 
 class _Untraced(MetaPathFinder):

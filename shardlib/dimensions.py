@@ -9,6 +9,7 @@ output is cut, whatever it is called.
 """
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -650,7 +651,8 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+        with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+            warnings.simplefilter("ignore")  # of a run that nobody asked for
             if device:
                 with torch.device(device):
                     functional_call(model, state, given[0], given[1])

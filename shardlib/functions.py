@@ -383,5 +383,5 @@ def _opened(x: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 _standins()
-intercept_inputs(_WRAPPERS, _opened)
+STANDINS.update(intercept_inputs(_WRAPPERS, _opened))
 intercept_functions(_WRAPPERS, _apply, _hid)
