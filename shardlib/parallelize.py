@@ -27,6 +27,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
 from shardlib.ops.matmul.turns import Entry, idle, in_turn
 from shardlib.placing import padded_size, shard, unshard
+from shardlib.random import Plain
 from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, replicated
 
 __all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
@@ -60,6 +61,7 @@ class Apply:
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
         self.yields = yields or {}
+        self.plain = Plain()
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.reads: dict[Any, list[int]] = {}  # and which of them read one value
         self.arguments = _arguments(module)
@@ -76,7 +78,7 @@ class Apply:
             buffers = {n: b.clone() for n, b in self.buffers.items()}  # what forward writes to them ends with it
             return self._run(params, buffers, args, kwargs)[0]
         moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
-        moved.orders, moved.reads = self.orders, self.reads
+        moved.orders, moved.reads, moved.plain = self.orders, self.reads, self.plain
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
@@ -99,13 +101,16 @@ class Apply:
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self.place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
-        with self.turns(params), inside(partial(swapped, self.module, state)):
-            try:
-                out = functional_call(self.module, state, args, kwargs)
-            except ShardError as e:
-                self._point_at(e)
-                raise
-        return out, {n: state[n] for n in buffers}
+
+        def run() -> Any:
+            with self.turns(params), inside(partial(swapped, self.module, state)):
+                try:
+                    return functional_call(self.module, state, args, kwargs)
+                except ShardError as e:
+                    self._point_at(e)
+                    raise
+
+        return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
 
     def _point_at(self, e: ShardError) -> None:
         """Add to an error the submodule it came from, its parameters, and a rule that leaves them whole."""

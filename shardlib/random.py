@@ -14,8 +14,10 @@ that did wait, and raise: ranks that go on with different keys would hold differ
 ``torch.utils.checkpoint`` recomputes draws again what the forward drew.
 """
 
+import hashlib
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardlib._compat import SEEDED, job_store
-from shardlib.collectives import pbroadcast, unwrap, wrap
+from shardlib.collectives import all_gather, pbroadcast, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, as_mesh, bind
 
@@ -108,6 +111,15 @@ class _Stream:
         return int(found[self.ranks[0]][0])
 
 
+class _Own(threading.local):
+    """How many numbers this thread took from torch's generator for keys."""
+
+    keys = 0
+
+
+_OWN = _Own()
+
+
 class _Told:
     """What ``seed`` was given last."""
 
@@ -164,6 +176,7 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     stream = _stream(mesh)
     key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
     stream.count += 1
+    _OWN.keys += 1
     torch.rand((), device="cpu")
     return key
 
@@ -178,6 +191,63 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
             raw = key.expand(mesh.size, 1) if mesh.kind == "stacked" else key
             key = unwrap(pbroadcast(wrap(raw, mesh), axes, 0)).flatten()
     return int(key[0]) & _WORD
+
+
+class Plain:
+    """What a function draws as plain tensors, such as ``torch.rand(shape)``, made the same on every rank of a job.
+
+    Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen to draw them the
+    ranks compare their generators before each call (8 bytes from each); where they stand apart, rank 0's counts, and
+    the others' go on afterwards from where they were.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = False
+
+    def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
+        """``run()``, twice where its first call shows that it draws and the generators stand apart."""
+        if mesh.kind != "dist" or mesh.size == 1:
+            return run()
+        mine, keys, at = torch.get_rng_state(), _OWN.keys, rewound(mesh)
+        replaced = self.drawn and _rank_zeros(mesh, mine)
+        out = run()
+        if not self.drawn and _moved_on(mine, _OWN.keys - keys):
+            self.drawn = True
+            after = torch.get_rng_state()
+            if _rank_zeros(mesh, mine):
+                rewind(mesh, at)
+                out, replaced = run(), True
+            else:
+                torch.set_rng_state(after)
+        if replaced and mesh.coord is not None and any(mesh.coord.values()):
+            torch.set_rng_state(mine)
+            torch.rand(())
+        return out
+
+
+def _moved_on(since: Tensor, keys: int) -> bool:
+    """Whether more was drawn from torch's generator than ``keys`` numbers for keys."""
+    now = torch.get_rng_state()
+    if torch.equal(now, since):
+        return False
+    again = torch.Generator()
+    again.set_state(since)
+    for _ in range(keys):
+        torch.rand((), generator=again)
+    return not torch.equal(now, again.get_state())
+
+
+def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
+    """Bring torch's generator to where rank 0's stands; False where all stand there already."""
+    axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
+    with bind(mesh):
+        digest = int.from_bytes(hashlib.blake2b(mine.numpy().tobytes(), digest_size=7).digest(), "little")
+        found = all_gather(torch.tensor([digest], device=mesh.device), axes)
+        if bool((found == found[0]).all()):
+            return False
+        state = pbroadcast(mine.to(mesh.device), axes, 0)
+    torch.set_rng_state(state.cpu())
+    return True
 
 
 # ---------------------------------------------------------------- for users

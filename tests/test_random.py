@@ -241,3 +241,43 @@ def test_a_region_may_draw_first() -> None:
         workers.run(never_drawn, x=2, y=1)
     finally:
         workers.close()
+
+
+class _Path(torch.nn.Module):
+    """Stochastic depth as it is usually written: a plain draw for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = (torch.rand(x.shape[0], 1, dtype=x.dtype) < 0.5).to(x.dtype)
+        return x + self.drop(self.inner(x)) * kept
+
+
+def _paths(spread: bool) -> list[Any]:
+    """Three calls; with ``spread`` each rank's generator stands elsewhere, and does so afterwards."""
+    torch.manual_seed(0)
+    model = _Path()
+    apply, params = sl.parallelize(model, [("*", "...")], inputs={"x": "data ."})
+    torch.manual_seed(3)
+    sl.random.seed(3)
+    rank = torch.as_tensor(sl.axis_index("data"))
+    for _ in range(int(rank) if spread else 0):
+        torch.rand(5)
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = [sl.unshard(apply(params, x)).tolist() for _ in range(3)]
+    sl.random.seed(None)
+    return [found, float(torch.rand(()))]
+
+
+def test_plain_draws_inside_a_module_are_rank_zeros(pool: Any) -> None:
+    apart = pool.run(_paths, True, data=4)
+    alike = pool.run(_paths, False, data=4)
+    assert all(a[0] == apart[0][0] for a in apart)
+    assert apart[0][0] == alike[0][0]
+    assert len({a[1] for a in apart}) == 4, "each rank goes on with its own stream"
+    assert len({a[1] for a in alike}) == 1
+    with sl.simulate(data=1):
+        assert _paths(False)[0] == alike[0][0]
