@@ -130,7 +130,7 @@ def optimus2d(
     >>> with sl.simulate(data=2, x=2, y=2):
     ...     rules = optimus2d(mlp)
     >>> rules, rules.tokens
-    ([('0.weight', 'y x'), ('0.bias', 'y'), ('2.weight', 'x y'), ('2.bias', 'y')], '(data x) .')
+    ([('0.weight', 'y x'), ('*.bias', 'y'), ('2.weight', 'x y')], '(data x) .')
     """
     where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
     return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)
@@ -156,7 +156,7 @@ def tesseract(
     >>> with sl.simulate(d=2, x=2, y=2):
     ...     rules = tesseract(nn.Sequential(nn.Linear(4, 16)))
     >>> rules, rules.tokens
-    ([('0.weight', 'y x'), ('0.bias', 'y')], '(d x) .')
+    ([('*.weight', 'y x'), ('*.bias', 'y')], '(d x) .')
     """
     where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
     return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)

@@ -472,7 +472,7 @@ def patterns(texts: Mapping[str, tuple[str, ...]], ndim: Mapping[str, int]) -> l
     """Few rules that say the same: layer numbers become ``*`` wherever all that match are laid out alike.
 
     >>> patterns({"h.0.a": ("x",), "h.1.a": ("x",), "h.0.b.0": ("x",), "h.0.b.2": (".",)}, {})
-    [('h.*.a', 'x'), ('h.0.b.0', 'x'), ('h.0.b.2', '.')]
+    [('h.*.a', 'x'), ('h.*.b.0', 'x'), ('h.*.b.2', '.')]
     """
     said = {n: tuple(_short(t, ndim.get(n, 0)) for t in text[:1]) + tuple(text[1:]) for n, text in texts.items()}
     rules: list[tuple[str, ...]] = []

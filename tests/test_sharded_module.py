@@ -206,7 +206,7 @@ def on_ranks() -> float:
         model(**rows(0)).loss.backward()
         steps.step()
     theirs = dict(dense.named_parameters())
-    return max(float((sl.unshard(p.detach()) - theirs[n]).abs().max()) for n, p in mine.named_parameters())
+    return max(float((sl.unshard(p.detach()) - theirs[n].detach()).abs().max()) for n, p in mine.named_parameters())
 
 
 def test_real_processes_generate_and_train_alike(pool: Any) -> None:
