@@ -5,6 +5,7 @@ Blocks share a bucket if they have one dtype and are split over the same mesh ax
 of a bucket is replicated alike.  Its length divides the number of ranks it will be cut for.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ __all__ = ["Bucket", "Item", "Slot", "flatten", "index", "unflatten"]
 class Item:
     """One leaf to place: its block's shape, its dtype and split axes, and which value it is.
 
-    Leaves with equal ``value`` are tied and share one slot.
+    Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as text: a bucket's
+    name carries a digest of its leaves' places, so what was made for others is not taken for it.
     """
 
     path: str
@@ -28,6 +30,7 @@ class Item:
     dtype: torch.dtype
     axes: tuple[str, ...]
     value: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def index(items: tuple[Item, ...], ways: int, most_bytes: int) -> tuple[Bucket, 
     for (dtype, axes), runs in kinds.items():
         for k, slots in enumerate(runs):
             used = slots[-1].offset + slots[-1].length
-            name = f"{str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'} {k}"
+            places = "\n".join(f"{s.shape} {items[s.leaves[0]].place}" for s in slots)
+            digest = hashlib.blake2b(places.encode(), digest_size=4).hexdigest()
+            name = f"{str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'} {k} {digest}"
             out.append(Bucket(name, dtype, axes, tuple(slots), -(-used // ways) * ways))
     return tuple(out)
 

@@ -44,7 +44,7 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     ...     tx = sl.zero(sl.adamw(0.1), axis="data")
     ...     state = tx.init(params)
     ...     updates, state = tx.update(params, state, params)
-    >>> sl.typeof(updates["w"]), sl.typeof(state.mu["float32 x 0"])
+    >>> sl.typeof(updates["w"]), *(sl.typeof(m) for m in state.mu.values())  # one bucket
     ('f32[4@x, 6]', 'f32[24@(x data)]')
     """
     if stage != 1:
@@ -139,7 +139,8 @@ def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[
             )
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes)
         shape = p.sharding.local_shape(tuple(p.size_), p.mesh)
-        items.append(Item(str(i), shape, p.raw.dtype, axes, values.setdefault(id(p), i)))
+        place = f"{p.sharding} of {list(p.size_)} on {p.mesh.axes}"
+        items.append(Item(str(i), shape, p.raw.dtype, axes, values.setdefault(id(p), i), place))
     if not leaves:
         raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
     mesh = leaves[0].mesh

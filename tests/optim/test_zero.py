@@ -147,3 +147,16 @@ def test_half_pending_gradients_are_refused() -> None:
         tx = sl.zero(sl.sgd(0.1), "data")
         with pytest.raises(sl.ShardError, match="every gradient must be pending"):
             tx.update(g, tx.init(p), p)
+
+
+@pytest.mark.parametrize("other", [("y .", {"data": 2, "x": 2, "y": 2}), ("x .", {"data": 4, "x": 2, "y": 1})])
+def test_state_made_for_other_places_is_refused(other: Any) -> None:
+    """Blocks of one size lie end to end alike, whatever they are blocks of."""
+    layout, axes = other
+    tx = sl.zero(sl.adamw(0.1), axis="data")
+    with sl.simulate(data=2, x=2, y=2):
+        state = tx.init({"w": sl.shard(torch.arange(16.0).reshape(4, 4), "x .")})
+    with sl.simulate(**axes):
+        params = {"w": sl.shard(torch.arange(16.0).reshape(4, 4), layout)}
+        with pytest.raises(sl.ShardError):
+            tx.update({"w": params["w"] * 0 + 1}, state, params)
