@@ -364,7 +364,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
     Moves: what preduce in the dtype of the wire moves.
     """
     wire = wire or target.dtype
-    mesh = _SCOPE.mesh or current_mesh()
+    mesh = current_mesh()
     if mesh.axis_size(axis) == 1:
         target.add_(x)
     elif mesh.kind == "dist":
@@ -384,7 +384,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
-    mesh = _SCOPE.mesh or current_mesh()
+    mesh = current_mesh()
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
         return lambda x, root: start(pbroadcast, x, axis, root)
     return dist.broadcasts(mesh, (axis,))
@@ -395,7 +395,7 @@ def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, 
 
     It is posted; call what it returns to finish it.
     """
-    mesh = _SCOPE.mesh or current_mesh()
+    mesh = current_mesh()
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
         return lambda target, x, root: partial(preduce_add, target, x, axis, root, wire)
     return dist.reductions(mesh, (axis,), wire)

@@ -32,7 +32,7 @@ from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, 
 from shardlib.layouts.orders import ORDERS, block, declared
 from shardlib.layouts.reshard import ReshardPlan
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "the_one"]
 
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 
@@ -395,7 +395,13 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
             operands={"layout": str(layout)},
             fix=f"sl.Layout.parse('x y skew {layout.skew}')",
         )
-    return Layout(dims, layout.partial, layout.skew)
+    return the_one(Layout(dims, layout.partial, layout.skew))
+
+
+@lru_cache(maxsize=8192)
+def the_one(layout: Layout) -> Layout:
+    """The first of equal layouts: what is compared at every call is then compared by identity."""
+    return layout
 
 
 @lru_cache(maxsize=8192)

@@ -124,8 +124,11 @@ _MM = binder("""
     mv(input, vec)
     dot(input, tensor)
 """)
-_NEED = {"mm": (2, 2), "bmm": (3, 3), "mv": (2, 1), "dot": (1, 1), "vdot": (1, 1), 
-         "inner": None, "outer": (1, 1), "ger": (1, 1)}  # fmt: skip
+_NEED = {
+    getattr(home, name): need
+    for name, need in {"mm": (2, 2), "bmm": (3, 3), "mv": (2, 1), "dot": (1, 1)}.items()
+    for home in (torch, Tensor)
+}
 
 
 @implements(
@@ -134,12 +137,13 @@ _NEED = {"mm": (2, 2), "bmm": (3, 3), "mv": (2, 1), "dot": (1, 1), "vdot": (1, 1
 )  # fmt: skip
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
-    name = func.__name__.strip("_")
-    if ((need := _NEED.get(name)) and (x.ndim, w.ndim) != need) or not (x.ndim and w.ndim):
-        raise TypeError(f"{name} of {x.ndim} and {w.ndim} dimensions")  # torch says the same on whole tensors
-    if 0 in x.shape or 0 in w.shape:
+    left, right = x.shape, w.shape
+    if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
+        name = func.__name__.strip("_")
+        raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")  # torch says the same on whole tensors
+    if 0 in left or 0 in right:
         raise TypeError("an empty product")
-    if x.ndim > 1 and w.ndim > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
+    if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
             return product_of(x, w)
         except ShardError as e:

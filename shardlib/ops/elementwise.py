@@ -92,6 +92,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if kwargs.get("out") is not None:
             raise TypeError("out")  # ops/whole.py writes it
     x = args[0]
+    if len(args) == 1 and not kwargs and type(x) is ShardedTensor and not x.sharding.partial:
+        return x.like(local_call(func, x.mesh, (x.raw,), kwargs))
     if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
         y, mesh = args[1], x.mesh
         if _same_place(x, y):

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Layout
+from shardlib.layouts.base import the_one
 from shardlib.mesh import Link
 
 __all__ = [
@@ -262,7 +263,7 @@ def _decide(op: str, case: Any) -> Match:
                 mesh=dict(case.mesh),
                 fix=f"sl.algorithm({op}={best[0]!r})" if best else case.fix()[0],
             )
-        return replace(match, rule=pinned)
+        return replace(match, rule=pinned, out=the_one(match.out))
     if best is None:
         fix, error = case.fix()
         raise error(
@@ -272,7 +273,7 @@ def _decide(op: str, case: Any) -> Match:
             mesh=dict(case.mesh),
             fix=fix,
         )
-    return replace(best[1], rule=best[0])
+    return replace(best[1], rule=best[0], out=the_one(best[1].out))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied"]
+__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run"]
 
 _NEVER = frozenset(
     """
@@ -62,7 +62,7 @@ def is_whole(x: ShardedTensor) -> bool:
     return not (real_axes(x.mesh, x.sharding.axes) or real_axes(x.mesh, x.sharding.partial))
 
 
-def _run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
+def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
     """The call; on a recorded mesh, which has shapes alone, what hangs on values is refused."""
     if mesh.kind != "record":
         return func(*args, **kwargs)
@@ -78,7 +78,7 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
     """The function on every rank's blocks, one rank after the other; leaves[i] for i in ``at`` hold raw tensors."""
     if mesh.kind != "stacked":
         a, k = optree.tree_unflatten(tree, leaves)
-        return _run(func, mesh, a, k)
+        return run(func, mesh, a, k)
     found: list[Any] = []
     shape: Any = None
     writes = func in WRITERS and isinstance(leaves[at[0]], Tensor)
@@ -216,7 +216,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred)
     before = [(r._version, r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
-    out = _run(func, mesh, a, k)
+    out = run(func, mesh, a, k)
     if mesh.kind == "stacked" and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
         blocks = [m.raw for m in moved]
         for i, raw in zip(at, blocks, strict=True):

@@ -248,3 +248,44 @@ def test_an_argument_that_is_not_understood_is_refused() -> None:
         for call in calls:
             with pytest.raises((sl.ShardError, TypeError), match=r"colour|keyword"):
                 call()
+
+
+REPEATED: list[Callable[..., Any]] = [
+    lambda x, y: torch.cumsum(x, 1),
+    lambda x, y: torch.cumsum(x, 1, dtype=torch.float32).double(),
+    lambda x, y: torch.sort(x, 1, True),
+    lambda x, y: torch.sort(x, 1, False)[0],
+    lambda x, y: F.glu(x, 1) * torch.sort(y, dim=1).values[:, :3],
+    lambda x, y: torch.logcumsumexp(x, dim=1),
+    lambda x, y: torch.cross(x[:, :3], y[:, 3:], dim=1),
+    lambda x, y: torch.cumsum(x, 1.0),  # type: ignore[call-overload]
+    lambda x, y: torch.sort(x, True),  # type: ignore[call-overload]
+]
+
+
+def repeated(x: Tensor, y: Tensor, layout: str | None) -> list[list[Any]]:
+    """Each call three times, first as planned, then from its plan: values and gradients; nothing where torch refuses."""
+    rounds = []
+    for _ in range(3):
+        found: list[Any] = []
+        for f in REPEATED:
+            a, b = ((t if layout is None else sl.shard(t, layout)).requires_grad_() for t in (x.clone(), y.clone()))
+            try:
+                out = f(a, b)
+            except (TypeError, RuntimeError, sl.ShardError):
+                found.append([])
+                continue
+            value = out if isinstance(out, Tensor) else out[0]
+            value.square().sum().backward()
+            grads = [t.grad for t in (a, b) if t.grad is not None]
+            found.append([sl.unshard(t).detach() if layout else t.detach() for t in (value, *grads)])
+        rounds.append(found)
+    return rounds
+
+
+def test_a_call_met_again_on_real_ranks_equals_dense_and_numbers_are_told_apart_by_type(pool: Pool) -> None:
+    (want, *_) = repeated(r(8, 6), r(8, 6, seed=1), None)
+    assert want.count([]) == 2, "neither 1.0 nor True is a dimension"
+    for rounds in pool.run(repeated, r(8, 6), r(8, 6, seed=1), "x .", x=4):
+        for got in rounds:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -249,7 +249,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         )
     out = out or w.yields
     more = read_again(x)
-    held = frozenset(made_of(x))
+    held = _NOTHING if x.moved is None else frozenset(made_of(x))
     key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out, held, more)
     cut = _CUTS.get(key) if _CUTS else None
     if cut is not None:
@@ -292,6 +292,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 
 
 _NOWHERE: tuple[Axes, Axes] = ((), ())
+_NOTHING: frozenset[Any] = frozenset()
 
 _CUTS: dict[Any, tuple[Layout, Layout]] = {}
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import Pending, axis_size, psum, start
+from shardlib.mesh import current_mesh
 
 __all__ = [
     "Move",
@@ -116,7 +117,8 @@ class Panels(NamedTuple):
 
 def panels(row: str, col: str, slices: int = 1) -> Panels:
     """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices."""
-    return _panels(axis_size(row), axis_size(col), slices)
+    mesh = current_mesh()
+    return _panels(mesh.axis_size(row), mesh.axis_size(col), slices)
 
 
 @lru_cache(maxsize=256)
