@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import optree
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -20,3 +22,28 @@ def test_the_order_of_names_means_nothing(pool: Any, tmp_path: Any) -> None:
     pool.run(_saved, path, x=2, y=2)
     found = load_file(path)
     assert {n: t.tolist() for n, t in found.items()} == {"a": [1.0] * 4, "b": [7.0] * 4}
+
+
+def test_trees_and_their_numbers_come_back(tmp_path: Any) -> None:
+    path = tmp_path / "all.safetensors"
+    with sl.simulate(data=2, x=2):
+        params = {"w": sl.shard(torch.arange(8.0).reshape(4, 2), "x ."), "b": sl.shard(torch.ones(2), ".")}
+        tx = sl.chain(sl.clip_by_global_norm(1.0), sl.adamw(0.1))
+        _, state = tx.update(params, tx.init(params), params)
+        held = {"params": params, "state": state, "step": 7, "rate": 0.5, "note": "first", "nothing": None}
+        sl.save(path, held)
+        blank = optree.tree_map(
+            lambda v: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None, held, none_is_leaf=True
+        )
+        found = sl.load(path, blank)
+        for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(held), strict=True):
+            assert torch.equal(sl.unshard(a), sl.unshard(b)) if isinstance(a, torch.Tensor) else a == b
+        assert found["step"] == 7 and found["nothing"] is None
+
+
+def test_two_leaves_of_one_name_and_odd_leaves_are_refused(tmp_path: Any) -> None:
+    one = torch.ones(1)
+    for tree in ({"a.b": one, "a": {"b": one}}, {"f": print}):
+        with pytest.raises(sl.ShardError):
+            sl.save(tmp_path / "p", tree)
+    assert not list(tmp_path.iterdir())
