@@ -1,5 +1,5 @@
-# make demo: train a GPT on 8 local processes.  make test, make fuzz (nightly), make lint,
-# make bench.
+# make demo: train a GPT on 8 local processes.  make test, make fuzz and make operators (nightly),
+# make lint, make bench.
 # Each makes .venv on a fresh machine.  TORCH chooses the build: make test TORCH=torch==2.11.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz lint bench clean
+.PHONY: demo test fuzz operators lint bench clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -31,6 +31,9 @@ test: $(VENV)/test.stamp
 
 fuzz: $(VENV)/test.stamp
 	$(PY) -m tests.fuzz_calls --count 50000 $(ARGS)
+
+operators: $(VENV)/test.stamp
+	$(PY) -m tests.database $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
