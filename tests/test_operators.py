@@ -141,7 +141,7 @@ def proved(calls: dict[str, Any]) -> set[str]:
 
 def test_every_labelled_dimension_may_be_split_alone() -> None:
     """Of declared functions that a sample of the database reaches; all of them by ``make operators``."""
-    names = sample(40, SEED + 2)
+    names = sample(60, SEED + 2)
     assert len(proved(db.declared_calls(2, SEED, names))) > 20
 
 
