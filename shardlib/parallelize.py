@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,9 +37,17 @@ Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Lay
 
 
 class Suggested(tuple[str, ...]):
-    """A rule that a recipe wrote: it may stand behind others that take all it matches."""
+    """A rule that a recipe wrote: it may stand behind others that take all it matches.
 
-    __slots__ = ()
+    ``padded``  the rule where ``pad=True``: a vocabulary that does not divide is split, and padded.
+    """
+
+    padded: tuple[str, ...]
+
+    def __new__(cls, rule: Iterable[str], padded: Iterable[str] | None = None) -> "Suggested":
+        made = super().__new__(cls, rule)
+        made.padded = tuple(getattr(rule, "padded", made) if padded is None else padded)
+        return made
 
 
 class Apply:
@@ -275,11 +283,12 @@ def yielding(weight: Tensor, layout: Layout) -> Tensor:
 
 
 def match_rules(
-    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None
+    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None, pad: bool = False
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """The layout of every parameter, and of the products with those whose rule names one.
 
     First match wins; every parameter and every rule must be used.
+    ``pad``  parameters are padded: a recipe's rules are those for that.
 
     Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
     """
@@ -290,6 +299,9 @@ def match_rules(
                 op="parallelize",
                 fix="sl.parallelize(module, [('*', '...')])",
             )
+    given = list(rules)
+    if pad:
+        rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
     used = [False] * len(rules)
     layouts: dict[str, Layout] = {}
     yields: dict[str, Layout] = {}
@@ -305,7 +317,7 @@ def match_rules(
             layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
         if out:
             yields[name] = logical(str(out[0]), axes or {})
-    spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in rules]
+    spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in given]
     unused = [rules[i][0] for i, hit in enumerate(used) if not hit and not spare[i]]
     if unmatched or unused:
         raise RuleLint(
@@ -366,8 +378,8 @@ def parallelize(
                 the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position or by name.
-    ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is; the padding
-                takes no part in the result and gets no gradient.
+    ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which a recipe
+                leaves whole otherwise; the padding takes no part in the result and gets no gradient.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed.
     Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them,
@@ -411,7 +423,7 @@ def placed(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
     named = dict(module.named_parameters())
-    layouts, yields = match_rules(named, rules, axes)
+    layouts, yields = match_rules(named, rules, axes, pad)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}

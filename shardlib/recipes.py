@@ -3,6 +3,7 @@
 A recipe runs the module once on the meta device, sees what feeds what (roles.py), and writes one rule
 per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores its weight (out, in).
 A parameter that does not divide, or whose split no layout says, is left whole; ``recipe.left`` names it.
+Of those a vocabulary is split where ``parallelize`` is given ``pad=True``.
 
 Where the module cannot be run, since nobody knows its inputs (give them: ``inputs=``), names and shapes
 are all there is, and a warning says so.  Then *expanding* layers feed something wide (qkv, gates, the
@@ -19,6 +20,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -30,7 +32,7 @@ from shardlib.mesh import as_mesh
 from shardlib.parallelize import Suggested
 from shardlib.roles import Way, assign, patterns
 
-__all__ = ["Recipe", "cube3d", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
+__all__ = ["Recipe", "cube3d", "ddp", "fsdp", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
 
 MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
 """Of x, y and z: x and y split the rows of what goes in, y innermost, and z its columns."""
@@ -276,6 +278,41 @@ def ring(
     return Recipe(weights, f"{tokens[0]} {token}", f"{labels[0]} {token}")
 
 
+def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data") -> Recipe:
+    """Batches split over ``data``, parameters whole on every rank; their gradients are summed over it.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     rules = ddp(nn.Linear(4, 4))
+    >>> rules, rules.tokens
+    ([('*', '...')], 'data .')
+    """
+    where = f"{_batch(mesh, data, data)} ."
+    return Recipe([("*", "...")], where, where)
+
+
+def fsdp(model: nn.Module, mesh: Any = None, *, axis: str = "x", data: str = "data", inputs: Any = None) -> Recipe:
+    """Batches and every matrix split over ``axis``: a weight is gathered for its product, its gradient scattered.
+
+    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are whole.  With a
+    ``data`` axis besides, weights are copied over it and batches split over both.
+
+    Source: arXiv 1910.02054, stage 3; arXiv 2304.11277.
+
+    >>> import shardlib as sl
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> with sl.simulate(x=2):
+    ...     rules = fsdp(mlp)
+    >>> rules, rules.tokens
+    ([('*.weight', '. x'), ('*.bias', '.')], 'x .')
+    """
+    where = f"{_batch(mesh, '' if data == axis else data, axis, over=(axis,))} ."
+    whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
+    kinds = "expand fused contract tokens plain scores keys lift drop land whole"
+    way = Way({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
+    return _recipe(model, way, inputs, where, where)
+
+
 def _plane(rows: str, cols: str, mesh: Any) -> Way:
     layouts = {
         "expand": (f"{cols} {rows}", cols),
@@ -305,8 +342,9 @@ def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str) -
         heads = math.prod(way.sizes[a] for a in way.inner)
         return Recipe(_rules(model, way.layouts, way.widest, heads), tokens, labels)
     texts, left = assign(model, found, way)
+    padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
     ndim = {n: p.ndim for n, p in model.named_parameters()}
-    return Recipe(patterns(texts, ndim), tokens, labels, left)
+    return Recipe(patterns(texts, ndim, padded), tokens, labels, left)
 
 
 def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:

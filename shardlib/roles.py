@@ -24,6 +24,7 @@ from shardlib.atoms import Atom, Row, leaves, length, root
 from shardlib.dimensions import Dimensions, Read
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
+from shardlib.parallelize import Suggested
 
 __all__ = ["Way", "assign", "kinds", "patterns"]
 
@@ -47,6 +48,7 @@ class Way:
     ``residual``  axes that split the residual stream's features.    ``inner``  those of heads and widths.
     ``wide``      those of MLPs, where they are others.     ``widest``  a matrix that contracts is called so
     only if more goes in than comes out.     ``apart``  rows lie differently beside inner features.
+    ``pad``       a vocabulary that does not divide is split all the same, for its rows to be padded.
     """
 
     layouts: Mapping[str, tuple[str, ...]]
@@ -56,6 +58,7 @@ class Way:
     wide: tuple[str, ...] | None = None
     widest: bool = False
     apart: bool = False
+    pad: bool = False
 
     def ways(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
@@ -68,6 +71,8 @@ class _Found:
     dims: Dimensions
     kind: dict[int, str] = field(default_factory=dict)
     mlp: set[int] = field(default_factory=set)
+    vocabulary: set[int] = field(default_factory=set)
+    pad: bool = False
     left: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dimension) whole, and why
 
     def of(self, row: Iterable[Atom]) -> str:
@@ -146,6 +151,8 @@ def kinds(dims: Dimensions) -> _Found:
         else:  # it leaves the module: a vocabulary, or a few scores
             vocabulary = length(outs) > length(ins) or any(id(a) in looked for a in atoms)
             found.put(outs, "inner" if vocabulary else "whole")
+            if vocabulary and len(atoms) == 1:
+                found.vocabulary.add(id(atoms[0]))
     for r in products:
         ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
         if found.of(ins) == found.of(outs) == "inner":  # the narrower one is only a step between
@@ -213,6 +220,10 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     """The token that splits a dimension's atoms of a kind over axes.  Raises: _Unsaid."""
     if not axes:
         return "."
+    row = list(row)
+    alone = _deep(row)
+    if found.pad and len(alone) == 1 and id(alone[0]) in found.vocabulary and length(row) % p:
+        return _token(axes)
     held = _held(found, row, kind, p)
     if p > 1:
         return str(said(axes, held, length(row)))
@@ -234,6 +245,7 @@ def _token(axes: Sequence[str]) -> str:
 def assign(model: nn.Module, dims: Dimensions, way: Way) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """The layout of every parameter (and of its products, where several could be), and what was left whole and why."""
     found = kinds(dims)
+    found.pad = way.pad
     uses: dict[str, Read] = {}
     for wanted in ("lookup", "product", "conv"):
         for r in dims.reads:
@@ -319,7 +331,12 @@ def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, way: Way,
         atoms = [a for a in leaves(row) if found.of([a]) == kind]
         if kind == "inner" and all("heads" in a.seen and not a.parts for a in atoms) and _shared(found, row, p):
             return  # fewer heads of keys than ranks: they alone are whole
-        found.left.setdefault((name, d), f"{_text(row)} has no even split over {p}")
+        why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in _deep(row)}
+        for other, rows in found.dims.params.items() if mine & found.vocabulary else ():
+            for at, theirs in enumerate(rows):
+                if mine & {id(a) for a in _deep(theirs)}:
+                    found.left.setdefault((other, at), f"{why}; sl.parallelize(..., pad=True) pads it")
+        found.left.setdefault((name, d), why)
         found.put(row, "whole", (kind,))
         return
     strict = use is not None and use.kind == "product" and d in use.inputs
@@ -444,7 +461,11 @@ def _table(found: _Found, name: str, way: Way, tokens: bool) -> str:
     rows, cols = Layout.parse(way.layouts["tokens" if tokens else "positions"][0]).resolve(2).dims
     if kind == "whole" and way.residual:
         return ". ."
-    return f"{_fitting(rows.axes, n, way)} {_fitting(cols.axes, width, way)}"
+    split = _token(rows.axes) if way.pad and tokens else _fitting(rows.axes, n, way)
+    if tokens and split != _token(rows.axes):
+        why = f"{n} rows have no even split over {way.ways(rows.axes)}; sl.parallelize(..., pad=True) pads them"
+        found.left.setdefault((name, 0), why)
+    return f"{split} {_fitting(cols.axes, width, way)}"
 
 
 def _by_dimension(found: _Found, name: str, rows: Sequence[Row], way: Way, use: Read | None) -> str:
@@ -468,14 +489,23 @@ def _stars(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def patterns(texts: Mapping[str, tuple[str, ...]], ndim: Mapping[str, int]) -> list[tuple[str, ...]]:
+def patterns(
+    texts: Mapping[str, tuple[str, ...]], ndim: Mapping[str, int], padded: Mapping[str, tuple[str, ...]] | None = None
+) -> list[Suggested]:
     """Few rules that say the same: layer numbers become ``*`` wherever all that match are laid out alike.
+
+    ``padded``  what they are where ``pad=True`` is given to ``parallelize``.
 
     >>> patterns({"h.0.a": ("x",), "h.1.a": ("x",), "h.0.b.0": ("x",), "h.0.b.2": (".",)}, {})
     [('h.*.a', 'x'), ('h.*.b.0', 'x'), ('h.*.b.2', '.')]
     """
-    said = {n: tuple(_short(t, ndim.get(n, 0)) for t in text[:1]) + tuple(text[1:]) for n, text in texts.items()}
-    rules: list[tuple[str, ...]] = []
+
+    def shortened(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        return {n: (_short(text[0], ndim.get(n, 0)), *text[1:]) for n, text in given.items()}
+
+    plain, otherwise = shortened(texts), shortened(padded or {})
+    said = {n: (text, otherwise.get(n, text)) for n, text in plain.items()}
+    rules: list[Suggested] = []
     compiled: dict[str, list[str]] = {}
 
     def matching(pattern: str) -> list[str]:
@@ -491,7 +521,7 @@ def patterns(texts: Mapping[str, tuple[str, ...]], ndim: Mapping[str, int]) -> l
         for pattern in _candidates(name):
             hits = matching(pattern)
             if all(said[n] == said[name] for n in hits):
-                rules.append((pattern, *said[name]))
+                rules.append(Suggested((pattern, *plain[name]), (pattern, *said[name][1])))
                 done.update(hits)
                 break
     return rules

@@ -78,6 +78,8 @@ RECIPES: dict[str, Callable[[nn.Module], Any]] = {
     **{name: getattr(sl.recipes, name) for name in MESHES},
     "sequence": lambda m: sl.recipes.megatron1d(m, sequence=True),
     "cube3d, other roles in MLPs": lambda m: sl.recipes.cube3d(m, mlp="nnn"),
+    "ddp": sl.recipes.ddp,
+    "fsdp": sl.recipes.fsdp,
     "ring": sl.recipes.ring,
     "striped": lambda m: sl.recipes.ring(m, schedule="striped"),
     "ring x 1d": lambda m: sl.recipes.ring(m, weights=sl.recipes.megatron1d(m)),
@@ -85,6 +87,8 @@ RECIPES: dict[str, Callable[[nn.Module], Any]] = {
 }
 WIDER = {
     "sequence": {"x": 2},
+    "ddp": {"data": 4},
+    "fsdp": {"data": 2, "x": 2},
     "ring": {"data": 2, "s": 4},
     "striped": {"s": 2},
     "ring x 1d": {"x": 2, "s": 2},
@@ -118,7 +122,7 @@ def gap(model: str, recipe: str, **more: Tensor) -> tuple[float, float]:
     (_, logits), grads = sl.value_and_grad(loss, has_aux=True)(params)
     assert all(grads[n].sharding == params[n].sharding for n in params)
     assert all(torch.equal(before[n], p) for n, p in module.named_parameters()), "the module changed"
-    assert any(p.sharding.axes for p in params.values()) or "(s)" in rules.tokens
+    assert any(p.sharding.axes for p in params.values()) or "(s)" in rules.tokens or recipe == "ddp"
     top = max(float(g.abs().max()) for g in dense.values())
     errors = [
         float((sl.unshard(grads[n]) - g).abs().max()) / max(float(g.abs().max()), 1e-3 * top) for n, g in dense.items()

@@ -53,6 +53,26 @@ def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
         assert gap("megatron1d") < 1e-12
 
 
+@pytest.mark.parametrize("axes", [{"x": 4}, {"data": 2, "x": 2}])
+def test_a_gpt_whose_weights_are_gathered_for_their_products_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("fsdp") < 1e-12
+    with sl.simulate(data=4):
+        assert gap("fsdp", axis="data") < 1e-12
+        assert gap("ddp") < 1e-12
+
+
+def test_fsdp_gathers_each_weight_and_nothing_else() -> None:
+    """Forward a rank receives (p - 1) / p of every matrix."""
+    mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
+    with sl.simulate(x=4):
+        apply, params = sl.parallelize(mlp, sl.recipes.fsdp(mlp), inputs={"input": "x ."})
+        assert all(str(p.sharding) == (". x" if p.ndim == 2 else ".") for p in params.values())
+        with sl.trace() as t, torch.no_grad():
+            apply(params, torch.ones(64, 8, dtype=torch.float64))
+    assert t.bytes == 3 * (2 * 8 * 32 * 8) // 4 and set(t.by_kind()) == {"all_gather"}
+
+
 def _decorated(f: Any) -> Any:
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -191,3 +191,39 @@ def test_an_error_inside_a_module_names_its_parameters_and_a_rule_that_helps() -
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sort(-1).values
+
+
+class Untied(nn.Module):
+    """A table and a classifier of their own, the classifier with a bias."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(vocabulary, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("recipe", MESHES)
+def test_a_vocabulary_that_does_not_divide_is_whole_and_named_or_padded(recipe: str) -> None:
+    module = Untied(17).double()
+    want = F.cross_entropy(module(IDS).view(-1, 17), IDS.view(-1))
+    want.backward()
+    with sl.simulate(**MESHES[recipe]):
+        rules = getattr(sl.recipes, recipe)(module)
+        assert all("pad=True" in rules.left[n] for n in ("table.weight", "head.weight", "head.bias"))
+        for pad in (False, True):
+            apply, params = sl.parallelize(module, [("down.bias", "."), *rules], inputs={"ids": rules.tokens}, pad=pad)
+            for n in ("table.weight", "head.weight", "head.bias"):
+                assert ("padded" in sl.typeof(params[n])) == pad and params[n].shape == module.get_parameter(n).shape
+            if recipe == "cube3d" and not pad:
+                continue  # whole logits lie as tokens do
+            ids = sl.shard(IDS, rules.labels)
+            loss, grads = sl.value_and_grad(
+                lambda p, apply=apply, ids=ids: F.cross_entropy(apply(p, IDS).view(-1, 17), ids.view(-1))
+            )(params)
+            assert abs(float(loss.item() - want.item())) < 1e-12
+            for n, p in module.named_parameters():
+                assert p.grad is not None and (sl.unshard(grads[n]) - p.grad).abs().max() < 1e-12

@@ -84,7 +84,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
 
 def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]) -> ShardedTensor:
     """The arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
-    if q.size_[1] != k.size_[1] and not given.get("enable_gqa"):
+    if q.size_[1] != k.size_[1] and k.size_[1] != 1 and not given.get("enable_gqa"):  # one head is broadcast
         raise ShardError(
             f"{q.size_[1]} heads of queries and {k.size_[1]} of keys",
             op="scaled_dot_product_attention",

@@ -247,23 +247,25 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
             mesh=mesh,
             fix="x @ w.to(x.dtype)",
         )
+    asked = out is not None
     out = out or w.yields
     more = read_again(x)
     held = _NOTHING if x.moved is None else frozenset(made_of(x))
     key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out, held, more)
     cut = _CUTS.get(key) if _CUTS else None
     if cut is not None:
-        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), out, bias)
+        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), cut[2], bias)
     try:
         match = choose("matmul", key, lambda: case(x, w, out, held, more))
     except NoRule:
-        cut = _cut(case(x, w, out))
+        made = case(x, w, out)
+        cut = _cut(made) or (None if asked or made.out is None else _whole_rows(made))
         if cut is None:
             raise
         if len(_CUTS) > 4096:
             _CUTS.clear()
         _CUTS[key] = cut
-        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), out, bias)
+        return product_of(reshard(x, cut[0]), reshard(w, cut[1]), cut[2], bias)
     if WATCHED.by is not None:
         WATCHED.by.chose(match)
     out, deferred = match.out, x.deferred
@@ -294,10 +296,18 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 _NOWHERE: tuple[Axes, Axes] = ((), ())
 _NOTHING: frozenset[Any] = frozenset()
 
-_CUTS: dict[Any, tuple[Layout, Layout]] = {}
+_CUTS: dict[Any, tuple[Layout, Layout, Layout | None]] = {}
 
 
-def _cut(case: MatmulCase) -> tuple[Layout, Layout] | None:
+def _whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
+    """Where rows that a weight's rule takes to be split are whole, as those of another weight: they stay so."""
+    if case.out is None or any(d.is_split for d in case.x.dims[:-1]):
+        return None
+    out = Layout((*case.x.dims[:-1], case.out.dims[-1]))
+    return (case.x, case.w, out) if fitting("matmul", replace(case, out=out)) is not None else None
+
+
+def _cut(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
     """Layouts of X and W that an algorithm fits and that cut what each rank holds whole, so that nothing moves.
 
     As a row-parallel layer does to an input that is not split.  The cut value's gradient is gathered in turn, and
@@ -309,7 +319,7 @@ def _cut(case: MatmulCase) -> tuple[Layout, Layout] | None:
         if match is not None:
             back = (x >> case.x).bytes(case.x_shape, mesh) + (w >> case.w).bytes(case.w_shape, mesh)
             found.append((match.cost.bytes + back * case.itemsize, len(found), x, w))
-    return min(found)[2:] if found else None
+    return (*min(found)[2:], case.out) if found else None
 
 
 def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
