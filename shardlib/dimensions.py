@@ -40,6 +40,7 @@ class Read:
     outputs: tuple[int, ...]
     rows: Row = field(default_factory=list)
     groups: int = 1
+    given: bool = False
 
 
 @dataclass
@@ -47,12 +48,14 @@ class Dimensions:
     """What one run showed.
 
     ``params``   parameter name -> per dimension its row of atoms.     ``reads``  their uses, in order.
-    ``sources``  features of the module's inputs.     ``unknown``  operators that nothing was learnt from.
+    ``sources``  features of the module's inputs.     ``numbers``  dimensions of those that are whole numbers.
+    ``unknown``  operators that nothing was learnt from.
     """
 
     params: dict[str, list[Row]]
     reads: list[Read] = field(default_factory=list)
     sources: list[Row] = field(default_factory=list)
+    numbers: list[Row] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -508,6 +511,8 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out, [*self.of(ids), rows[1]])
         if id(table) in self.origin:
             self.read("lookup", table, (0,), (1,), [])
+            mine = {id(a) for row in self.of(ids) for a in leaves(row)}
+            self.found.reads[-1].given = any(id(a) in mine for row in self.found.numbers for a in leaves(row))
 
     def _index(self, args: Any, kwargs: Any, out: Tensor) -> None:
         x, index = args[0], list(args[1])
@@ -648,6 +653,8 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
     for x in _tensors(given):
         if x.is_floating_point() and x.ndim > 1:
             found.sources.append(watch.of(x)[-1])
+        elif not x.is_floating_point() and not x.is_complex():
+            found.numbers += watch.of(x)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -287,10 +287,11 @@ def _bare(a: Atom) -> bool:
 
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
-    """Tables of a vocabulary: tied to a matrix, or the first one looked up."""
+    """Tables of a vocabulary: tied to a matrix, or the first one looked up by numbers from outside."""
     looked = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup"))
+    given = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup" and r.given))
     tied = {r.name for r in dims.reads if r.kind == "product"}
-    return {n for n in looked if n in tied} or set(looked[:1])
+    return {n for n in looked if n in tied} or set((given or (looked if dims.numbers else []))[:1])
 
 
 def _axes(found: _Found, row: Row, way: Way) -> tuple[str, ...]:

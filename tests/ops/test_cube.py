@@ -282,3 +282,21 @@ def test_the_next_weight_travels_during_a_product() -> None:
 def test_so_it_does_on_real_processes(pool: Any) -> None:
     for answer in pool.run(_steps, {"x": 4}, ". x", x=4):
         _as_announced(*answer)
+
+
+def test_rows_that_a_weights_rule_takes_to_be_split_stay_whole_where_they_are() -> None:
+    """A weight made of two others, as adapters that look at their own size do."""
+    a, b = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    module = torch.nn.Linear(8, 4, bias=False).double()
+    with sl.simulate(x=2, y=2, z=2):
+        apply, params = sl.parallelize(module, [("weight", ". z", "(x y) ... .")])
+        x = sl.shard(a, ". z").requires_grad_()
+        with sl.trace() as t:
+            y = apply(params, x)
+        assert str(sl.layout_of(y)) == ". ." and set(t.by_kind()) == {"psum"}
+        assert (sl.unshard(y) - a @ module.weight.T).abs().max() < 1e-12
+        (y * y).sum().backward()
+        assert x.grad is not None
+        assert (sl.unshard(x.grad) - 2 * (a @ module.weight.T) @ module.weight).abs().max() < 1e-12
+        rows = sl.shard(b.T.contiguous(), "(x y) z")
+        assert str(sl.layout_of(apply(params, rows))) == "(x y) ."

@@ -104,6 +104,19 @@ def test_torch_s_function_goes_round_the_ring(kwargs: dict[str, Any]) -> None:
         assert gap(sl.unshard(got), want) < 1e-12
 
 
+def test_one_head_of_keys_is_broadcast_round_the_ring_as_torch_does() -> None:
+    one, two = K[:, :1].clone().requires_grad_(), V[:, :1].clone().requires_grad_()
+    want = F.scaled_dot_product_attention(Q, one, two, is_causal=True)
+    wanted = torch.autograd.grad(want.square().sum(), (one, two))
+    with sl.simulate(s=4), sl.trace() as t:
+        q, k, v = (sl.shard(x.detach(), Ring("s", 2, "zigzag")).requires_grad_() for x in (Q, one, two))
+        got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert t.by_kind().keys() == {"ppermute"}
+        assert gap(sl.unshard(got), want.detach()) < 1e-12
+        found = torch.autograd.grad(got.square().sum(), (k, v))
+        assert max(gap(sl.unshard(g), w) for g, w in zip(found, wanted, strict=True)) < 1e-12
+
+
 def test_the_plan_follows_mask_and_sizes() -> None:
     def chosen(mask: sl.Mask, order: str = "contiguous", s: int = 8, n: int = 65536, g: int = 8) -> str:
         with sl.record(s=s):
