@@ -284,7 +284,8 @@ def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(func, args, kwargs, None)
     index, source = _everywhere(index, x), lift(source, x.mesh, "index_copy_")
     dims = x.sharding.resolve(x.ndim).dims
-    cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial or x.raw.requires_grad
+    cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial
+    cut = cut or x.raw.requires_grad or source.raw.requires_grad
     if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.size_), x.mesh):
         return on_whole(func, args, kwargs, None)
     blocks, mine, ids = x.raw, reshard(source, x.sharding).raw, index.raw

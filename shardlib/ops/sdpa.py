@@ -105,6 +105,8 @@ def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTenso
     mine, theirs = q.sharding.resolve(ndim).dims, t.sharding.resolve(len(t.size_)).dims
     if len(theirs) != ndim or ndim < 3 or theirs[-3].is_split or not mine[-3].is_split or t.sharding.partial:
         return t
+    if set(mine[-3].axes) & set(t.sharding.axes):
+        return t  # refused, or gathered, as split otherwise than the queries
     if q.size_[-3] != t.size_[-3]:
         if not grouped:
             return t
