@@ -7,7 +7,7 @@ import pytest
 import shardlib as sl
 from tests.fuzz_calls import check, dense, draw, judge, ours
 
-SAMPLE = 400
+SAMPLE = 300
 REAL = 150
 
 

@@ -138,7 +138,9 @@ _ELEMENTWISE = """
     logical_xor logical_not isnan isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
     float double half bfloat16 long int bool to type type_as zeros_like ones_like full_like empty_like clone
     contiguous detach nan_to_num logaddexp
-    add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_ masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_
+    fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_ masked_fill_ pow_ addcmul_
+    addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_ atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_
+    clamp_max_ eq_ ne_ lt_ le_ gt_ ge_
 """
 _DUNDERS = """
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
@@ -177,13 +179,16 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     """The function for one rank after the other."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-    mesh, found = _mesh_of(given), []
+    mesh, found, writes = _mesh_of(given), [], func.__name__ in _IN_PLACE
     a: Any
     k: Any
     for rank in range(mesh.size):
         a, k = optree.tree_unflatten(tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves])
+        if writes:  # one storage has one version: what one rank writes is what another saved
+            a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
-    if func.__name__ in _IN_PLACE:
+    if writes:
+        args[0].ranks.copy_(torch.stack(found))
         return args[0]
     return Stacked(torch.stack(found), mesh)
 

@@ -186,6 +186,9 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
         if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [len(t) for t in line.split("->")[0].split(",")]:
             raise TypeError("dimensions")
+        exact = a.dtype.is_floating_point or a.dtype.is_complex
+        if not exact and not (type(beta) is type(alpha) is int):
+            raise TypeError("torch rounds such factors of integers")
         out = torch.matmul(a, b) if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m") else contract(line, a, b)
         out = out if alpha == 1 else out * alpha
         if beta == 0:

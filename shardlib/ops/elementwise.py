@@ -19,6 +19,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.registry import implicit_budget
+from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import (
     ShardedTensor,
@@ -74,6 +75,8 @@ _ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
 def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with its operands by position; the function itself reads the other arguments."""
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
+    if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
+        raise TypeError("Python's operators know no other names")
     rest = {n if n in names else _ALIASES.get(n, n): v for n, v in kwargs.items()}
     if len(rest) < len(kwargs):
         raise TypeError("one argument came under two names")
@@ -117,7 +120,12 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
     x, *rest = args
     if not isinstance(x, ShardedTensor):  # a plain tensor, made as a sharded one is
         return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
-    out = func(x.raw, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
+    rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
+    if x.mesh.kind == "stacked" and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
+        leaves, tree = flat((x.raw, *rest), kwargs)  # of a block: all of them have one more dimension
+        out = each(func, x.mesh, leaves, [0], tree)
+    else:
+        out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
         return out  # the name of its type
     if x.sharding.partial and x.is_floating_point() and not (out.is_floating_point() or out.is_complex()):
@@ -397,7 +405,8 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         v = reshard(v, want)
     if not v.deferred <= x.deferred:
         v = settle(v)
-    over = {*x.sharding.axes, *x.deferred}.difference(v.sharding.axes, v.deferred)
+    meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
+    over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
     return _met(v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.size_)
 
 

@@ -30,8 +30,8 @@ def _at_positions(b: Bound) -> Labels:
     """Operands of one rank; a row has the same size in all of them (torch allows smaller indices)."""
     x, dim = b["input"], _dim(b)
     found = slots(b)
-    if any(s.ndim != x.ndim for s in found):
-        raise Unfit("dimensions")
+    if any(s.ndim != x.ndim for s in found) or b.get("sparse_grad"):
+        raise Unfit("dimensions, or a sparse gradient")
     alike = [d for d in range(x.ndim) if d != dim and all(s.shape[d] == x.shape[d] for s in found)]
     return {s.at: tuple(d if d in alike else None for d in range(s.ndim)) for s in found}
 
@@ -306,7 +306,9 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
     values = [lift(v, mesh, "index_add") for v in (x, index, source)]
     x, index, source = values
-    dim = dim % x.ndim
+    dim = dim % max(1, x.ndim)
+    if not x.ndim:
+        return on_whole(func, args, kwargs, None)
     token = x.sharding.resolve(x.ndim).dims[dim]
     plain = all(type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values)
     if not plain or mesh.kind == "record" or index.ndim != 1 or source.ndim != x.ndim:

@@ -35,9 +35,7 @@ declare(
     linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
     linalg.matrix_exp(A)
     linalg.matrix_power(A, n)
-    linalg.matrix_rank(A, tol=None, hermitian=False, *, atol=None, rtol=None)
     trace(input)
-    linalg.pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None)
     linalg.cond(A, p=None)
     linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
     linalg.lstsq(A, B, rcond=None, *, driver=None)
@@ -59,6 +57,21 @@ declare(
     cdist(x1, x2, p=2.0, compute_mode=None)
     """,
     last(2),
+)
+
+
+def _toleranced(b: Bound) -> Labels:
+    """Tolerances that are tensors have the dimensions of the batch: one for each matrix."""
+    a, *tolerances = slots(b)
+    return last(2)({"A": a}) | {s.at: tuple(d - s.ndim - 2 for d in range(s.ndim)) for s in tolerances}
+
+
+declare(
+    """
+    linalg.matrix_rank(A, tol=None, hermitian=False, *, atol=None, rtol=None)
+    linalg.pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None)
+    """,
+    _toleranced,
 )
 
 

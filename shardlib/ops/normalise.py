@@ -52,6 +52,8 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Statistics over the whole batch, whoever holds it; the running ones are updated as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
+    if x.ndim < 2 or not x.numel():
+        raise TypeError("no batch of channels")
     for t in (w, b, mean, var):
         if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
             raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",

@@ -189,11 +189,20 @@ _NORM = binder("""
 """)
 
 
+def _asked(x: Any, dtype: torch.dtype | None) -> Any:
+    """In a dtype that holds every value of x's, and is complex if that is."""
+    if dtype is None or dtype == x.dtype:
+        return x
+    if dtype.is_complex != x.dtype.is_complex or torch.promote_types(x.dtype, dtype) != dtype:
+        raise TypeError("torch narrows no dtype here")
+    return x.to(dtype)
+
+
 @implements(torch.linalg.vector_norm)
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
-    x = x if dtype is None else x.to(dtype)
+    x = _asked(x, dtype)
     if abs(ord_) == math.inf and 0 not in x.size_ and (x.dtype.is_floating_point or x.dtype.is_complex):
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
     if ord_ == 0 or 0 in x.size_ or not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -270,6 +279,8 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
 def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Around the global mean, in two passes."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
+    if _VAR(*args, **kwargs).get("dim") in ([], ()):
+        raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
     unbiased = more.get("correction", more.get("unbiased", True))
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point:
@@ -342,6 +353,8 @@ def _with_mean(of: Any) -> Any:
     def body(
         input: Tensor, dim: Any = None, keepdim: bool = False, correction: Any = None, unbiased: Any = True
     ) -> Any:
+        if dim in ([], ()):
+            raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
         correction = int(unbiased is not False) if correction is None else correction
         return of(input, dim, correction=correction, keepdim=keepdim), input.mean(dim, keepdim)
 
@@ -359,7 +372,7 @@ spelled(_MEAN_TOO.replace("var_mean", "std_mean"), _with_mean(torch.std))
 
 def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     """Frobenius: a vector's.  Of the largest row or column sum: sums, then an extreme."""
-    A = A if dtype is None else A.to(dtype)
+    A = _asked(A, dtype)
     rows_, cols = (d % A.ndim for d in dim)
     if ord == "fro":
         return torch.linalg.vector_norm(A, 2, (rows_, cols), keepdim)

@@ -28,6 +28,12 @@ def _dstack(tensors: Any) -> Tensor:
     return torch.cat([t.unsqueeze(-1) if t.ndim == 2 else t for t in tensors], 2)
 
 
+def _flipud(input: Tensor) -> Tensor:
+    if not input.ndim:
+        raise TypeError("one dimension is needed")
+    return input.flip(0)
+
+
 def _column_stack(tensors: Any) -> Tensor:
     return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
@@ -38,7 +44,7 @@ spelled("dstack(tensors)", _dstack)
 spelled("column_stack(tensors)", _column_stack)
 spelled("ravel(input)", lambda input: input.reshape(-1))
 spelled("fliplr(input)", lambda input: input.flip(1))
-spelled("flipud(input)", lambda input: input.flip(0))
+spelled("flipud(input)", _flipud)
 spelled("dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p))
 spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
 spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum())

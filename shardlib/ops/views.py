@@ -492,6 +492,8 @@ _UNBIND = binder("unbind(input, dim: int = 0)")
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.size_), "unbind")
+    if x.size_ and not x.size_[dim]:
+        return ()
     return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
 
 

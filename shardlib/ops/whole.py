@@ -168,7 +168,11 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
             fix="torch.rand_like(x)",
         )
-    if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
+    if (
+        kwargs.get("sparse")
+        or kwargs.get("sparse_grad")
+        or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]])
+    ):
         raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")
     if name in _RESHAPING:
         line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
@@ -186,7 +190,12 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     wholes = [v if type(v) is not PaddedTensor and is_whole(v) else None for v in values]
     bytes_ = {i: _bytes(v) for i, v, w in zip(at, values, wholes, strict=True) if w is None}
     apart = _APART.get(func)
-    if apart is not None and isinstance(values[0], ShardedTensor) and any(bytes_.values()):
+    if (
+        apart is not None
+        and not (name in _UNDERIVED and torch.is_grad_enabled() and values[0].requires_grad)
+        and isinstance(values[0], ShardedTensor)
+        and any(bytes_.values())
+    ):
         try:
             old = values[0].clone() if torch.is_grad_enabled() else values[0]  # what backward reads is not overwritten
             return _stored(values[0], apart(old, *args[1:], **kwargs), name)
@@ -201,7 +210,9 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     deferred = frozenset().union(*(v.deferred for v in moved))
     per_rank = mesh.kind == "stacked" and bool(deferred)
     raws: list[Any] = []
-    targets = written(func, args, kwargs)
+    stats = _statistics(name, args, kwargs)
+    quiet = [isinstance(leaves[i], Tensor) and any(leaves[i] is t for t in stats) for i in at]
+    targets = [*written(func, args, kwargs), *stats]
     for i, v, w in zip(at, moved, wholes, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
         if mesh.kind == "stacked" and not per_rank:
@@ -213,7 +224,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     for i, raw in zip(at, raws, strict=True):
         given[i] = raw
     if per_rank:
-        return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred)
+        return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred, quiet)
     before = [(r._version, r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = run(func, mesh, a, k)
@@ -222,8 +233,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         for i, raw in zip(at, blocks, strict=True):
             given[i] = raw
         return replied(each(func, mesh, given, at, tree), blocks, values, mesh, deferred, True)
-    for v, m, raw, old in zip(values, moved, raws, before, strict=True):
-        if raw._version != old[0]:  # written to, in place or as out=
+    for v, m, raw, old, unsaid in zip(values, moved, raws, before, quiet, strict=True):
+        if unsaid or raw._version != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
                 _write(v, m, raw, name, mesh.kind != "stacked")
     return replied(out, raws, values, mesh, deferred, per_rank)
@@ -278,9 +289,13 @@ _APART = {
 """In-place method -> the method that gives a new tensor, which may have a rule where the other has none."""
 
 
+_UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split())
+"""In-place methods that torch gives no gradient, though it gives the others one."""
+
+
 def _per_rank(
     func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor], values: Any, moved: Any,
-    mesh: Mesh, deferred: Any,
+    mesh: Mesh, deferred: Any, quiet: list[bool],
 ) -> Any:  # fmt: skip
     """Simulated ranks whose gradients differ: one after the other, each on copies, so that what one writes
     in place is not what another saved."""
@@ -296,8 +311,8 @@ def _per_rank(
     for i, mine in zip(at, copies, strict=True):
         leaves[i] = mine
     out = each(one, mesh, leaves, at, tree)
-    for v, m, mine, old in zip(values, moved, copies, before, strict=True):
-        if [c._version for c in mine] != old:
+    for v, m, mine, old, unsaid in zip(values, moved, copies, before, quiet, strict=True):
+        if unsaid or [c._version for c in mine] != old:
             _write(v, m, torch.stack(mine), name, True)
     out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
     return replied(out, raws, values, mesh, deferred, True)
@@ -322,6 +337,17 @@ class _Same:
 
 
 _SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.embedding_bag and F.embedding
+
+_STATISTICS = {"native_batch_norm": 3, "batch_norm": 3, "batch_norm_update_stats": 1}
+"""Position of the running statistics of functions that write to them and do not count it as a change."""
+
+
+def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
+    at = _STATISTICS.get(name)
+    if at is None:
+        return []
+    return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+
 
 _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())  # bodies that draw plain tensors, each rank its own
 
@@ -349,7 +375,8 @@ def _bytes(x: ShardedTensor) -> float:
 
 def _gathered(x: ShardedTensor) -> ShardedTensor:
     if isinstance(x, PaddedTensor):
-        return reshard(x.inner, "...")[tuple(slice(n) for n in x.true)]
+        whole = reshard(x.inner, "...")[tuple(slice(n) for n in x.true)]
+        return whole.like(whole.raw.contiguous())
     whole = reshard(x, "...")
     return whole if whole is x or whole.raw.is_contiguous() else whole.like(whole.raw.contiguous())
 
