@@ -441,12 +441,13 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
             found = _pieces(x, dim, sizes)
             if found is not None:
                 return found
+            fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(token.axes[0]) == 0
             raise ImplicitCommunication(
                 f"pieces of {sizes} along dimension {dim} cut through blocks split {token}",
                 op=func.__name__,
                 operands={"tensor": typeof(x)},
                 mesh=x.mesh,
-                fix=f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})')!r})",
+                fix=f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})",
             )
         rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
         piece = Dim(rest_parts)

@@ -168,11 +168,9 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
             fix="torch.rand_like(x)",
         )
-    if (
-        kwargs.get("sparse")
-        or kwargs.get("sparse_grad")
-        or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]])
-    ):
+    if kwargs.get("sparse_grad"):
+        raise Unsupported("sparse gradients", op=name, fix="x.gather(0, index)")
+    if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
         raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")
     if name in _RESHAPING:
         line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
