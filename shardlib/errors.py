@@ -7,6 +7,7 @@ operands, on which mesh, at which line of the user's code, and one line that fix
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "AxisReused",
@@ -102,6 +103,9 @@ class LayoutSyntax(ShardError):
 class NoRule(ShardError):
     """No registered algorithm fits the operation's layouts."""
 
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message, **fields | _stepping())
+
 
 class ImplicitCommunication(NoRule):
     """The operation could only run by moving data that nobody asked to move."""
@@ -143,6 +147,14 @@ class OutOfRange(BadArgument, IndexError):
 
 class UnexpectedComm(ShardError, AssertionError):
     """Another communication ran than a test expected."""
+
+
+def _stepping() -> dict[str, str]:
+    """The fix of what an optimizer of torch asks for: its code is not the user's to change."""
+    frame = sys._getframe(2)
+    while frame is not None and "/torch/optim/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return {"fix": "with sl.implicit(): optimizer.step(closure)"} if frame is not None else {}
 
 
 def mesh_text(mesh: object) -> str:

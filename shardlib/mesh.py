@@ -175,7 +175,7 @@ def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.make_mesh(x=2, y=2)")
+        raise MeshError(f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.use_mesh(sl.simulate(x=2, y=2))")
     found = _VIEWS.get(mesh)  # DeviceMeshes are equal by their ranks, also across a restart of the group
     if found is None or (found.device_mesh is not mesh and found.world() is not dist.group.WORLD):
         names = mesh.mesh_dim_names
@@ -213,18 +213,25 @@ class _Played(Mesh):
         _SCOPE.mesh = _SCOPE.entered.pop()
 
 
+_FIRST = {"launch": "fn, "}
+"""What a call takes before its axes."""
+
+
 def _sizes(op: str, axes: Mapping[str, int]) -> dict[str, int]:
     bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s < 1}
     if bad or not axes:
         raise MeshError(
-            f"axis sizes must be positive integers, got {bad or 'no axis at all'}", op=op, fix=f"sl.{op}(x=2, y=2)"
+            f"axis sizes must be positive integers, got {bad or 'no axis at all'}",
+            op=op,
+            fix=f"sl.{op}({_FIRST.get(op, '')}x=2, y=2)",
         )
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
     if named:  # a layout could not name it
         raise MeshError(
             f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores do",
             op=op,
-            fix=f"sl.{op}({', '.join(f'{n}={s}' for n, s in zip('xyzuvw', axes.values(), strict=False))})",
+            fix=f"sl.{op}({_FIRST.get(op, '')}"
+            f"{', '.join(f'{n}={s}' for n, s in zip('xyzuvw', axes.values(), strict=False))})",
         )
     return dict(axes)
 
@@ -385,7 +392,10 @@ def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: flo
 def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Say so here where a new process could not find the function."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    fix = f"from my_module import {name.split('.')[-1].strip('<>')}  # a function that a module of its own defines"
+    last = name.split(".")[-1]
+    fix = (
+        f"from my_module import {last if last.isidentifier() else 'fn'}  # a function that a module of its own defines"
+    )
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ShardError(f"{name} was defined at a prompt, where new processes cannot find it", op="launch", fix=fix)
     try:

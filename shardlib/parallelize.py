@@ -181,8 +181,10 @@ class Apply:
             raise UnknownParameter(
                 f"parameters are missing: {', '.join(missing)}",
                 op="apply",
+                operands={"params": ", ".join(params), "module": type(self.module).__name__},
                 mesh=self.mesh,
-                fix="apply(params, ...) with every key that parallelize returned",
+                fix=f"params[{missing[0]!r}] = sl.shard(module.get_parameter({missing[0]!r}), "
+                f"{str(self.layouts[missing[0]])!r})",
             )
 
 
@@ -313,7 +315,7 @@ def match_rules(
             continue
         used[hits[0]] = True
         _, layout, *out = rules[hits[0]]
-        with _naming(name):
+        with _naming(name, rules, named):
             layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
         if out:
             yields[name] = logical(str(out[0]), axes or {})
@@ -397,7 +399,7 @@ def parallelize(
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str, rules: Rules, named: Mapping[str, Tensor]) -> Iterator[None]:
     """A layout that does not fit a parameter is refused by the parameter's name, with the rule to write."""
     try:
         yield
@@ -407,8 +409,17 @@ def _naming(name: str) -> Iterator[None]:
             op="parallelize",
             operands=e.operands,
             mesh=e.mesh,
-            fix=f"sl.parallelize(module, [({name!r}, '...'), *rules])",
+            fix=f"sl.parallelize(module, [({name!r}, '...'), {_rest(name, rules, named)}])",
         ) from None
+
+
+def _rest(name: str, rules: Rules, named: Mapping[str, Tensor]) -> str:
+    """The rules behind one for this parameter alone: without the one that then matches nothing more."""
+    first = {n: next((p for p, *_ in rules if matches(p, n, v)), None) for n, v in named.items()}
+    taken = first[name]
+    if taken is None or any(p == taken for n, p in first.items() if n != name):
+        return "*rules"
+    return f"*(r for r in rules if r[0] != {_pattern_text(taken)})"
 
 
 def placed(
@@ -430,7 +441,7 @@ def placed(
     _check_inputs(module, inputs or {})
     params = {}
     for n, p in named.items():
-        with _naming(n):
+        with _naming(n, rules, named):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
     given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, given, mesh, yields), params

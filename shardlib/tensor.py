@@ -678,14 +678,14 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
             raise ShardError(
                 "operands live on different meshes",
                 op=op,
-                operands={"one mesh": str(mesh), "the other": f"{x.mesh} of {typeof(x)}"},
-                fix="sl.shard(sl.unshard(x), layout, mesh=mesh)",
+                operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
+                fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
             )
     elif PROMOTING.depth == 0 and x.ndim > 0:
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
-            operands={"plain": typeof(x)},
+            operands={"t": typeof(x)},
             mesh=mesh,
             fix='sl.shard(t, "...")',
         )
@@ -779,12 +779,9 @@ def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str =
     return NoRule(
         f"no rule for {name}" + (f": {why}" if why else ""),
         op=name,
-        operands={f"operand {i}": typeof(x) for i, x in enumerate(found)},
+        operands={"xyzuvw"[i % 6]: typeof(x) for i, x in enumerate(found)},
         mesh=found[0].mesh if found else None,
-        fix=f"sl.shard_map({name}, in_layouts=({', '.join(repr(str(x.sharding)) for x in found)},), "
-        f"out_layouts={str(found[0].sharding)!r})(x)"
-        if found
-        else "",
+        fix="sl.unshard(x)" if found else "",
     )
 
 
@@ -981,7 +978,7 @@ def _hooked(like: ShardedTensor, found: Any) -> Tensor:
         raise ShardError(
             "a hook's gradient lies otherwise than the one it was given",
             op="register_hook",
-            operands={"given": typeof(want), "returned": typeof(found)},
+            operands={"given": typeof(want), "grad": typeof(found)},
             mesh=like.mesh,
             fix=f"return sl.reshard(grad, {str(want.sharding)!r})",
         )

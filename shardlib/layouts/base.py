@@ -436,7 +436,9 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
                 op=op,
                 operands={"tensor": list(shape), "layout": str(layout)},
                 mesh=sizes,
-                fix=f"sl.shard(x, {str(layout)!r}, pad=True)",
+                fix=f"sl.shard(x, {' '.join(map(str, (*me.dims[:d], WHOLE, *me.dims[d + 1 :])))!r})"
+                if length is not None
+                else f"sl.shard({'sl.unshard(x)' if op == 'reshard' else 'x'}, {str(layout)!r}, pad=True)",
             )
     if me.skew:
         skewed(me.dims, me.skew, sizes, dict.fromkeys(sizes, 0))

@@ -321,9 +321,9 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
 
 def _refused(op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh) -> ImplicitCommunication:
     return ImplicitCommunication(
-        f"operand {i} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
+        f"{'xyzuvw'[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
         op=op,
-        operands={f"operand {j}": f"{list(z)} {y}" for j, (y, z) in enumerate(key)} | {"result": str(plan.out)},
+        operands={f"{'xyzuvw'[j % 6]} {list(z)}": str(y) for j, (y, z) in enumerate(key)} | {"result": str(plan.out)},
         mesh=mesh,
         fix=f"sl.reshard({'xyzuvw'[i]}, {str(plan.targets[i])!r})",
     )
@@ -398,7 +398,7 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
                 f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} bytes per rank would "
                 "move unasked",
                 op=op,
-                operands={"tensor": typeof(x), "operand": typeof(v)},
+                operands={"x": typeof(x), "y": typeof(v)},
                 mesh=x.mesh,
                 fix=f"x.{op}(sl.reshard(y, {str(want)!r}))",
             )

@@ -136,12 +136,15 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     given = EMBEDDING(*args, **kwargs)
     ids, table = given["input"], given["weight"]
     if not isinstance(table, PaddedTensor) or table.true[1] != table.size_[1] or isinstance(ids, PaddedTensor):
+        mesh = getattr(table, "mesh", None)
+        axis = "x" if mesh is None else mesh.names[0]
+        whole = ["sl.shard(sl.unshard(ids), '...')" if isinstance(ids, PaddedTensor) else "ids", "sl.unshard(table)"]
         raise Unsupported(
             "only the vocabulary of an embedding may be padded",
             op="embedding",
             operands={"ids": typeof(ids), "table": typeof(table)},
-            mesh=getattr(table, "mesh", None),
-            fix="F.embedding(ids, sl.shard(table, 'x .', pad=True))",
+            mesh=mesh,
+            fix=f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))",
         )
     return embedding(func, (), given | {"weight": table.inner}, vocabulary=table.true[0])
 

@@ -690,19 +690,25 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise NoRule(
             "the pieces lie differently",
             op=func.__name__,
-            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            operands={"xyzuvw"[i % 6]: typeof(v) for i, v in enumerate(values)},
             mesh=mesh,
-            fix=f"sl.reshard(x, {str(first.sharding)!r})",
+            fix=_joined(values, "...", dim),
         )
     if first.sharding.resolve(len(first.size_)).dims[dim].is_split:
         raise ImplicitCommunication(
             f"joining along dimension {dim} would move blocks",
             op=func.__name__,
-            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            operands={"xyzuvw"[i % 6]: typeof(v) for i, v in enumerate(values)},
             mesh=mesh,
-            fix=f"sl.reshard(x, {_with(first, dim, '.')!r})",
+            fix=_joined(values, _with(first, dim, "."), dim),
         )
     raw = local_call(torch.cat, mesh, ([v.raw for v in values], dim - len(first.size_)), {})
     size = list(first.size_)
     size[dim] = sum(v.size_[dim] for v in values)
     return ShardedTensor(raw, first.sharding, torch.Size(size), mesh)
+
+
+def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:
+    """The line that joins the pieces laid out alike; of many it names the first six, as the error does."""
+    pieces = ", ".join("xyzuvw"[: len(values)])
+    return f"torch.cat([sl.reshard(t, {where!r}) for t in ({pieces})], {dim})"

@@ -425,7 +425,7 @@ def _refused(
     func: Any, name: str, leaves: list[Any], tree: Any, values: list[Any], at: list[int], bytes_: dict[int, float],
     refusal: Any,
 ) -> ShardError:  # fmt: skip
-    if isinstance(refusal, ShardError) and refusal.fix and "shard_map" not in refusal.fix:
+    if isinstance(refusal, ShardError) and refusal.fix not in ("", "sl.unshard(x)"):
         return refusal
     whole = {i: "..." for i in bytes_}
     return ImplicitCommunication(

@@ -135,7 +135,7 @@ def _same_tree(first: Any, others: Sequence[Any]) -> None:
             raise ShardError(
                 f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}",
                 op="update",
-                fix="tx.update({k: grads[k] for k in params}, state, params)",
+                fix="tx.update({k: grads.get(k) for k in params}, state, params)",
             )
 
 

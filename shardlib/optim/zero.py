@@ -130,12 +130,13 @@ def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[
             )
         ways = p.mesh.axis_size(axis)
         if axis in p.sharding.axes:
+            whole = tuple(Dim() if axis in d.axes else d for d in p.sharding.resolve(len(p.size_)).dims)
             raise ShardError(
                 f"a parameter is split over {axis!r} already, which zero is to split",
                 op="zero",
-                operands={"parameter": typeof(p)},
+                operands={"x": typeof(p)},
                 mesh=p.mesh,
-                fix=f"sl.reshard(params, {str(Layout(tuple(d for d in p.sharding.dims if axis not in d.axes)))!r})",
+                fix=f"sl.reshard(x, {str(Layout(whole))!r})",
             )
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes)
         shape = p.sharding.local_shape(tuple(p.size_), p.mesh)
