@@ -149,7 +149,7 @@ class UnexpectedComm(ShardError, AssertionError):
     """Another communication ran than a test expected."""
 
 
-def _stepping() -> dict[str, str]:
+def _stepping() -> dict[str, Any]:
     """The fix of what an optimizer of torch asks for: its code is not the user's to change."""
     frame = sys._getframe(2)
     while frame is not None and "/torch/optim/" not in frame.f_code.co_filename:

@@ -92,8 +92,9 @@ class _Whole(_Form):
         if g.shape != self.shape:
             raise ShardError(
                 f"backward returned a gradient of shape {list(g.shape)} for an input of shape {list(self.shape)}",
-                op=op, operands={"input": typeof(self.like), "gradient": typeof(g)}, mesh=self.mesh,
-                fix=f"return grad.sum_to_size{tuple(self.shape)}",
+                op=op, operands={"input": typeof(self.like), "grad": typeof(g)}, mesh=self.mesh,
+                fix=f"return grad.{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
+                f"{tuple(self.shape)}",
             )  # fmt: skip
         return reshard(g, want.sharding).raw  # type: ignore[no-any-return]
 

@@ -81,7 +81,7 @@ def init(
             f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights writes there",
             op="init",
             mesh=mesh,
-            fix=f"sl.init(module, rules, fill={{{missing[0]!r}: torch.nn.init.zeros_}})",
+            fix=f"sl.init(module, rules, fill={{{', '.join(f'{n!r}: torch.nn.init.zeros_' for n in missing)}}})",
         )
     return apply, params
 

@@ -188,6 +188,7 @@ class ShardedTensor(torch.Tensor):
         raise NoRule(
             f"{func} reached a ShardedTensor below its rules (torch.func transforms and C++ code do that)",
             op=str(func),
+            operands={"x": next(typeof(v) for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor))},
             fix="sl.unshard(x)",
         )
 

@@ -7,6 +7,7 @@ that is an operator again must be the dense value of that line.
 
 import ast
 import builtins
+import inspect
 import math
 import re
 import types
@@ -55,11 +56,26 @@ CALLER: dict[str, str] = {
     "ids": "the token ids of a batch",
     "layout": "the layout that was asked for",
     "fn": "the function to run on every rank",
+    "f": "the function that failed",
+    "grad": "what a hook or a backward returns",
+    "result": "what a function inside shard_map returns",
+    "value": "what the user has in mind for a buffer",
+    "condition": "the condition of a branch",
+    "data": "the data set",
+    "batch_size": "the size of its batches",
+    "recipe": "the recipe that was called",
+    "pending": "a transfer under way",
+    "apply": "what parallelize returned",
+    "device": "the device of a mesh",
+    "shape": "its sizes",
+    "inputs": "what the function is applied to",
 }
 """What a fix may call by the name under which the documentation introduces it, though the error printed no such
 operand.  Where the frames hold one it is bound and the fix is run; else its names and functions are checked."""
 
 ADVICE: dict[str, str] = {
+    "sl.make_mesh(": "it needs as many processes as it names; tests/test_mesh.py runs it in such worlds",
+    "sl.explain(apply, ": "the function, its parameters and inputs are the caller's",
     "from my_module import": "the module is a file that the user is to write",
     "sl.to_dtensor(x, normalize=True)": "a layout was asked for its placements, with no tensor at hand",
 }
@@ -137,7 +153,7 @@ def seen(e: sl.ShardError) -> None:
     _KEYS.add(key)
     scope: dict[str, Any] = {}
     missing: list[str] = []
-    frames = [dict(f.f_locals) for f in _frames(e)]
+    frames = [_locals(f) for f in _frames(e)]
     if not fault(e.fix):
         for name in sorted(names(e.fix)):
             if name in IMPORTED:
@@ -156,6 +172,15 @@ def _frames(e: BaseException) -> list[types.FrameType]:
         found.append(tb.tb_frame)
         tb = tb.tb_next
     return found[::-1]
+
+
+def _locals(frame: types.FrameType) -> dict[str, Any]:
+    """The names of a frame; a function's frame keeps the dict that it gives, and would keep what is in it alive."""
+    given = frame.f_locals
+    found = dict(given)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(given) is dict:
+        given.clear()
+    return found
 
 
 def _value(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> tuple[Any] | None:
@@ -225,10 +250,15 @@ def run() -> list[str]:
     return wrong
 
 
+def _constants(fix: str) -> list[ast.Constant]:
+    """An Ellipsis among them stands for what the user wrote there."""
+    return [n for n in ast.walk(ast.parse(fix)) if isinstance(n, ast.Constant)]
+
+
 def _run(s: _Seen) -> str:
-    if s.fix.startswith(tuple(ADVICE)):
+    if s.fix.startswith(tuple(ADVICE)) or any(n.value is ... for n in _constants(s.fix)):
         return ""
-    if unknown := [n for n in s.missing if n not in CALLER]:
+    if unknown := [n for n in s.missing if n not in CALLER and n not in s.op.split(".")]:
         return f"the fix names what the error does not: {', '.join(unknown)}"
     if s.missing:
         return ""
@@ -283,5 +313,5 @@ def _dense(s: _Seen) -> Any:
     scope = MODULES | {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in s.scope.items()} | {"sl": plain}
     try:
         return _answer(s.fix, scope, None)
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # the line is about what whole tensors do not have
         return None

@@ -75,9 +75,10 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise Unsupported(
             "a padded tensor combines with tensors padded alike and with numbers",
             op=func.__name__,
-            operands={"padded": typeof(padded), "other": typeof(other)},
+            operands={"x": typeof(padded), "y": typeof(other)},
             mesh=padded.mesh,
-            fix=f"sl.shard(y, {str(padded.sharding)!r}, pad=True)",
+            fix=f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
+            f"{str(padded.sharding)!r}, pad=True)",
         ) from None
     mask: Any = None
     if torch.is_grad_enabled() and any(a.requires_grad for a in given) and padded.mesh.kind != "record":
