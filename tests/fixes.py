@@ -76,6 +76,7 @@ operand.  Where the frames hold one it is bound and the fix is run; else its nam
 ADVICE: dict[str, str] = {
     "sl.make_mesh(": "it needs as many processes as it names; tests/test_mesh.py runs it in such worlds",
     "sl.explain(apply, ": "the function, its parameters and inputs are the caller's",
+    "tx.update({k: grads.get(k)": "what differs may be the state's tree, which the caller made",
     "from my_module import": "the module is a file that the user is to write",
     "sl.to_dtensor(x, normalize=True)": "a layout was asked for its placements, with no tensor at hand",
 }
