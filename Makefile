@@ -27,7 +27,7 @@ demo: $(VENV)/bench.stamp
 	$(PY) -m examples.train_gpt $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: $(VENV)/test.stamp
 	$(PY) -m tests.fuzz_calls --count 50000 $(ARGS)
