@@ -143,6 +143,9 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")  # torch says the same on whole tensors
     if 0 in left or 0 in right:
         raise TypeError("an empty product")
+    if x.dtype != w.dtype and 1 in (len(left), len(right)):
+        raise BadArgument("operands have different dtypes", op=func.__name__.strip("_"),
+                          operands={"x": typeof(x), "y": typeof(w)}, fix="x @ y.to(x.dtype)")  # fmt: skip
     if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
             return product_of(x, w)

@@ -307,15 +307,17 @@ _PROD = binder("""
 def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)
-    asked: Any = x if more["dtype"] is None else x.to(more["dtype"])
+    dtype = more["dtype"] or (torch.int64 if x.dtype == torch.bool else x.dtype)
+    asked: Any = x if dtype == x.dtype else x.to(dtype)
     return merged(_prods, asked, dim, keepdim, {})
 
 
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
+    kept = x.dtype if x.dtype == torch.bool else None  # asked for: torch takes it for no dtype of its own accord
     if not dim:
-        return x.prod()
+        return x.prod(dtype=kept)
     for d in reversed(dim):
-        x = x.prod(d, keepdim)
+        x = x.prod(d, keepdim, dtype=kept)
     return x
 
 

@@ -47,7 +47,7 @@ spelled("fliplr(input)", lambda input: input.flip(1))
 spelled("flipud(input)", _flipud)
 spelled("dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p))
 spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
-spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum())
+spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum(dtype=input.dtype))
 spelled("msort(input)", lambda input: input.sort(0).values)
 
 
