@@ -66,6 +66,7 @@ CALLER: dict[str, str] = {
     "recipe": "the recipe that was called",
     "pending": "a transfer under way",
     "apply": "what parallelize returned",
+    "step": "how many steps were made",
     "device": "the device of a mesh",
     "shape": "its sizes",
     "inputs": "what the function is applied to",
@@ -140,6 +141,7 @@ class _Seen:
     scope: dict[str, Any]
     missing: list[str]
     mesh: Mesh | None
+    alike: bool  # two operands are printed alike, so which is which cannot be told
 
 
 _FOUND: list[_Seen] = []
@@ -163,7 +165,8 @@ def seen(e: sl.ShardError) -> None:
                 scope[name] = optree.tree_map(_apart, got[0], none_is_leaf=True)
             else:
                 missing.append(name)
-    _FOUND.append(_Seen(str(e), e.fix, e.op, scope, missing, _mesh(e, scope, frames)))
+    alike = len(set(e.operands.values())) < len(e.operands)
+    _FOUND.append(_Seen(str(e), e.fix, e.op, scope, missing, _mesh(e, scope, frames), alike))
 
 
 def _frames(e: BaseException) -> list[types.FrameType]:
@@ -219,8 +222,11 @@ def _apart(x: Any) -> Any:
     """A copy, which what the test does next leaves alone."""
     if not isinstance(x, Tensor) or isinstance(x, torch.nn.Parameter) or not (x.is_leaf or x.requires_grad):
         return x
-    with torch.no_grad():
-        return x.detach().clone().requires_grad_(x.requires_grad)
+    try:
+        with torch.no_grad():
+            return x.detach().clone().requires_grad_(x.requires_grad)
+    except RuntimeError:  # caught inside a transform of torch.func
+        return x
 
 
 def _mesh(e: sl.ShardError, scope: dict[str, Any], frames: list[dict[str, Any]]) -> Mesh | None:
@@ -251,6 +257,11 @@ def run() -> list[str]:
     return wrong
 
 
+def _of_the_place(e: Exception) -> bool:
+    """Whether a line fails for where it is run: outside the module whose plain tensors count, or on a leaf."""
+    return isinstance(e, sl.errors.PlainTensor) or "a leaf Variable that requires grad" in str(e)
+
+
 def _constants(fix: str) -> list[ast.Constant]:
     """An Ellipsis among them stands for what the user wrote there."""
     return [n for n in ast.walk(ast.parse(fix)) if isinstance(n, ast.Constant)]
@@ -267,6 +278,8 @@ def _run(s: _Seen) -> str:
     try:
         got = _answer(s.fix, MODULES | s.scope, s.mesh)
     except Exception as again:
+        if s.alike or _of_the_place(again):
+            return ""
         return f"{type(again).__name__}: {str(again)[:300]}"
     if not isinstance(want, Tensor) or not isinstance(got, sl.ShardedTensor):
         return ""
@@ -314,5 +327,5 @@ def _dense(s: _Seen) -> Any:
     scope = MODULES | {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in s.scope.items()} | {"sl": plain}
     try:
         return _answer(s.fix, scope, None)
-    except (AttributeError, RuntimeError):  # the line is about what whole tensors do not have
+    except (AttributeError, RuntimeError, ValueError):  # the line is about what whole tensors do not have
         return None
