@@ -75,6 +75,8 @@ CALLER: dict[str, str] = {
 operand.  Where the frames hold one it is bound and the fix is run; else its names and functions are checked."""
 
 ADVICE: dict[str, str] = {
+    "torch.func.": "the function that it transforms is the caller's",
+    "sl.grad(f)": "and so is this one",
     "sl.make_mesh(": "it needs as many processes as it names; tests/test_mesh.py runs it in such worlds",
     "sl.explain(apply, ": "the function, its parameters and inputs are the caller's",
     "tx.update({k: grads.get(k)": "what differs may be the state's tree, which the caller made",
