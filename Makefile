@@ -32,6 +32,9 @@ test: $(VENV)/test.stamp
 fuzz: $(VENV)/test.stamp
 	$(PY) -m tests.fuzz_calls --count 50000 $(ARGS)
 
+fixes: $(VENV)/test.stamp
+	$(PY) -m pytest --fixes $(ARGS)
+
 operators: $(VENV)/test.stamp
 	$(PY) -m tests.database $(ARGS)
 

@@ -76,6 +76,9 @@ operand.  Where the frames hold one it is bound and the fix is run; else its nam
 
 ADVICE: dict[str, str] = {
     "torch.func.": "the function that it transforms is the caller's",
+    "sl.random.seed(": "it would end the following of torch's seed for the tests to come; tests/test_random.py runs it",
+    "sl.random.set_state(": "it would change the key for the tests to come; tests/test_random.py runs it",
+    "sl.launch(fn": "the function is the caller's; tests/test_mesh.py launches",
     "sl.grad(f)": "and so is this one",
     "sl.make_mesh(": "it needs as many processes as it names; tests/test_mesh.py runs it in such worlds",
     "sl.explain(apply, ": "the function, its parameters and inputs are the caller's",
