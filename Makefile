@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz operators lint bench clean
+.PHONY: demo test fuzz fixes operators lint bench clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
