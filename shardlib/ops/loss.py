@@ -125,54 +125,45 @@ def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
 class _WholeRowLoss(Local):
     """The same where each rank holds all classes: logits [R, C], target [R] -> [R].
 
-    A few rows at a time: beside the logits and their gradient nothing of their size is made, and of each row only
-    its maximum and its sum of exponentials are kept.  Half precision is fp32 within.
+    A few rows at a time, and the softmax is made again on the way back: beside the logits and
+    their gradient nothing of their size is made or kept.  Half precision is fp32 within.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
-        wide = _wide(logits)
         ignored = target == ignore
         here = target.masked_fill(ignored, 0).unsqueeze(-1)
-        top = logits.amax(-1, keepdim=True).to(wide)
-        sums, means = [], []
-        for part, t in _some_rows(logits, top):
-            if part.dtype != wide:  # in one kernel of torch's: its maximum is exp(0) over the sum
-                sums.append(torch.softmax(part, -1, dtype=wide).amax(-1, keepdim=True).reciprocal_())
-                means += [part.mean(-1, dtype=wide) - t.squeeze(-1)] if smooth else []
-                continue
-            shifted = part - t
-            if smooth:
-                means.append(shifted.mean(-1))
-            sums.append(shifted.exp_().sum(-1, keepdim=True))
-        total = sums[0] if len(sums) == 1 else torch.cat(sums)
-        loss = (total.log() - (logits.gather(-1, here).to(wide) - top) * (1 - smooth)).squeeze(-1)
-        if smooth:
-            loss -= torch.cat(means) * smooth
-        ctx.save_for_backward(logits, top, total, here, ignored)
+        losses = []
+        for part, at in _some_rows(logits, here):
+            log_p = torch.log_softmax(part, -1, dtype=_wide(logits))
+            row = log_p.gather(-1, at) * (smooth - 1)
+            losses.append(row - log_p.mean(-1, keepdim=True) * smooth if smooth else row)
+        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+        ctx.save_for_backward(logits, here, ignored)
         ctx.smooth = smooth
-        return loss.masked_fill_(ignored, 0)
+        return loss.squeeze(-1).masked_fill_(ignored, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        logits, top, total, here, ignored = ctx.saved_tensors
+        logits, here, ignored = ctx.saved_tensors
+        wide = _wide(logits)
         if torch.is_grad_enabled():  # its own gradient is wanted: torch's operators have one
-            wide = logits.to(total.dtype)
-            rows = F.cross_entropy(wide, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none")
-            dx = torch.autograd.grad(rows, logits, grads[0].masked_fill(ignored, 0).to(wide.dtype), create_graph=True)
-            return dx[0], None, None, None
+            x = logits.to(wide)
+            rows = F.cross_entropy(
+                x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
+            )
+            g = grads[0].masked_fill(ignored, 0).to(wide)
+            return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
         dx = torch.empty_like(logits)
-        for part, into, t, s, gs, h, to in _some_rows(logits, dx, top, g / total, g, here, g * (ctx.smooth - 1)):
-            if part.dtype == t.dtype:
-                e = torch.sub(part, t, out=into).exp_().mul_(s)
-            else:
-                e = torch.softmax(part, -1, dtype=t.dtype).mul_(gs)
+        for part, into, gs, at in _some_rows(logits, dx, g, here):
+            narrow = part.dtype != wide
+            p = torch.softmax(part, -1, dtype=wide, out=None if narrow else into).mul_(gs)
             if ctx.smooth:
-                e -= gs * (ctx.smooth / logits.shape[-1])
-            e.scatter_add_(-1, h, to)
-            if e is not into:
-                into.copy_(e)
+                p -= gs * (ctx.smooth / logits.shape[-1])
+            p.scatter_add_(-1, at, gs * (ctx.smooth - 1))
+            if narrow:
+                into.copy_(p)
         return dx, None, None, None
 
 
