@@ -1,7 +1,7 @@
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
 
+from shardlib import extend, ops, random, recipes
 from shardlib import functions as functions
-from shardlib import ops, random, recipes
 from shardlib.checkpoint import load, save
 from shardlib.collectives import (
     all_gather,
@@ -58,7 +58,8 @@ from shardlib.ops.attention import (
     ring_attention,
 )
 from shardlib.ops.matmul import product as matmul
-from shardlib.ops.registry import Cost, Match, algorithm, implicit, rule, saving, why
+from shardlib.ops.registry import implicit, saving, why
+from shardlib.ops.registry import pinned as algorithm
 from shardlib.optim import (
     Transform,
     adam,
@@ -88,15 +89,15 @@ from shardlib.visualize import draw, visualize
 __version__ = "0.1.0"
 
 __all__ = [
-    "ALiBi", "Bias", "Causal", "Col", "Cost", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
-    "Layout3D", "Link", "Mask", "Match", "Mesh", "Padding", "Partial", "Prefix", "Replicated", "ReshardPlan", "Ring",
+    "ALiBi", "Bias", "Causal", "Col", "Documents", "Full", "Layout", "Layout25D", "Layout2D", "Layout2p5D",
+    "Layout3D", "Link", "Mask", "Mesh", "Padding", "Partial", "Prefix", "Replicated", "ReshardPlan", "Ring",
     "Row", "ShardError", "ShardedTensor", "Transform", "Window", "adam", "adamw", "algorithm", "all_gather",
     "all_to_all", "apply_updates", "as_module", "attention_plan", "axis_index", "axis_size", "chain", "choose",
-    "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain",
+    "clip_by_global_norm", "constrain", "current_mesh", "draw", "dtensor_rules", "expect_comm", "explain", "extend",
     "from_dtensor", "global_norm", "grad", "identity", "implicit", "init", "launch", "layout_of", "linformer_attention",
     "lion", "load", "lower_bound", "make_mesh", "mask_mod", "masked", "matmul", "ops", "parallelize", "pbroadcast",
     "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
-    "recipes", "record", "reshard", "ring_attention", "rule", "save", "saving", "scale", "scale_by_schedule",
+    "recipes", "record", "reshard", "ring_attention", "save", "saving", "scale", "scale_by_schedule",
     "set_to_zero", "sgd",
     "shard", "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
     "use_mesh", "value_and_grad", "visualize", "why", "zero",

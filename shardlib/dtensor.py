@@ -10,7 +10,7 @@ from shardlib.border import as_dtensor, from_dtensor
 from shardlib.errors import NotExpressible, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul import product_of
-from shardlib.ops.registry import algorithm
+from shardlib.ops.registry import pinned
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
@@ -85,7 +85,7 @@ def _product(a: Any, b: Any) -> DTensor | None:
             m, k = x.sharding.dims
             w = reshard(w, Layout((k, m)))
             if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:  # x is a transposed view
-                with algorithm(matmul="summa_w"):
+                with pinned(matmul="summa_w"):
                     return to_dtensor(product_of(x, w))
         return to_dtensor(product_of(x, w))
     except ShardError:

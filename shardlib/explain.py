@@ -35,7 +35,7 @@ class Row:
     at: str
     operands: tuple[str, ...]
     out: str
-    rule: str = ""
+    algorithm: str = ""
     note: str = ""
     forward: list[Event] = field(default_factory=list)
     backward: list[Event] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Row:
     @property
     def same(self) -> tuple[Any, ...]:
         """Equal for the same operation in another layer."""
-        return self.op, self.at, self.operands, self.out, self.rule, tuple(self.forward), tuple(self.backward)
+        return self.op, self.at, self.operands, self.out, self.algorithm, tuple(self.forward), tuple(self.backward)
 
 
 @dataclass
@@ -98,14 +98,15 @@ class Explanation:
         lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
         kinds: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            if row.rule or row.forward or row.backward:
+            if row.algorithm or row.forward or row.backward:
                 kinds.setdefault(row.same, []).append(row)
         for rows in kinds.values():
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
             lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {row.at}")
             moved = f"    forward {_size(Trace(row.forward).bytes)}, backward {_size(Trace(row.backward).bytes)}"
             moved += f", temporaries {_size(row.memory)}" if row.memory else ""
-            lines.append(moved + (f", {row.rule}" + (f": {row.note}" if row.note else "") if row.rule else ""))
+            chosen = f", {row.algorithm}" + (f": {row.note}" if row.note else "") if row.algorithm else ""
+            lines.append(moved + chosen)
         lines.append(f"parameters  {_size(self.parameters)}")
         lines.append(f"peak        {_size(self.peak)} beside them")
         for name, t in (("forward", self.forward), ("backward", self.backward)):
@@ -134,7 +135,7 @@ def explain(
     ...     rules = [("weight", "y x"), ("bias", "y")]
     ...     apply, params = sl.parallelize(nn.Linear(64, 64), rules, inputs={"input": "x y"})
     >>> plan = sl.explain(apply, params, torch.empty(128, 64), mesh={"x": 4, "y": 8})
-    >>> print(plan.rows[0].op, plan.rows[0].rule, plan.forward.bytes)
+    >>> print(plan.rows[0].op, plan.rows[0].algorithm, plan.forward.bytes)
     linear summa 8704
     """
     leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
@@ -220,7 +221,8 @@ class _Watch:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.forward = self.t.events[before:]
         if self.match is not None:
-            row.rule, row.note, row.memory = self.match.rule, self.match.note, int(self.match.forward.memory)
+            row.algorithm, row.note = self.match.algorithm, self.match.note
+            row.memory = int(self.match.forward.memory)
             k, item = operands[0].size_[-1], out.raw.element_size()
             row.product = callable(self.match.run)  # attention's are plans
             if row.product:

@@ -22,9 +22,10 @@ from torch import nn
 
 from shardlib import recipes
 from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
+from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError
 from shardlib.mesh import Link, as_mesh, bind
-from shardlib.ops.registry import Cost, forget, moving
+from shardlib.ops.registry import forget
 
 __all__ = ["Choice", "Grid3", "choose", "lower_bound", "probe"]
 
@@ -74,7 +75,7 @@ def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[s
     for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
         hops = m.axes[axis] - 1
         m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
-    forget()
+    forget(m)
     return {axis: m.links.get(axis, Link()) for axis in m.names}
 
 

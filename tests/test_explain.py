@@ -56,8 +56,8 @@ def test_a_product_alone_is_priced_by_its_rule() -> None:
         a, b = sl.shard(torch.ones(8, 8), "x y"), sl.shard(torch.ones(8, 8), "x y")
         price = dict(sl.why("matmul", a, b).verdicts)["summa"]
         said = sl.explain(lambda p: p["a"] @ p["b"], {"a": a.requires_grad_(), "b": b.requires_grad_()})
-    (row,) = [r for r in said.rows if r.rule]
-    assert isinstance(price, sl.Match) and row.rule == "summa" and row.at.startswith("test_explain.py:")
+    (row,) = [r for r in said.rows if r.algorithm]
+    assert isinstance(price, sl.extend.Match) and row.algorithm == "summa" and row.at.startswith("test_explain.py:")
     assert said.forward.bytes == price.forward.bytes and said.backward.bytes == price.backward.bytes
     assert row.memory == price.forward.memory and said.memory == row.memory
 

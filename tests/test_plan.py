@@ -195,10 +195,12 @@ def test_a_slow_axis_costs_more() -> None:
 def test_a_link_that_is_slow_to_start_prefers_fewer_messages() -> None:
     with sl.simulate(x=3, y=3) as mesh:
         a, b = sl.shard(torch.zeros(9, 9), "x y"), sl.shard(torch.zeros(9, 9), "x y")
-        prices = {n: m.cost for n, m in sl.why("matmul", a, b).verdicts if isinstance(m, sl.Match) and not m.gathered}
+        prices = {
+            n: m.cost for n, m in sl.why("matmul", a, b).verdicts if isinstance(m, sl.extend.Match) and not m.gathered
+        }
         for axis in mesh.names:
             mesh.links[axis] = sl.Link(alpha=1.0, beta=0.0)
-        sl.ops.registry.forget()
+        sl.ops.registry.forget(mesh)
         fewest = min(c.messages for c in prices.values())
         assert prices[sl.why("matmul", a, b).chosen].messages == fewest
         for axis in mesh.names:

@@ -24,7 +24,7 @@ from shardlib.aliases import WRITERS, link, same_memory
 from shardlib.errors import ImplicitCommunication, PartialEscape
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
-from shardlib.ops.registry import implicit_budget
+from shardlib.ops.registry import implicit_budget, remember
 from shardlib.ops.signatures import Slot
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run
 from shardlib.placing import reshard
@@ -51,9 +51,6 @@ class _Plan:
     why: str = ""
 
 
-_PLANS: dict[Any, _Plan] = {}
-
-
 def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
     free: bool = False,
@@ -75,17 +72,15 @@ def rows_call(
         return on_whole(func, args, kwargs, opens=False)
     fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
     kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal, and not the same argument
-    key = (func, tree, tuple((v.sharding, v.size_, v.dtype) for v in values), fixed, kinds, mesh, sums)
+    key = (_made, func, tree, tuple((v.sharding, v.size_, v.dtype) for v in values), fixed, kinds, sums)
     try:
-        plan = _PLANS.get(key)
+        plan = mesh.plans.get(key)
     except TypeError:
         plan, key = None, None
     if plan is None:
         plan = _made(func, leaves, tree, at, values, mesh, labels, sums)
         if key is not None:
-            if len(_PLANS) > 8192:
-                _PLANS.clear()
-            _PLANS[key] = plan
+            remember(mesh.plans, key, plan)
     if free and (plan.why or plan.moved):
         return None
     if plan.why:
@@ -115,9 +110,7 @@ def rows_call(
             values[0].raw.copy_(reshard(found[0], values[0].sharding).raw)
         return values[0]
     if known is not None and not any(plan.targets):
-        if len(mesh.plans) > 8192:
-            mesh.plans.clear()
-        mesh.plans[known] = plan
+        remember(mesh.plans, known, plan)
     return optree.tree_unflatten(shape, found)
 
 

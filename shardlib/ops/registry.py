@@ -1,25 +1,29 @@
 """Which algorithm runs an operation, what it costs, and why.
 
-A rule looks at a *case* (layouts, sizes, mesh: integers and names, no tensors) and answers with
-a ``Match``: the result's layout, the bytes and messages it will cost, and how to run it; or
-with a sentence saying why it does not fit.  The cheapest match runs; ``algorithm`` pins
-another, ``why`` prints them all.
+An algorithm looks at a *case* (layouts, sizes, mesh: integers and names, no tensors) and answers
+with a ``Match``: the result's layout, the bytes and messages it will cost, and what runs; or with
+a sentence saying why it does not fit.  The cheapest match runs; ``sl.algorithm`` pins another,
+``sl.why`` prints them all.
+
+What is chosen never depends on the order of registration or of imports.  Algorithms that keep
+blocks where they lie come before those that gather operands, then those of a lower ``order``,
+then names decide: the first of that list that fits says where the result lies, and of equally
+cheap ones the first runs.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
+from shardlib.cost import Cost
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Layout
 from shardlib.layouts.base import the_one
-from shardlib.mesh import Link
+from shardlib.mesh import Mesh
 
 __all__ = [
-    "Cost",
     "Match",
     "Why",
     "algorithm",
@@ -28,77 +32,74 @@ __all__ = [
     "forget",
     "implicit",
     "implicit_budget",
-    "moving",
-    "rule",
+    "pinned",
+    "remember",
     "saving",
     "why",
 ]
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Cost:
-    """Per rank: bytes received, messages, and bytes of temporaries at the peak.
-
-    ``along``    (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
-    ``compute``  seconds of computing, where algorithms for one operation differ in that.
-    """
-
-    bytes: Fraction | int = 0
-    messages: int = 0
-    memory: Fraction | int = 0
-    along: tuple[tuple[tuple[str, ...], Fraction | int, int], ...] = ()
-    compute: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        memory, compute = max(self.memory, other.memory), self.compute + other.compute
-        return Cost(self.bytes + other.bytes, self.messages + other.messages, memory, self.along + other.along, compute)
-
-    def seconds(self, links: Mapping[str, Link] | None = None) -> float:
-        """Alpha-beta time; a movement over several axes runs at the slowest's pace."""
-        usual, links = Link(), links or {}
-        total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
-        for axes, nbytes, messages in self.along:
-            met = [links.get(a, usual) for a in axes]
-            total += (max((k.alpha for k in met), default=usual.alpha) - usual.alpha) * messages
-            total += (max((k.beta for k in met), default=usual.beta) - usual.beta) * float(nbytes)
-        return total
-
-
-def moving(axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:
-    """The cost of one movement over ``axes``."""
-    return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
+_FREE = Cost()
 
 
 @dataclass(frozen=True)
 class Match:
-    """An algorithm that fits a case."""
+    """How an algorithm would run a case: where the result will lie, what it costs, and what runs.
+
+    ``out``       the result's layout.
+    ``run``       what runs: for matmul a Schedule, for attention a Plan.
+    ``forward``, ``backward``  the cost of each; bytes and messages are tested against the counted ones.
+    ``note``      what ``sl.why`` says of it besides.
+    ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks as they lie.
+    ``over``      per operand, the mesh axes over which its gradient must be summed.
+    ``gathered``  bytes of operands gathered whole over an axis while it runs.
+    ``shared``    of those, bytes that further products will read.
+    ``saved``     bytes saved for backward beyond the operands' own blocks.
+    ``adds``      may be given a bias of any dtype.
+    ``call``      runs it instead of ``run`` where operands are looked at first: moved once for several
+                  products, or gathered early; matmul only.
+    ``algorithm`` the name it was chosen under.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     a = sl.shard(torch.ones(8, 8), "x y")
+    ...     found = dict(sl.why("matmul", a, a).verdicts)["summa"]
+    >>> found.out, found.forward.bytes, found.note
+    (Layout('x y'), Fraction(128, 1), 'form AB, Y stays')
+    """
 
     out: Layout
-    run: Any  # how to run it: a function, or for attention a plan
-    forward: Cost = Cost()
-    backward: Cost = Cost()
+    run: Any
+    forward: Cost = _FREE
+    backward: Cost = _FREE
     note: str = ""
-    over: tuple[tuple[str, ...], ...] = ()  # per operand: the axes along which it meets data that it does not vary with
-    gathered: int = 0  # bytes of operands gathered whole over an axis while it runs
-    saved: int = 0  # bytes saved for backward beyond the operands' own blocks
-    shared: int = 0  # of those gathered, bytes that further products will read
-    adds: bool = False  # may be given a bias of any dtype
-    rule: str = ""  # the name it was chosen under
+    gathers: bool = False
+    over: tuple[tuple[str, ...], ...] = ()
+    gathered: int = 0
+    shared: int = 0
+    saved: int = 0
+    adds: bool = False
+    call: Callable[..., Any] | None = None
+    algorithm: str = ""
 
     @property
     def cost(self) -> Cost:
+        """Forward and backward together."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
-class _Rule:
-    op: str
+class _Algorithm:
+    """What is registered; ``order`` as in ``algorithm``."""
+
     name: str
     match: Callable[[Any], "Match | str"]
+    order: int
 
 
-_RULES: dict[str, list[_Rule]] = {}
-_CHOSEN: dict[Hashable, Match] = {}
+_ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
+_CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
 
 
 class _Ambient(threading.local):
@@ -110,46 +111,73 @@ class _Ambient(threading.local):
 _AMBIENT = _Ambient()
 
 
-def rule(op: str, name: str) -> Callable[[Callable[[Any], Match | str]], Callable[[Any], Match | str]]:
-    """Register an algorithm for an operation; the decorated function maps a case to a Match.
+def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
+    """Register an algorithm for an operation; the decorated function maps a case to a Match or a refusal.
 
-    A rule defined later under the same name replaces the earlier one.
+    ``order``  of algorithms that fit, the first says where the result lies unless that is asked for, and of equally
+               cheap ones the first runs.  Those that keep blocks come before those that gather; among each, the
+               lower order, then the name.  Those built in are below 100, which is what others get.
+
+    Under a name that exists it replaces that algorithm, in its place.
 
     >>> import torch, shardlib as sl
-    >>> @sl.rule("matmul", name="never")
-    ... def never(case):
+    >>> @sl.extend.algorithm("matmul", name="never")
+    ... def never(case: sl.extend.MatmulCase) -> sl.extend.Match | str:
     ...     return "it is only an example"
     >>> with sl.simulate(x=2):
     ...     a = sl.shard(torch.ones(4, 4), "x .")
     ...     dict(sl.why("matmul", a, a).verdicts)["never"]
     'it is only an example'
+    >>> sl.extend.remove("matmul", "never")
     """
 
-    def enter(match: Callable[[Any], Match | str]) -> Callable[[Any], Match | str]:
-        kept = [r for r in _RULES.get(op, []) if r.name != name]
-        _RULES[op] = [*kept, _Rule(op, name, match)]
-        _CHOSEN.clear()
+    def enter(match: Any) -> Any:
+        known = _ALGORITHMS.get(op, [])
+        place = order if order is not None else next((a.order for a in known if a.name == name), 100)
+        others = [a for a in known if a.name != name]
+        _ALGORITHMS[op] = sorted([*others, _Algorithm(name, match, place)], key=lambda a: (a.order, a.name))
+        _renew()
         return match
 
     return enter
 
 
+def remove(op: str, name: str) -> None:
+    """Take an algorithm out again.
+
+    Raises: ShardError for a name that is not registered.
+    """
+    _check_known(op, name, "extend.remove")
+    _ALGORITHMS[op] = [a for a in _ALGORITHMS[op] if a.name != name]
+    _renew()
+
+
+def _check_known(op: str, name: str, by: str) -> None:
+    known = [a.name for a in _ALGORITHMS.get(op, [])]
+    if name not in known:
+        what = f"{op} has {', '.join(known)}" if known else f"operations with a choice: {', '.join(_ALGORITHMS)}"
+        some, first = (op, known[0]) if known else next((o, found[0].name) for o, found in _ALGORITHMS.items())
+        raise ShardError(
+            f"unknown algorithm {name!r}; {what}",
+            op=by,
+            fix=f"sl.algorithm({some}={first!r})" if by == "algorithm" else f"sl.{by}({some!r}, {first!r})",
+        )
+
+
 @contextmanager
-def algorithm(**names: str) -> Iterator[None]:
-    """Pin algorithms by name for the operations inside: ``with sl.algorithm(matmul="cannon"):``.
+def pinned(**names: str) -> Iterator[None]:
+    """Pin algorithms by name for the operations inside; ``sl.algorithm``.
 
     Raises: ShardError for an operation or a name that is not registered.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2), sl.algorithm(matmul="cannon"):
+    ...     a = sl.shard(torch.ones(8, 8), "x y")
+    ...     sl.why("matmul", a, a).chosen
+    'cannon'
     """
     for op, name in names.items():
-        known = [r.name for r in _RULES.get(op, [])]
-        if name not in known:
-            what = f"{op} has {', '.join(known)}" if known else f"operations with a choice: {', '.join(_RULES)}"
-            raise ShardError(
-                f"unknown algorithm {name!r}; {what}",
-                op="algorithm",
-                fix=f"sl.algorithm({op if known else next(iter(_RULES))}="
-                f"{(known or [r.name for r in next(iter(_RULES.values()))])[0]!r})",
-            )
+        _check_known(op, name, "algorithm")
     before = _AMBIENT.pins
     _AMBIENT.pins = tuple(sorted((dict(before) | names).items()))
     try:
@@ -201,16 +229,26 @@ def saving(max_bytes: float = float("inf")) -> Iterator[None]:
         _AMBIENT.room = before
 
 
-def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
+def choose(op: str, key: Hashable, case: Callable[[], Any], mesh: Mesh | None = None) -> Match:
     """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
+
+    ``mesh``  keeps what was chosen for operands on it, so that it goes with the mesh; a key without one names the
+              sizes and the links of its mesh itself.
 
     Raises: NoRule listing every candidate and why it does not fit.
     """
-    key = (op, key, _AMBIENT.pins, _AMBIENT.room)
-    found = _CHOSEN.get(key)
-    if found is None:
-        found = _CHOSEN[key] = _decide(op, case())
-    return found
+    table = _CHOSEN if mesh is None else mesh.plans
+    full = (op, key, _AMBIENT.pins, _AMBIENT.room, _Registered.changes)
+    found = table.get(full)
+    return remember(table, full, _decide(op, case())) if found is None else found
+
+
+def remember(table: dict[Any, T], key: Any, value: T) -> T:
+    """Keep a value in a table that begins anew when it is full."""
+    if len(table) >= 8192:
+        table.clear()
+    table[key] = value
+    return value
 
 
 def fitting(op: str, case: Any) -> Match | None:
@@ -219,13 +257,24 @@ def fitting(op: str, case: Any) -> Match | None:
     return best and best[1]
 
 
-def forget() -> None:
-    """Choose anew from here on: what the choice rests on has changed."""
+class _Registered:
+    """``changes``  how often algorithms were registered or taken out; what was chosen before is void."""
+
+    changes = 0
+
+
+def _renew() -> None:
     _CHOSEN.clear()
+    _Registered.changes += 1
+
+
+def forget(mesh: Mesh) -> None:
+    """Choose anew on a mesh from here on: its links have changed."""
+    mesh.plans.clear()
 
 
 def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
-    verdicts = [(r.name, r.match(case)) for r in _RULES[op]]
+    verdicts = [(a.name, a.match(case)) for a in _ALGORITHMS[op]]
     wanted = getattr(case, "out", None)
     if wanted is None:
         return verdicts
@@ -233,12 +282,13 @@ def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
 
 
 def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:
-    """The cheapest of those that give the first fitting rule's layout and stay within memory.
+    """The cheapest of those that give the first one's layout and stay within memory.
 
     The result's layout thus hangs on the operands' layouts, never on their sizes.
     """
-    fitting = [(n, m) for n, m in verdicts if isinstance(m, Match)]
-    alike = [(n, m) for n, m in fitting if m.out == fitting[0][1].out]
+    found = [(n, m) for n, m in verdicts if isinstance(m, Match)]
+    found.sort(key=lambda nm: nm[1].gathers)
+    alike = [(n, m) for n, m in found if m.out == found[0][1].out]
     room = _AMBIENT.room
     if room is None:
         alike = [(n, m) for n, m in alike if not m.saved]
@@ -250,20 +300,20 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
 
 
 def _decide(op: str, case: Any) -> Match:
-    pinned = dict(_AMBIENT.pins).get(op)
+    asked = dict(_AMBIENT.pins).get(op)
     verdicts = _verdicts(op, case)
     best = _best(verdicts, case)
-    if pinned is not None:
-        match = dict(verdicts)[pinned]
+    if asked is not None:
+        match = dict(verdicts)[asked]
         if isinstance(match, str):
             raise NoRule(
-                f"{pinned} does not fit: {match}",
+                f"{asked} does not fit: {match}",
                 op=op,
                 operands=case.operands(),
                 mesh=dict(case.mesh),
                 fix=f"sl.algorithm({op}={best[0]!r})" if best else case.fix()[0],
             )
-        return replace(match, rule=pinned, out=the_one(match.out))
+        return replace(match, algorithm=asked, out=the_one(match.out))
     if best is None:
         fix, error = case.fix()
         raise error(
@@ -273,7 +323,7 @@ def _decide(op: str, case: Any) -> Match:
             mesh=dict(case.mesh),
             fix=fix,
         )
-    return replace(best[1], rule=best[0], out=the_one(best[1].out))
+    return replace(best[1], algorithm=best[0], out=the_one(best[1].out))
 
 
 @dataclass(frozen=True)
@@ -304,10 +354,10 @@ def _priced(m: Match) -> str:
 
 
 def explain_choice(op: str, case: Any) -> Why:
-    """The verdict of every rule on a case."""
+    """The verdict of every algorithm on a case."""
     verdicts = _verdicts(op, case)
-    pinned = dict(_AMBIENT.pins).get(op)
-    best = _best([(n, m) for n, m in verdicts if pinned in (None, n)], case)
+    asked = dict(_AMBIENT.pins).get(op)
+    best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)
     return Why(op, case.operands(), best[0] if best else "", tuple(verdicts))
 
 

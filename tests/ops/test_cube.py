@@ -65,7 +65,7 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         with sl.trace() as backward:
             c.backward(sl.shard(g, c.sharding))
         price = dict(sl.why("matmul", a, right, out).verdicts)[rule]
-        assert isinstance(price, sl.Match), price
+        assert isinstance(price, sl.extend.Match), price
         assert c.sharding == sl.Layout.parse(gives)
         assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
         assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
@@ -100,7 +100,7 @@ def test_both_25d_forms_equal_dense_at_any_depth(depth: int, plane: tuple[int, i
                 c.backward(sl.shard(g, c.sharding))
             verdict = sl.why("matmul", a, b)
             price = dict(verdict.verdicts)[verdict.chosen]
-            assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes
+            assert isinstance(price, sl.extend.Match) and t.bytes == price.cost.bytes
             assert c.sharding == out.resolve(3) and (verdict.chosen == rule or unit != 4 * depth)
             assert b.grad is not None and b.grad.sharding == b.sharding
             pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
@@ -138,7 +138,7 @@ def test_only_what_is_asked_is_saved_for_backward(rule: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
             _ = a @ b
         price = dict(sl.why("matmul", a, b).verdicts)[rule]
-        assert isinstance(price, sl.Match)
+        assert isinstance(price, sl.extend.Match)
         assert 4 * sum(t.numel() for t in held) // 8 == 4 * (8 + 8) + price.saved
 
 
@@ -207,7 +207,9 @@ def on_a_real_rank(row: tuple[str, str, str | None, str]) -> list[float]:
                 c = sl.matmul(a, b, out=out)
                 c.backward(sl.shard(g, c.sharding))
             price = dict(sl.why("matmul", a, b, out).verdicts)[rule]
-        assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes and c.sharding == sl.Layout.parse(gives)
+        assert (
+            isinstance(price, sl.extend.Match) and t.bytes == price.cost.bytes and c.sharding == sl.Layout.parse(gives)
+        )
         pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
         errors.append(max(relative(mine.detach(), dense.detach()) for mine, dense in pairs))
     return errors

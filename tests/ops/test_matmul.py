@@ -74,7 +74,7 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         with sl.trace() as backward:
             c.backward(sl.shard(g, c.sharding))
         price = dict(sl.why("matmul", left, right).verdicts)[rule]
-        assert isinstance(price, sl.Match), price
+        assert isinstance(price, sl.extend.Match), price
         assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
         assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
         assert relative(sl.unshard(c).detach(), y.detach()) < 1e-12
@@ -191,7 +191,7 @@ def test_measured_links_cut_panels_into_slices(rule: str, w_text: str, alpha: fl
         before = dict(sl.why("matmul", a, b).verdicts)[rule]
         mesh.links.update(x=sl.Link(alpha, 1e-9), y=sl.Link(alpha, 1e-9))
         price = dict(sl.why("matmul", a, b).verdicts)[rule]
-        assert isinstance(before, sl.Match) and isinstance(price, sl.Match)
+        assert isinstance(before, sl.extend.Match) and isinstance(price, sl.extend.Match)
         panels = 2 if alpha < 1e-6 else 1  # 512 / 2 panels / 128
         assert price.cost.bytes == before.cost.bytes and (price.cost.messages > before.cost.messages) == (panels > 1)
         with sl.trace() as t:
@@ -239,7 +239,7 @@ def on_a_real_rank() -> dict[str, float]:
             with sl.trace() as backward:
                 c.backward(sl.shard(g, c.sharding))
             price = dict(sl.why("matmul", left, right).verdicts)[rule]
-        assert isinstance(price, sl.Match) and (forward.bytes, backward.bytes) == (
+        assert isinstance(price, sl.extend.Match) and (forward.bytes, backward.bytes) == (
             price.forward.bytes,
             price.backward.bytes,
         )

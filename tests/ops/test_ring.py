@@ -41,7 +41,7 @@ def test_ring_products_equal_dense_and_cost_what_they_say(p: int, data: int, dra
             y.backward(sl.shard(g, y.sharding))
         verdicts = dict(sl.why("matmul", a, c, out).verdicts)
         price, collective = verdicts[rule], verdicts["mm3"]
-        assert isinstance(price, sl.Match) and isinstance(collective, sl.Match)
+        assert isinstance(price, sl.extend.Match) and isinstance(collective, sl.extend.Match)
         assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
         assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
         assert price.cost.bytes == collective.cost.bytes
@@ -101,7 +101,7 @@ def on_a_real_rank(rule: str) -> list[float]:
             c = sl.matmul(a, b, out=out)
             c.backward(sl.shard(g, c.sharding))
         price = dict(sl.why("matmul", a, b, out).verdicts)[rule]
-        assert isinstance(price, sl.Match) and t.bytes == price.cost.bytes and t.messages == price.cost.messages
+        assert isinstance(price, sl.extend.Match) and t.bytes == price.cost.bytes and t.messages == price.cost.messages
         pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
         errors.append(max(relative(mine.detach(), dense.detach()) for mine, dense in pairs))
     return errors

@@ -5,14 +5,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from shardlib.cost import Cost
 from shardlib.errors import NoRule, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Link
 from shardlib.ops.attention import routes
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.plan import Plan
-from shardlib.ops.registry import Cost, Match, choose, rule
-from shardlib.ops.registry import algorithm as pinned
+from shardlib.ops.registry import Match, algorithm, choose, pinned
 
 __all__ = ["planned"]
 
@@ -30,17 +30,17 @@ def _matched(case: AttentionCase, plan: Plan, note: str = "") -> Match:
     return Match(Layout(), plan, forward, backward, note)
 
 
-@rule("attention", name="ring")
+@algorithm("attention", name="ring", order=0)
 def _ring(case: AttentionCase) -> Match | str:
     return _matched(case, routes.ring(case.q_runs, case.k_runs, case.mask, case.rows))
 
 
-@rule("attention", name="ring_bidirectional")
+@algorithm("attention", name="ring_bidirectional", order=1)
 def _both_ways(case: AttentionCase) -> Match | str:
     return _matched(case, routes.both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
 
 
-@rule("attention", name="halo")
+@algorithm("attention", name="halo", order=2)
 def _halo(case: AttentionCase) -> Match | str:
     try:
         return _matched(case, routes.halo(case.q_runs, case.k_runs, case.mask, case.rows))
@@ -48,7 +48,7 @@ def _halo(case: AttentionCase) -> Match | str:
         return error.message
 
 
-@rule("attention", name="double_ring")
+@algorithm("attention", name="double_ring", order=3)
 def _double_ring(case: AttentionCase, inner: int | None = None) -> Match | str:
     p = len(case.q_runs)
     if inner is None:
@@ -63,7 +63,7 @@ def _travels(case: AttentionCase) -> str:
     return "" if case.rows or len(case.q_runs) == 1 else "the keys are whole already"
 
 
-@rule("attention", name="allgather")
+@algorithm("attention", name="allgather", order=4)
 def _allgather(case: AttentionCase, heads: int | None = None) -> Match | str:
     heads = min(case.sizes.g if heads is None else heads, case.sizes.g)
     if heads < 1:
@@ -79,12 +79,12 @@ def _swap(case: AttentionCase, inner: int) -> Match | str:
     return _travels(case) or _matched(case, plan)
 
 
-@rule("attention", name="ulysses")
+@algorithm("attention", name="ulysses", order=5)
 def _ulysses(case: AttentionCase) -> Match | str:
     return _swap(case, len(case.q_runs))
 
 
-@rule("attention", name="usp")
+@algorithm("attention", name="usp", order=6)
 def _usp(case: AttentionCase) -> Match | str:
     sizes = [n for n in (dict(case.mesh)[a] for a in case.axes) if n > 1]
     if len(sizes) < 2:
@@ -92,19 +92,19 @@ def _usp(case: AttentionCase) -> Match | str:
     return _swap(case, sizes[-1])
 
 
-@rule("attention", name="pass_q")
+@algorithm("attention", name="pass_q", order=7)
 def _pass_q(case: AttentionCase) -> Match | str:
     if case.biased:
         return "a bias is held by the rows of its ring, and here rows travel; ALiBi is a mask"
     return _travels(case) or _matched(case, routes.pass_q(case.q_runs, case.k_runs, case.mask))
 
 
-@rule("attention", name="rsa")
+@algorithm("attention", name="rsa", order=8)
 def _rsa(case: AttentionCase) -> Match | str:
     return _travels(case) or _matched(case, routes.rsa(case.q_runs, case.k_runs, case.mask))
 
 
-@rule("attention", name="canonical")
+@algorithm("attention", name="canonical", order=9)
 def _canonical(case: AttentionCase, tile: int = 64) -> Match | str:
     if case.biased:
         return "a bias is held by the rows of its ring, and here all rows are gathered; ALiBi is a mask"
@@ -136,4 +136,4 @@ def planned(case: AttentionCase, algorithm: str) -> Match:
     if isinstance(match, str):
         raise NoRule(f"{algorithm} does not fit: {match}", op="ring_attention", operands=case.operands(),
                      mesh=dict(case.mesh), fix='sl.ring_attention(q, k, v, algorithm="ring")')  # fmt: skip
-    return replace(match, rule=algorithm)
+    return replace(match, algorithm=algorithm)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardlib.cost import Cost, moving
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Link
 from shardlib.ops.attention.masks import Mask
 from shardlib.ops.attention.pieces import Piece, narrowed, pieces
-from shardlib.ops.registry import Cost, moving
 
 __all__ = ["Heads", "Parcel", "Plan", "Sizes", "length"]
 

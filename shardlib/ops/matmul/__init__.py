@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from shardlib.layouts import Layout
-
-from shardlib.ops.matmul import oned, choose, cube, ring, streamed  # isort: skip  # rules that hold blocks only come first
+from shardlib.ops.matmul import choose, cube, oned, ring, streamed
 from shardlib.ops.matmul.choose import product_of
 from shardlib.tensor import ShardedTensor
 

@@ -6,10 +6,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from shardlib.cost import Cost, moving
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
-from shardlib.ops.registry import Cost, case_of, moving
+from shardlib.ops.registry import case_of
 from shardlib.tensor import ShardedTensor, partial_escape
 
 __all__ = ["MatmulCase", "all_reduce", "case", "local_elements", "met_over", "out_layout"]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardlib._compat import Local, owned
 from shardlib.collectives import unwrap, wrap
+from shardlib.cost import moving
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -36,7 +37,7 @@ from shardlib.ops.matmul.product import Grid, Product
 from shardlib.ops.matmul.schedule import settled
 from shardlib.ops.matmul.summa import Axes, summa_messages, summa_slices, summa_words
 from shardlib.ops.matmul.turns import read_again
-from shardlib.ops.registry import Match, choose, fitting, moving, rule
+from shardlib.ops.registry import Match, algorithm, choose, fitting, remember
 from shardlib.placing import reshard
 from shardlib.tensor import WATCHED, ShardedTensor, is_half, lift, made_of, real_axes, total, typeof, vary
 
@@ -141,7 +142,7 @@ class _Grid2D:
             return Product.apply(form, grid, x.mesh, over, p, q, bias)  # type: ignore[return-value]
 
         out, note = self.out(), f"form {form.upper()}, {_stays(form, grid)}"
-        return Match(out, run, costs[0], backward, note, met_over(self.case, out))
+        return Match(out, run, costs[0], backward, note, over=met_over(self.case, out))
 
 
 def _stays(form: str, grid: Grid) -> str:
@@ -177,31 +178,31 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     )
 
 
-@rule("matmul", name="summa")
+@algorithm("matmul", name="summa", order=1)
 def summa(case: MatmulCase) -> Match | str:
     """SUMMA with whichever matrix moves the fewest words by staying."""
     return _summa(case, None)
 
 
-@rule("matmul", name="summa_y")
+@algorithm("matmul", name="summa_y", order=2)
 def summa_y(case: MatmulCase) -> Match | str:
     """SUMMA, Y-stationary."""
     return _summa(case, "y")
 
 
-@rule("matmul", name="summa_x")
+@algorithm("matmul", name="summa_x", order=3)
 def summa_x(case: MatmulCase) -> Match | str:
     """SUMMA, X-stationary."""
     return _summa(case, "x")
 
 
-@rule("matmul", name="summa_w")
+@algorithm("matmul", name="summa_w", order=4)
 def summa_w(case: MatmulCase) -> Match | str:
     """SUMMA, W-stationary."""
     return _summa(case, "w")
 
 
-@rule("matmul", name="cannon")
+@algorithm("matmul", name="cannon", order=5)
 def cannon(case: MatmulCase) -> Match | str:
     """Cannon's rotation; the only rule for skewed operands."""
     g = _grid(case)
@@ -251,20 +252,18 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     out = out or w.yields
     more = read_again(x)
     held = _NOTHING if x.moved is None else frozenset(made_of(x))
-    key = (x.sharding, w.sharding, x.size_, w.size_, mesh, x.raw.dtype, out, held, more)
-    cut = _CUTS.get(key) if _CUTS else None
+    key = (x.sharding, w.sharding, x.size_, w.size_, x.raw.dtype, out, held, more)
+    cut = mesh.plans.get((_cut, key)) if mesh.plans else None
     if cut is not None:
         return product_of(reshard(x, cut[0]), reshard(w, cut[1]), cut[2], bias)
     try:
-        match = choose("matmul", key, lambda: case(x, w, out, held, more))
+        match = choose("matmul", key, lambda: case(x, w, out, held, more), mesh)
     except NoRule:
         made = case(x, w, out)
         cut = _cut(made) or (None if asked or made.out is None else _whole_rows(made))
         if cut is None:
             raise
-        if len(_CUTS) > 4096:
-            _CUTS.clear()
-        _CUTS[key] = cut
+        remember(mesh.plans, (_cut, key), cut)
         return product_of(reshard(x, cut[0]), reshard(w, cut[1]), cut[2], bias)
     if WATCHED.by is not None:
         WATCHED.by.chose(match)
@@ -295,8 +294,6 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 
 _NOWHERE: tuple[Axes, Axes] = ((), ())
 _NOTHING: frozenset[Any] = frozenset()
-
-_CUTS: dict[Any, tuple[Layout, Layout, Layout | None]] = {}
 
 
 def _whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
+from shardlib.cost import Cost, moving
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -40,7 +41,7 @@ from shardlib.ops.matmul.once import Again, gathered
 from shardlib.ops.matmul.schedule import Move, post, settled, summed
 from shardlib.ops.matmul.schedule import product as partial_product
 from shardlib.ops.matmul.turns import Turn, next_turn
-from shardlib.ops.registry import Cost, Match, moving, rule
+from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, is_half, made_of, total, vary
 
 __all__ = ["Cube", "Movements", "Product3", "cube_words", "gradients", "movements"]
@@ -373,7 +374,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     )
     if held:
         saved -= wide_x - x if "x" in cube.save and not again else 0
-    return Match(out, run, forward, backward, ", ".join(moved), over, gathered=temporary, saved=saved, shared=more)
+    return Match(out, run, forward, backward, ", ".join(moved), True, over, temporary, more, saved)
 
 
 def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
@@ -386,25 +387,25 @@ def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tupl
     return cost, nbytes
 
 
-@rule("matmul", name="mm3")
+@algorithm("matmul", name="mm3", order=6)
 def mm3(case: MatmulCase) -> Match | str:
     """The three-axis product; blocks are saved, and backward gathers them again."""
     return _match(case, "")
 
 
-@rule("matmul", name="mm3_x")
+@algorithm("matmul", name="mm3_x", order=7)
 def mm3_x(case: MatmulCase) -> Match | str:
     """The three-axis product that keeps X gathered for backward."""
     return _match(case, "x")
 
 
-@rule("matmul", name="mm3_w")
+@algorithm("matmul", name="mm3_w", order=8)
 def mm3_w(case: MatmulCase) -> Match | str:
     """The three-axis product that keeps W gathered for backward."""
     return _match(case, "w")
 
 
-@rule("matmul", name="mm3_xw")
+@algorithm("matmul", name="mm3_xw", order=9)
 def mm3_xw(case: MatmulCase) -> Match | str:
     """The three-axis product that keeps X and W gathered for backward, as arXiv 2105.14450 does."""
     return _match(case, "xw")

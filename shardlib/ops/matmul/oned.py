@@ -23,7 +23,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
 from shardlib.ops.matmul.schedule import product as wide_product
 from shardlib.ops.matmul.schedule import summed
-from shardlib.ops.registry import Match, rule
+from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, total, varied_wide, vary
 
 __all__ = ["oned"]
@@ -76,7 +76,7 @@ def _differentiable(a: Tensor, b: Tensor, over: Axes, mesh: Mesh) -> Tensor:
     return total(local_call(torch.matmul, mesh, (a, b), {}), mesh, over)
 
 
-@rule("matmul", name="oned")
+@algorithm("matmul", name="oned", order=0)
 def oned(case: MatmulCase) -> Match | str:
     """No split contraction: local.  One split the same way in both: a local product and a psum."""
     if case.x.skew or case.w.skew:
@@ -112,4 +112,4 @@ def oned(case: MatmulCase) -> Match | str:
                 return F.linear(met, w.raw.mT, bias)
         return Product1.apply(axes, x.mesh, ((), over[1]), met, w.raw, bias, wide)  # type: ignore[return-value]
 
-    return Match(out, run, forward, backward, kind, over, adds=not xk.is_split and len(case.w_shape) == 2)
+    return Match(out, run, forward, backward, kind, False, over, adds=not xk.is_split and len(case.w_shape) == 2)

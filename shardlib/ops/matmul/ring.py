@@ -19,11 +19,12 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.collectives import axis_size, unwrap, wrap
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
+from shardlib.cost import Cost, moving
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
 from shardlib.ops.matmul.cube import Cube, gradients, movements
 from shardlib.ops.matmul.schedule import Move
-from shardlib.ops.registry import Cost, Match, moving, rule
+from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, vary
 
 __all__ = ["matmul_ring_rs", "ring_ag_matmul"]
@@ -140,16 +141,16 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
         met = (vary(v.raw, x.mesh, axes) for v, axes in zip((x, w), over, strict=True))
         return RingProduct.apply(form, axis, dim, ways, x.mesh, *met)  # type: ignore[return-value]
 
-    return Match(out, run, once, backward, note + (" both ways" if len(ways) > 1 else ""), over)
+    return Match(out, run, once, backward, note + (" both ways" if len(ways) > 1 else ""), True, over)
 
 
-@rule("matmul", name="ring")
+@algorithm("matmul", name="ring", order=10)
 def ring(case: MatmulCase) -> Match | str:
     """One gather of X's rows, or one scatter of Y's, over one axis."""
     return _ring(case, (1,))
 
 
-@rule("matmul", name="ring2")
+@algorithm("matmul", name="ring2", order=11)
 def ring2(case: MatmulCase) -> Match | str:
     """The same in halves that go opposite ways, for links that carry both at once."""
     return _ring(case, (1, -1))

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import axis_size, broadcasts, reductions, unwrap, wrap
+from shardlib.cost import Cost, moving
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
 from shardlib.ops.matmul.cube import Cube, _gathers, gradients, movements
 from shardlib.ops.matmul.once import Again, gathered
 from shardlib.ops.matmul.schedule import Move, accumulator, add_product, ahead, product, settled
-from shardlib.ops.registry import Cost, Match, moving, rule
+from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, is_half, made_of, total, vary
 
 __all__ = ["streamed"]
@@ -90,7 +91,7 @@ class Streamed(Local):
         return None, None, None, None, dx, dw, None
 
 
-@rule("matmul", name="streamed")
+@algorithm("matmul", name="streamed", order=12)
 def streamed(case: MatmulCase) -> Match | str:
     """SUMMA whose X is gathered once for several products."""
     found = movements(case)
@@ -123,4 +124,4 @@ def streamed(case: MatmulCase) -> Match | str:
         return Streamed.apply(axis, x.mesh, over[1], (once, x.raw), wide, w.raw, bias)  # type: ignore[return-value]
 
     note = "X gathered once, W's panels pass"
-    return Match(out, run, forward, backward, note, over, gathered=temporary, shared=temporary)
+    return Match(out, run, forward, backward, note, True, over, temporary, temporary)

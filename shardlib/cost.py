@@ -1,0 +1,54 @@
+"""What an algorithm costs a rank: bytes received, messages, temporaries, seconds of computing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shardlib.mesh import Link
+
+__all__ = ["Cost", "moving"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Per rank: bytes received, messages, and bytes of temporaries at the peak.
+
+    ``along``    (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
+    ``compute``  seconds of computing, where algorithms for one operation differ in that.
+
+    Costs add: bytes, messages and seconds are summed, of temporaries the larger counts.
+
+    >>> import shardlib as sl
+    >>> sl.extend.Cost(bytes=4096, messages=1, memory=4096) + sl.extend.Cost(bytes=1024, messages=2, memory=1024)
+    Cost(bytes=5120, messages=3, memory=4096, along=(), compute=0.0)
+    """
+
+    bytes: Fraction | int = 0
+    messages: int = 0
+    memory: Fraction | int = 0
+    along: tuple[tuple[tuple[str, ...], Fraction | int, int], ...] = ()
+    compute: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.bytes + other.bytes,
+            self.messages + other.messages,
+            max(self.memory, other.memory),
+            self.along + other.along,
+            self.compute + other.compute,
+        )
+
+    def seconds(self, links: Mapping[str, Link] | None = None) -> float:
+        """Alpha-beta time; a movement over several axes runs at the slowest's pace."""
+        usual, links = Link(), links or {}
+        total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
+        for axes, nbytes, messages in self.along:
+            met = [links.get(a, usual) for a in axes]
+            total += (max((k.alpha for k in met), default=usual.alpha) - usual.alpha) * messages
+            total += (max((k.beta for k in met), default=usual.beta) - usual.beta) * float(nbytes)
+        return total
+
+
+def moving(axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:
+    """The cost of one movement over ``axes``."""
+    return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
