@@ -75,7 +75,7 @@ def _step(rules: Callable[[nn.Module], Any], where: str, rule: str, **axes: int)
 
 @contextmanager
 def _one_by_one() -> Iterator[None]:
-    with mock.patch("shardlib.parallelize.in_turn", lambda *_: nullcontext()):
+    with mock.patch("shardlib.parallelize.prefetching", lambda *_: nullcontext()):
         yield
 
 

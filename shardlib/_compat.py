@@ -23,6 +23,7 @@ __all__ = [
     "backward_now",
     "DispatchMode",
     "StorageWeakRef",
+    "after_backward",
     "all_gather_single",
     "assert_async",
     "attention_op",
@@ -495,6 +496,15 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
         module = inner
     return module
+
+
+def after_backward(run: Callable[[], None]) -> None:
+    """Have ``run`` called when the backward pass that runs in this thread is through; not if it fails.
+
+    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.13, where torch's FSDP uses it.  When it goes:
+    what was prefetched and not taken is waited for at the next call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def backward_now() -> int:

@@ -19,7 +19,7 @@ from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import record
-from shardlib.ops.matmul.turns import planned
+from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
 from shardlib.tensor import WATCHED, PaddedTensor, ShardedTensor, settle, typeof
@@ -198,12 +198,13 @@ class _Watch:
         self.rows: list[Row] = []
         self.inside = False
         self.match: Match | None = None
+        self.product = False
         self.seen = 0
         self.row: Row | None = None
         self.nodes: set[Any] = set()  # held, so that no node's place is taken by another
 
-    def chose(self, match: Match) -> None:
-        self.match = match
+    def chose(self, match: Match, product: bool = False) -> None:
+        self.match, self.product = match, product
 
     def __call__(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside:
@@ -224,7 +225,7 @@ class _Watch:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
             k, item = operands[0].size_[-1], out.raw.element_size()
-            row.product = callable(self.match.run)  # attention's are plans
+            row.product = self.product
             if row.product:
                 row.bound = lower_bound(out.size_[:-1].numel(), k, out.size_[-1], self.ranks) * item
         self.rows.append(row)

@@ -25,7 +25,7 @@ from shardlib.ambient import inside
 from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh
-from shardlib.ops.matmul.turns import Entry, idle, in_turn
+from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
 from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, replicated
@@ -111,7 +111,7 @@ class Apply:
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
-            with self.turns(params), inside(partial(swapped, self.module, state)):
+            with self.calling(params), inside(partial(swapped, self.module, state)):
                 try:
                     return functional_call(self.module, state, args, kwargs)
                 except ShardError as e:
@@ -139,12 +139,12 @@ class Apply:
         e.args = (e.text(),)
 
     @contextmanager
-    def turns(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Plain tensors are the same on every rank; products take turns, see ops/matmul/turns.py."""
+    def calling(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """Plain tensors are the same on every rank; gathered weights are prefetched in the last call's order."""
         weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
         where = tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
-        with promoting(), in_turn(order, weights, reads):
+        with promoting(), prefetching(order, weights, reads):
             yield
 
     def _names(self, count: int) -> list[str]:
@@ -228,7 +228,7 @@ class _Around(nn.Module):
 def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
     """``run()`` once more, as the call with ``state`` saw the module."""
     named = {f"module.{n}": t for n, t in state.items()}
-    with promoting(), idle():
+    with promoting(), not_prefetching():
         return functional_call(_Around(module), named, (run,))
 
 

@@ -1,6 +1,6 @@
 """Choosing a mesh before anything runs: link speeds, lower bounds, and the best grid for a model.
 
-The three-axis product (ops/matmul/cube.py) makes every known grid a point (pm, pk, pn): FSDP is
+The three-axis product (ops/matmul/matmul3d.py) makes every known grid a point (pm, pk, pn): FSDP is
 pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
 equal.  Layers come in pairs that swap k and n, so nothing is resharded between them, and the axes may
 play other roles in MLPs than in attention.  The choice prices all of them, with the gathered operands

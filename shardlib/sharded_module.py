@@ -106,7 +106,7 @@ def _entered(apply: Apply, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
         params = {n: p for n, p in top.named_parameters() if isinstance(p, ShardedTensor)}
         token = _RUNNING.set(True)
         try:
-            with apply.turns(params), inside(_again):
+            with apply.calling(params), inside(_again):
                 out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             _RUNNING.reset(token)

@@ -39,6 +39,7 @@ ORDER = [  # each may import from those before it
     "ops.keyed",
     "ops.random",
     "ops.reduce",
+    "ops.einsum",
     "ops.matmul",
     "ops",
     "extend",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardlib as sl
 from shardlib.errors import MeshError, NoMesh, UnknownAxis
 from shardlib.mesh import Mesh, as_mesh, bind
-from tests.ops.test_matmul import relative
+from tests.ops.matmul.test_matmul2d import relative
 
 
 def test_the_mesh_in_scope_nests_and_ends() -> None:

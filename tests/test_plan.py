@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.ops.matmul.cube import cube_words
+from shardlib.ops.matmul.matmul3d import cube_words
 from shardlib.plan import Layer, factorizations, step_cost
 from shardlib.recipes import MLP_ROLES
 

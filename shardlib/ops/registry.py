@@ -28,10 +28,12 @@ __all__ = [
     "Why",
     "algorithm",
     "choose",
+    "decide",
     "fitting",
     "forget",
     "implicit",
     "implicit_budget",
+    "known",
     "pinned",
     "remember",
     "saving",
@@ -229,18 +231,19 @@ def saving(max_bytes: float = float("inf")) -> Iterator[None]:
         _AMBIENT.room = before
 
 
-def choose(op: str, key: Hashable, case: Callable[[], Any], mesh: Mesh | None = None) -> Match:
+def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
-
-    ``mesh``  keeps what was chosen for operands on it, so that it goes with the mesh; a key without one names the
-              sizes and the links of its mesh itself.
 
     Raises: NoRule listing every candidate and why it does not fit.
     """
-    table = _CHOSEN if mesh is None else mesh.plans
-    full = (op, key, _AMBIENT.pins, _AMBIENT.room, _Registered.changes)
+    return known((op, key), lambda: decide(op, case()), _CHOSEN)
+
+
+def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
+    """What ``make`` gave for this key under the same pins and algorithms; ``mesh.plans`` goes with its mesh."""
+    full = (key, _AMBIENT.pins, _AMBIENT.room, _Registered.changes)
     found = table.get(full)
-    return remember(table, full, _decide(op, case())) if found is None else found
+    return remember(table, full, make()) if found is None else found
 
 
 def remember(table: dict[Any, T], key: Any, value: T) -> T:
@@ -299,7 +302,11 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     return min(least or alike, key=lambda nm: (nm[1].cost.seconds(links), nm[1].cost.messages), default=None)
 
 
-def _decide(op: str, case: Any) -> Match:
+def decide(op: str, case: Any) -> Match:
+    """The cheapest match of a case, or the pinned one.
+
+    Raises: NoRule listing every candidate and why it does not fit.
+    """
     asked = dict(_AMBIENT.pins).get(op)
     verdicts = _verdicts(op, case)
     best = _best(verdicts, case)

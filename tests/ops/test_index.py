@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.ops.matmul.choose import product_of
+from shardlib.ops.matmul.op import product_of
 
 SHAPE = (4, 6, 8)
 LAYOUTS = ["x . .", ". y x", "(2 x) . y", "(x y) . .", "zigzag(x) y .", ". . ."]

@@ -15,16 +15,19 @@ block travels during the product, B's after it.
 Source: Cannon 1969.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 from torch import Tensor
 
 from shardlib.collectives import axis_size, ppermute, shift, start
-from shardlib.ops.matmul.schedule import accumulator, add_product, settled
+from shardlib.ops.matmul.case import MatmulCase
+from shardlib.ops.matmul.function import Axes
+from shardlib.ops.matmul.matmul2d import Form, sizes_2d
+from shardlib.ops.matmul.panels import accumulator, add_product, rounded
+from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]
-
-Axes = tuple[str, ...]
+__all__ = ["Cannon", "cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]
 
 
 def cannon_ab(
@@ -41,7 +44,7 @@ def cannon_ab(
         if coming is not None:
             a = coming.wait()
             b = shift(b, row, -1)
-    return settled(c, a.dtype, over, bias=bias)
+    return rounded(c, a.dtype, over, bias=bias)
 
 
 def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
@@ -53,7 +56,7 @@ def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, boo
         add_product(a, c, b.mT)
         if t < q - 1:
             a, b = shift(a, col, -1), shift(b, row, -1)
-    a = settled(a, c.dtype, over)
+    a = rounded(a, c.dtype, over)
     return shift(a, col, -1) if skewed[0] else _home_a(a, row, col, q)
 
 
@@ -66,7 +69,7 @@ def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, boo
         add_product(b, a.mT, c)
         if t < q - 1:
             b, a = shift(b, row, -1), shift(a, col, -1)
-    b = settled(b, c.dtype, over)
+    b = rounded(b, c.dtype, over)
     return shift(b, row, -1) if skewed[1] else _home_b(b, row, col, q)
 
 
@@ -108,3 +111,52 @@ def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
     """2(q-1) shifts, and one more for each skew, way home or last shift."""
     made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
     return 0 if q == 1 else 2 * (q - 1) + sum(not pre or is_result for pre, is_result in zip(skewed, made, strict=True))
+
+
+# ---------------------------------------------------------------- the schedule and its registration
+
+
+@dataclass(frozen=True)
+class Cannon:
+    """Cannon on a square grid.
+
+    ``skewed``  whether A and B are stored skewed.
+    """
+
+    row: str
+    col: str
+    skewed: tuple[bool, bool] = (False, False)
+
+    def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Tensor | None = None) -> Tensor:
+        """ab(A, B), abt(C, B) or atb(A, C)."""
+        if form == "ab":
+            return cannon_ab(p, q, self.row, self.col, self.skewed, over, bias)
+        local = cannon_abt if form == "abt" else cannon_atb
+        out = local(p, q, self.row, self.col, self.skewed, over)
+        return out if bias is None else out + bias
+
+
+@algorithm("matmul", name="cannon", order=5)
+def cannon(case: MatmulCase) -> Match | str:
+    """Cannon's rotation; the only algorithm for skewed operands."""
+    z = sizes_2d(case)
+    if isinstance(z, str):
+        return z
+    q, col = z.shape
+    if q != col:
+        return f"cannon needs a square grid; {z.row}={q}, {z.col}={col}"
+    skewed = (case.x.skew == "a", case.w.skew == "b")
+    if (case.x.skew, case.w.skew) != ("a" if skewed[0] else "", "b" if skewed[1] else ""):
+        return "x can be stored 'skew a' and w 'skew b', not the other way"
+    if any(skewed) and z.form != "ab":
+        return "skewed operands take the Y-stationary form only"
+    if any(skewed) and z.extra:
+        return "a skewed operand and rows split over further axes"
+    return z.match(
+        Cannon(z.row, z.col, skewed),
+        lambda form: cannon_words(form, z.m, z.k, z.n, q, skewed, case.width),
+        lambda form: cannon_messages(form, q, skewed),
+        3,
+        False,
+        "X and W rotate",
+    )

@@ -4,7 +4,7 @@
 every product that took part has added its own: whichever of them a backward leaves out, the sum is right.
 Products that save blocks gather them once more in backward, also together.
 
-The copy goes when the last product that reads it has run, where that is known (turns.py), or with the value.
+The copy goes when the last product that reads it has run, where that is known (prefetch.py), or with the value.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, psum_scatter, unwrap, wrap
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.matmul.schedule import Move, post, settled
+from shardlib.ops.matmul.panels import Move, post, rounded
 from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
 
 __all__ = ["Again", "gathered", "let_go"]
@@ -74,7 +74,7 @@ class _Gather(Local):
             if torch.is_grad_enabled():
                 return None, total(unwrap(post(psum_scatter, wrap(g, mesh), again.moves).wait()), mesh, again.over)
             x = wrap(g.float() if dtype.itemsize == 2 else g, mesh)
-            return None, unwrap(settled(post(psum_scatter, x, again.moves, wire=dtype).wait(), dtype, again.over, True))
+            return None, unwrap(rounded(post(psum_scatter, x, again.moves, wire=dtype).wait(), dtype, again.over, True))
 
 
 def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:

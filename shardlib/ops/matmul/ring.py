@@ -11,23 +11,22 @@ Source: Wang et al., ASPLOS 2023 (decomposed collectives); arXiv 2205.05198 for 
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
-from shardlib.collectives import axis_size, unwrap, wrap
+from shardlib.collectives import axis_size, psum
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.cost import Cost, moving
-from shardlib.mesh import Mesh, bind
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
-from shardlib.ops.matmul.cube import Cube, gradients, movements
-from shardlib.ops.matmul.schedule import Move
+from shardlib.ops.matmul.function import Axes, Gradients
+from shardlib.ops.matmul.matmul3d import Cube, gradients, movements
+from shardlib.ops.matmul.panels import Move
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, vary
 
-__all__ = ["matmul_ring_rs", "ring_ag_matmul"]
+__all__ = ["Ring", "matmul_ring_rs", "ring_ag_matmul"]
 
 Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite ways
 
@@ -79,37 +78,45 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class RingProduct(Local):
-    """apply(form, axis, dim, ways, mesh, x, w) on raw blocks; ``form`` is gather or scatter."""
+@dataclass(frozen=True)
+class Ring:
+    """One gather of X's rows, or one scatter of Y's, as a schedule.
 
-    @staticmethod
-    def forward(ctx: Any, form: str, axis: str, dim: int, ways: Ways, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
-        ctx.place = form, axis, dim, ways, mesh
-        ctx.save_for_backward(x, w)
-        f = ring_ag_matmul if form == "gather" else matmul_ring_rs
-        with bind(mesh):
-            return unwrap(f(wrap(x, mesh), wrap(w, mesh), axis, dim, ways))
+    ``dim``   the dimension of rows that ``axis`` splits.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        form, axis, dim, ways, mesh = ctx.place
-        need_x, need_w = ctx.needs_input_grad[5:]
-        with bind(mesh):
-            x, w, dy = (wrap(t, mesh) for t in (*ctx.saved_tensors, grads[0]))
-            dx = dw = None
-            if torch.is_grad_enabled():  # a gradient of the gradient will be asked for: the same in two collectives
-                move = (Move((axis,), dim),)
-                cube = Cube(move, (), ()) if form == "gather" else Cube((), (), move)
-                dx, dw = gradients(dy, x, w, cube, (need_x, need_w))
-            elif form == "gather":
-                dx = matmul_ring_rs(dy, w.mT, axis, dim, ways) if need_x else None
-                dw = _gradients(x, dy, None, axis, dim, ways)[1] if need_w else None
-            elif need_w:
-                dx, transposed = _gradients(dy, x, w.mT if need_x else None, axis, dim, ways)
-                dw = transposed.mT
-            elif need_x:
-                dx = ring_ag_matmul(dy, w.mT, axis, dim, ways)
-        return None, None, None, None, None, *(None if g is None else unwrap(g) for g in (dx, dw))
+    form: Literal["gather", "scatter"]
+    axis: str
+    dim: int
+    ways: Ways
+    summed: Axes = ()
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """gather(X) W or scatter(X W), and the blocks themselves for backward."""
+        local = ring_ag_matmul if self.form == "gather" else matmul_ring_rs
+        y = local(x, w, self.axis, self.dim, self.ways)
+        return y if bias is None else y + bias, x, w
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """dX is the other form with W^T; dW adds up as the blocks pass."""
+        axis, dim, ways = self.axis, self.dim, self.ways
+        if torch.is_grad_enabled():  # the same in two collectives
+            move = (Move((axis,), dim),)
+            cube = Cube(move, (), ()) if self.form == "gather" else Cube((), (), move)
+            return gradients(dy, x, w, cube, need)
+        dx = dw = None
+        if self.form == "gather":
+            dx = matmul_ring_rs(dy, w.mT, axis, dim, ways) if need[0] else None
+            dw = _gradients(x, dy, None, axis, dim, ways)[1] if need[1] else None
+        elif need[1]:
+            dx, transposed = _gradients(dy, x, w.mT if need[0] else None, axis, dim, ways)
+            dw = transposed.mT
+        elif need[0]:
+            dx = ring_ag_matmul(dy, w.mT, axis, dim, ways)
+        dx = psum(dx, over[0]) if dx is not None and over[0] else dx
+        return dx, psum(dw, over[1]) if dw is not None and over[1] else dw
 
 
 def _ring(case: MatmulCase, ways: Ways) -> Match | str:
@@ -125,7 +132,8 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
         return "a sum in half precision would be rounded at every step of the ring"
     mesh = dict(case.mesh)
     (axis,), dim = single[0].axes, single[0].dim
-    p, form = mesh[axis], "gather" if cube.x else "scatter"
+    p = mesh[axis]
+    form: Literal["gather", "scatter"] = "gather" if cube.x else "scatter"
     y_shape = (*case.x_shape[:-1], case.w_shape[-1])
     passing, shape = (case.x, case.x_shape) if cube.x else (out, y_shape)
     if passing.local_shape(shape, mesh)[dim] % len(ways):
@@ -137,11 +145,8 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[tuple[str, ...], tuple[str, ...]], bias: None) -> Tensor:
-        met = (vary(v.raw, x.mesh, axes) for v, axes in zip((x, w), over, strict=True))
-        return RingProduct.apply(form, axis, dim, ways, x.mesh, *met)  # type: ignore[return-value]
-
-    return Match(out, run, once, backward, note + (" both ways" if len(ways) > 1 else ""), True, over)
+    note += " both ways" if len(ways) > 1 else ""
+    return Match(out, Ring(form, axis, dim, ways), once, backward, note, gathers=True, over=over)
 
 
 @algorithm("matmul", name="ring", order=10)

@@ -8,87 +8,83 @@ passes in panels, so that no weight is gathered whole:
     dW                           x[:, r]^T dY, added up at w_r's owner
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
 from shardlib.collectives import axis_size, broadcasts, reductions, unwrap, wrap
 from shardlib.cost import Cost, moving
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
-from shardlib.ops.matmul.cube import Cube, _gathers, gradients, movements
+from shardlib.ops.matmul.function import Axes, Gradients, Product
+from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
 from shardlib.ops.matmul.once import Again, gathered
-from shardlib.ops.matmul.schedule import Move, accumulator, add_product, ahead, product, settled
+from shardlib.ops.matmul.panels import Move, accumulator, add_product, ahead, nothing, partial_product, rounded
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, is_half, made_of, total, vary
+from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
-__all__ = ["streamed"]
-
-Axes = tuple[str, ...]
+__all__ = ["Streamed", "streamed"]
 
 
-def _panels(w: Tensor, axis: str) -> Any:
+def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
     send = broadcasts(axis)
     return (panel for (panel,) in ahead(lambda k: (send(w, k),), axis_size(axis)))
 
 
-class Streamed(Local):
-    """apply(axis, mesh, over_w, once, x, w, bias) on raw blocks; x [.., K] is whole, ``once`` as in Product3."""
+@dataclass(frozen=True)
+class Streamed:
+    """One product of a whole X, of which ``x`` is the block and ``again`` the gather that backward makes.
 
-    @staticmethod
-    def forward(
-        ctx: Any, axis: str, mesh: Mesh, over: Axes, once: tuple[Again, Tensor], x: Tensor, w: Tensor, bias: Any
-    ) -> Tensor:
-        ctx.place, ctx.again = (axis, mesh, over), once[0]
-        once[0].readers += 1
-        ctx.save_for_backward(once[1], w)
-        with bind(mesh):
-            wide, mine = wrap(x, mesh), wrap(w, mesh)
-            rows = wide.reshape(-1, wide.shape[-1])
-            y = accumulator(rows, rows.shape[0], mine.shape[-1])
-            for part, panel in zip(rows.chunk(axis_size(axis), -1), _panels(mine, axis), strict=True):
-                add_product(y, part, panel)
-            y = settled(y, mine.dtype, (), bias=None if bias is None else wrap(bias, mesh))
-            return unwrap(y.reshape(*wide.shape[:-1], y.shape[-1]))
+    ``wide``  where X's gradient is added in fp32, for the node that scatters it for all products.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (axis, mesh, over), again, (block, w) = ctx.place, ctx.again, ctx.saved_tensors
-        need = ctx.needs_input_grad[4:6]
-        x = again.gather(block) if need[1] else None
-        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for: the same, W gathered
-            with bind(mesh):
-                cube = Cube((), (Move((axis,), 0),), ())
-                first = block if x is None else x
-                ends = (wrap(t, mesh) for t in (grads[0], first, vary(w, mesh, over)))
-                both = [None if g is None else unwrap(g) for g in gradients(*ends, cube, need)]  # type: ignore[call-arg]
-            return None, None, None, None, both[0], None if both[1] is None else total(both[1], mesh, over), None
-        dx = dw = None
-        with bind(mesh):
-            dy, mine = wrap(grads[0], mesh), wrap(w, mesh)
-            rows = dy.reshape(-1, dy.shape[-1])
-            if need[0]:
-                dx = torch.cat([product(rows, panel.mT) for panel in _panels(mine, axis)], -1)
-                dx = unwrap(dx.reshape(*dy.shape[:-1], dx.shape[-1]))
-            if x is not None:
-                wide = wrap(x, mesh)
-                dw, add = accumulator(mine, *mine.shape), reductions(axis, mine.dtype)
-                parts = wide.reshape(-1, wide.shape[-1]).chunk(axis_size(axis), -1)
-                done: Callable[[], object] = lambda: None  # noqa: E731
-                for k, part in enumerate(parts):
-                    here = product(part.mT, rows)
-                    done()
-                    done = add(dw, here, k)
-                done()
-                dw = unwrap(settled(dw, mine.dtype, over, True))
-        if dx is not None and is_half(w):
-            again.sum.add(dx)
+    axis: str
+    again: Again | None = None
+    x: Tensor | None = None
+    wide: Wide | None = None
+    summed: Axes = ()
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Y of X [.., K] and W [K/axis, N], and for backward the blocks."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = accumulator(rows, rows.shape[0], w.shape[-1])
+        for part, panel in zip(rows.chunk(axis_size(self.axis), -1), _panels(w, self.axis), strict=True):
+            add_product(y, part, panel)
+        y = rounded(y, w.dtype, bias=bias).reshape(*x.shape[:-1], w.shape[-1])
+        if self.again is None or self.x is None:
+            return y, x, w
+        self.again.readers += 1
+        return y, wrap(self.x, current_mesh()), w
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """dX of this product alone, whole; dW [K/axis, N] added up at its owner."""
+        if self.again is not None and need[1]:
+            x = wrap(self.again.gather(unwrap(x)), current_mesh())
+        if torch.is_grad_enabled():  # the same, W gathered
+            return gradients(dy, x, w, Cube((), (Move((self.axis,), 0),), ()), need)
+        dx, rows = None, dy.reshape(-1, dy.shape[-1])
+        if need[0]:
+            dx = torch.cat([partial_product(rows, panel.mT) for panel in _panels(w, self.axis)], -1)
+            dx = dx.reshape(*dy.shape[:-1], dx.shape[-1])
+        dw = self._of_w(x, rows, w, over[1]) if need[1] else None
+        if self.wide is not None and dx is not None:
+            self.wide.add(unwrap(dx))
             dx = None
-        return None, None, None, None, dx, dw, None
+        return dx, dw
+
+    def _of_w(self, x: Tensor, dy: Tensor, w: Tensor, over: Axes) -> Tensor:
+        dw, add_to = accumulator(w, *w.shape), reductions(self.axis, w.dtype)
+        added = nothing
+        for k, part in enumerate(x.reshape(-1, x.shape[-1]).chunk(axis_size(self.axis), -1)):
+            here = partial_product(part.mT, dy)
+            added()  # the part before this one travelled meanwhile
+            added = add_to(dw, here, k)
+        added()
+        return rounded(dw, w.dtype, over, True)
 
 
 @algorithm("matmul", name="streamed", order=12)
@@ -109,7 +105,7 @@ def streamed(case: MatmulCase) -> Match | str:
     x, w = (local_elements(a, s, mesh) * case.itemsize for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
     (axis,) = cube.w[0].axes
     p = mesh[axis]
-    move_x, wide_x = _gathers(x, cube.x, mesh)
+    move_x, wide_x = price_of_gather(x, cube.x, mesh)
     panels = moving((axis,), (p - 1) * w, p * (p > 1))
     forward = (Cost() if held else move_x) + panels
     backward = panels + panels + all_reduce(w, over[1], mesh, case.width)
@@ -118,10 +114,22 @@ def streamed(case: MatmulCase) -> Match | str:
     temporary = 0 if held else wide_x - x
     forward, backward = (replace(c, memory=temporary + 2 * w) for c in (forward, backward))
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
-        wide, once = gathered(x, cube.x, over[0])
+    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+        """X is gathered for all products that read it."""
+        whole, once = gathered(x, cube.x, over[0])
         made_of(x)["again", cube.x, over[0]] = None
-        return Streamed.apply(axis, x.mesh, over[1], (once, x.raw), wide, w.raw, bias)  # type: ignore[return-value]
+        schedule = Streamed(axis, once, x.raw, once.sum if is_half(whole) else None)
+        return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
-    note = "X gathered once, W's panels pass"
-    return Match(out, run, forward, backward, note, True, over, temporary, temporary)
+    return Match(
+        out,
+        Streamed(axis),
+        forward,
+        backward,
+        "X gathered once, W's panels pass",
+        gathers=True,
+        over=over,
+        gathered=temporary,
+        shared=temporary,
+        call=call,
+    )

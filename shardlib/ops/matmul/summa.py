@@ -1,7 +1,7 @@
 """SUMMA: multiply two 2D-blocked matrices by broadcasting one K panel at a time.
 
 A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row
-and B's panel along each mesh column; nobody ever holds a whole operand, and the panels of
+and B's panel along each mesh column; no rank ever holds a whole operand, and the panels of
 step k+1, and the sums of step k-1, travel while step k is multiplied.  Three forms, each the others' backward:
 
     AB    C = A B      C stays (Y-stationary)    dA = ABT(dC, B)   dB = ATB(A, dC)
@@ -16,17 +16,21 @@ Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
-from shardlib.ops.matmul.schedule import accumulator, add_product, ahead, cut, nothing, panels, product, settled
+from shardlib.ops.matmul.case import MatmulCase
+from shardlib.ops.matmul.function import Axes
+from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
+from shardlib.ops.matmul.panels import accumulator, add_product, ahead, cut, nothing, panels, partial_product, rounded
+from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
+__all__ = ["Summa", "summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
 
-Axes = tuple[str, ...]
 Bias = Tensor | None
 
 
@@ -42,7 +46,7 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Ax
 
     for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
         add_product(c, a_k, b_k)
-    return settled(c, a.dtype, over, bias=bias)
+    return rounded(c, a.dtype, over, bias=bias)
 
 
 def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
@@ -58,11 +62,11 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
 
     arriving, added = ahead(post, len(steps)), nothing
     for owner, i, *_ in steps:
-        part = product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
+        part = partial_product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
         added()  # the part before this one travelled meanwhile
         added = add_to(a_cut[i], part, owner)
     added()
-    return settled(a, c.dtype, over, True, bias) if more else a
+    return rounded(a, c.dtype, over, True, bias) if more else a
 
 
 def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
@@ -78,11 +82,11 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: A
 
     arriving, added = ahead(post, len(steps)), nothing
     for *_, owner, j in steps:
-        part = product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
+        part = partial_product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
         added()
         added = add_to(b_cut[j], part, owner)
     added()
-    return settled(b, c.dtype, over, True, bias) if more else b
+    return rounded(b, c.dtype, over, True, bias) if more else b
 
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
@@ -128,3 +132,97 @@ def summa_slices(seconds: float, alpha: float, sizes: Sequence[int], panels: int
     most = math.isqrt(int(seconds / alpha)) if alpha > 0 else min(sizes)
     fits = [s for s in range(1, most + 1) if all(n % (panels * s) == 0 and n >= panels * s * narrowest for n in sizes)]
     return max(fits, default=1)
+
+
+# ---------------------------------------------------------------- the schedule and its registration
+
+
+@dataclass(frozen=True)
+class Summa:
+    """SUMMA on a row x col grid.
+
+    ``stay``    the matrix that keeps still: "A", "B" or "C".
+    ``slices``  into which a panel is cut.
+    """
+
+    row: str
+    col: str
+    stay: str = "C"
+    slices: int = 1
+
+    def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None) -> Tensor:
+        """ab(A, B), abt(C, B) or atb(A, C)."""
+        if bias is not None and (form, self.stay) in _SWAPPED:
+            return self.multiply(form, p, q, over) + bias
+        return _FORMS[form, self.stay](p, q, self.row, self.col, self.slices, over, bias)
+
+
+_SWAPPED = (("abt", "B"), ("atb", "A"))  # results that change places once they are rounded
+
+_FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
+    ("ab", "C"): summa_ab,
+    ("abt", "C"): summa_abt,
+    ("atb", "C"): summa_atb,
+    ("ab", "A"): lambda a, b, row, col, *how: summa_abt(a, swap(b, row, col), row, col, *how),
+    ("ab", "B"): lambda a, b, row, col, *how: summa_atb(swap(a, row, col), b, row, col, *how),
+    ("abt", "A"): lambda c, b, row, col, *how: summa_ab(c, swap(b, row, col), row, col, *how),
+    ("abt", "B"): lambda c, b, row, col, *how: swap(summa_abt(b, c, row, col, *how), row, col),
+    ("atb", "A"): lambda a, c, row, col, *how: swap(summa_atb(c, a, row, col, *how), row, col),
+    ("atb", "B"): lambda a, c, row, col, *how: summa_ab(swap(a, row, col), c, row, col, *how),
+}
+
+
+def _summa(case: MatmulCase, role: str | None) -> Match | str:
+    """SUMMA that keeps X, W or Y still, or whichever moves the fewest words by staying."""
+    z = sizes_2d(case, role == "w")
+    if isinstance(z, str):
+        return z
+    if case.x.skew or case.w.skew:
+        return "an operand is skewed"
+    if z.uneven():
+        return z.uneven()
+    row, col = z.shape
+    square = row == col and not z.batch and z.m % row == 0 and z.n % row == 0
+    stays = [s for s in "CAB" if (s == "C" or square) and role in (None, ROLES[z.form][s])]
+    if not stays:
+        return f"keeping {str(role).upper()} still needs a block transpose, so a square grid; this is {row} x {col}"
+    stay = min(stays, key=lambda s: (summa_words(z.m, z.k, z.n, row, col, s), s != "C"))
+    words = summa_words(z.m, z.k, z.n, row, col, stay)
+    slices = 1
+    if case.links:  # measured: then panels are cut for them
+        met = [link for axis, link in case.links if axis in (z.row, z.col)]
+        seconds = max(k.beta for k in met) * float(words) * case.itemsize * z.copies
+        slices = summa_slices(seconds, max(k.alpha for k in met), (z.m, z.k, z.n), math.lcm(row, col))
+    travels = ("ab" if z.form == "atb" else "atb", stay) not in (("ab", "C"), ("atb", "B"))  # the sum of dW
+    return z.match(
+        Summa(z.row, z.col, stay, slices),
+        lambda form: words,
+        lambda form: summa_messages(row, col, stay, slices),
+        4,
+        travels,
+        f"{ROLES[z.form][stay].upper()} stays",
+    )
+
+
+@algorithm("matmul", name="summa", order=1)
+def summa(case: MatmulCase) -> Match | str:
+    """SUMMA with whichever matrix moves the fewest words by staying."""
+    return _summa(case, None)
+
+
+@algorithm("matmul", name="summa_y", order=2)
+def summa_y(case: MatmulCase) -> Match | str:
+    """SUMMA, Y-stationary."""
+    return _summa(case, "y")
+
+
+@algorithm("matmul", name="summa_x", order=3)
+def summa_x(case: MatmulCase) -> Match | str:
+    """SUMMA, X-stationary."""
+    return _summa(case, "x")
+
+
+@algorithm("matmul", name="summa_w", order=4)
+def summa_w(case: MatmulCase) -> Match | str:
+    """SUMMA, W-stationary."""
+    return _summa(case, "w")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
-from shardlib.ops.matmul.cube import cube_words
-from tests.ops.test_matmul import relative
+from shardlib.ops.matmul.matmul3d import cube_words
+from tests.ops.matmul.test_matmul2d import relative
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 2), (2, 2, 2), (2, 3, 2), (3, 3, 3), (4, 4, 4)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
-from tests.ops.test_matmul import relative
+from tests.ops.matmul.test_matmul2d import relative
 
 # x, w, y: a gather of rows (batch or sequence), a scatter of rows
 LAYOUTS = [

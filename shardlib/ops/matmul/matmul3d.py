@@ -9,7 +9,7 @@ The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N]
 Forward, a rank receives [(pn-1) MK + (pm-1) KN + (pk-1) MN] / P words, which is the lower bound
 on the matching grid (Al Daas et al., SPAA 2022).  Backward runs the same movements: dY is
 gathered over k once, dX scattered over n while dW is multiplied (or, where W's side moves more,
-dW over m while dX is), and X and W gathered again unless they were saved so; turns.py starts W's
+dW over m while dX is), and X and W gathered again unless they were saved so; prefetch.py starts W's
 gather one product early.  Megatron's column with sequence parallelism (P = pn) and row (P = pk),
 FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA, Cannon and the
 rings are schedules of the same words.
@@ -25,28 +25,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
 from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
 from shardlib.cost import Cost, moving
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.once import Again, gathered
-from shardlib.ops.matmul.schedule import Move, post, settled, summed
-from shardlib.ops.matmul.schedule import product as partial_product
-from shardlib.ops.matmul.turns import Turn, next_turn
+from shardlib.ops.matmul.panels import Move, partial_product, post, rounded, summed_product
+from shardlib.ops.matmul.prefetch import Gather, next_gather
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, is_half, made_of, total, vary
+from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
-__all__ = ["Cube", "Movements", "Product3", "cube_words", "gradients", "movements"]
-
-Axes = tuple[str, ...]
+__all__ = ["Cube", "Matmul3D", "Movements", "cube_words", "gradients", "movements", "price_of_gather"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def gradients(
     def of_w() -> Pending:  # [K/k, N/n] -> [K/(k m), N/n]
         return _scatter(_rows(coming_x.wait()).mT, _rows(dy), cube.w, over[1])
 
-    both = [(0, of_x), (1, of_w)][:: -1 if cube.w_first else 1]
+    both = [(1, of_w), (0, of_x)] if cube.w_first else [(0, of_x), (1, of_w)]
     sums: dict[int, Pending] = {}
     for turn, (which, of) in enumerate(both):
         if turn == 1:
@@ -128,70 +125,70 @@ def _rows(x: Tensor) -> Tensor:
 def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None) -> Pending:
     """a @ b, scattered, and summed over further axes; of half precision only what travels is rounded before a sum."""
     if not moves:
-        out = summed(a, b, over, bias)
+        out = summed_product(a, b, over, bias)
         return Pending(lambda: out)
     coming = post(psum_scatter, partial_product(a, b), moves, wire=a.dtype)
-    return Pending(lambda: settled(coming.wait(), a.dtype, over, True, bias))
+    return Pending(lambda: rounded(coming.wait(), a.dtype, over, True, bias))
 
 
-class Product3(Local):
-    """apply(cube, mesh, over, turn, x, w, bias) on raw blocks.
+@dataclass(frozen=True)
+class Matmul3D:
+    """One run of the three-axis product.
 
-    ``over``  where the gradients of x and of w are summed besides.
-    ``turn``  what it may start early: turns.py.
-    ``bias``  added before the result is rounded, or None; its gradient is not computed here.
-    ``once``  x is gathered already, for several products: the gather that backward makes again, and the block
-              that is saved for it, if it is not saved whole; or None.
+    ``gather``  W's, which may have been started early, and those of its neighbours: prefetch.py.
+    ``again``   where X was gathered for several products: the gather that backward makes once for all of them,
+                of the block ``x``.
+    ``wide``    where X's gradient is added in fp32, for the node that scatters it for several products.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, cube: Cube, mesh: Mesh, over: tuple[Axes, Axes], turn: Turn, x: Tensor, w: Tensor, bias: Any,
-        once: tuple[Again, Tensor | None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        ctx.cube, ctx.mesh, ctx.over = cube, mesh, over
-        ctx.turn = turn
-        with bind(mesh):
-            bias = None if bias is None else wrap(bias, mesh)
-            y, wide_x, wide_w = product(wrap(x, mesh), turn.taken() or wrap(w, mesh), cube, turn.onward, bias)
-        ctx.again = ctx.sum = None
-        if once is not None:
-            ctx.sum = once[0].sum if is_half(x) else None
-            if once[1] is not None:
-                ctx.again, x = once  # type: ignore[assignment]
-                once[0].readers += 1
-        ctx.save_for_backward(unwrap(wide_x) if "x" in cube.save else x, unwrap(wide_w) if "w" in cube.save else w)
-        return unwrap(y)
+    cube: Cube
+    gather: Gather | None = None
+    again: Again | None = None
+    x: Tensor | None = None
+    wide: Wide | None = None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, w), dy, mesh, cube, over = ctx.saved_tensors, grads[0], ctx.mesh, ctx.cube, ctx.over
-        need, again = ctx.needs_input_grad[4:6], torch.is_grad_enabled()
-        if again and cube.save:
-            raise Unsupported(
-                "a product that saved its gathered operands has no second derivative",
-                op="matmul",
-                mesh=mesh,
-                fix="sl.algorithm(matmul='mm3')",
-            )
-        if again:  # sums over axes where a value is the same on every rank are differentiated as such
-            x, w, dy = (vary(t, mesh, axes) for t, axes in ((x, over[0]), (w, over[1]), (dy, cube.summed)))
-        if ctx.again is not None and need[1]:
-            x = ctx.again.gather(x)
-        turn = ctx.turn
-        with bind(mesh):
-            dy, x, w = (wrap(t, mesh) for t in (dy, x, w))
-            if again:
-                both = gradients(dy, x, w, cube, need)
-            else:
-                both = gradients(dy, x, turn.taken() or w, cube, need, over, turn.backward, ctx.sum is not None)
-        found = tuple(None if g is None else unwrap(g) for g in both)
-        if ctx.sum is not None and found[0] is not None and not again:
-            ctx.sum.add(found[0])
-            found = None, found[1]
-        if again:
-            found = (None if g is None else total(g, mesh, axes) for g, axes in zip(found, over, strict=True))
-        return None, None, None, None, *found, None, None
+    @property
+    def summed(self) -> Axes:
+        """The axes over which Y is summed without a scatter."""
+        return self.cube.summed
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Y, and of X and W what backward is to see: their blocks, or what was gathered."""
+        save, gather = self.cube.save, self.gather
+        if gather is None:
+            y, wide_x, wide_w = product(x, w, self.cube, bias=bias)
+        else:
+            y, wide_x, wide_w = product(x, gather.take() or w, self.cube, gather.start_next, bias)
+        if self.again is not None and self.x is not None:
+            self.again.readers += 1
+            x = wrap(self.x, current_mesh())
+        return y, wide_x if "x" in save else x, wide_w if "w" in save else w
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """dX and dW by the same movements; the gather of the product before starts under them."""
+        if self.again is not None and need[1]:
+            x = wrap(self.again.gather(unwrap(x)), current_mesh())
+        if torch.is_grad_enabled():
+            if self.cube.save:
+                raise Unsupported(
+                    "a product that saved its gathered operands has no second derivative",
+                    op="matmul",
+                    mesh=current_mesh(),
+                    fix="sl.algorithm(matmul='mm3')",
+                )
+            return gradients(dy, x, w, self.cube, need)
+        gather = self.gather
+        if gather is None:
+            dx, dw = gradients(dy, x, w, self.cube, need, over, wide=self.wide is not None)
+        else:
+            coming = gather.take() or w
+            dx, dw = gradients(dy, x, coming, self.cube, need, over, gather.start_previous, self.wide is not None)
+        if self.wide is not None and dx is not None:
+            self.wide.add(unwrap(dx))
+            dx = None
+        return dx, dw
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -328,9 +325,9 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     shape = (*case.x_shape[:-1], case.w_shape[-1])
     x, w = (local_elements(a, s, mesh) * size for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
     y, pending = local_elements(out, shape, mesh) * size, local_elements(whole, shape, mesh) * size
-    move_x, wide_x = _gathers(x, cube.x, mesh)
-    move_w, wide_w = _gathers(w, cube.w, mesh)
-    move_y, wide_y = _gathers(y, cube.y, mesh)
+    move_x, wide_x = price_of_gather(x, cube.x, mesh)
+    move_w, wide_w = price_of_gather(w, cube.w, mesh)
+    move_y, wide_y = price_of_gather(y, cube.y, mesh)
     pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
     forward = move_x + move_w + move_y + all_reduce(pending, psummed, mesh, case.width if cube.y else 1)
     over = met_over(case, out)
@@ -354,18 +351,21 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     forward, backward = (replace(c, memory=temporary) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
-    def run(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+        """W may be on its way already, and X may be gathered for several products at once."""
         again = torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
-        turn = next_turn(w.raw, cube.w, x.mesh, again)
+        gather = next_gather(w.raw, cube.w, x.mesh, again)
         if not shared:
-            return Product3.apply(cube, x.mesh, over, turn, x.raw, w.raw, bias)  # type: ignore[return-value]
-        wide, once = gathered(x, cube.x, over[0])
-        over_x = over[0]
-        at, over = replace(cube, x=(), save=cube.save.replace("x", "")), ((), over[1])
-        keep = once, None if "x" in cube.save else x.raw
-        if keep[1] is not None:
-            made_of(x)["again", cube.x, over_x] = None
-        return Product3.apply(at, x.mesh, over, turn, wide, w.raw, bias, keep)  # type: ignore[return-value]
+            return Product.apply(Matmul3D(cube, gather), x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
+        whole, once = gathered(x, cube.x, over[0])
+        rest = replace(cube, x=(), save=cube.save.replace("x", ""))
+        wide = once.sum if is_half(whole) else None
+        if "x" in cube.save:
+            schedule = Matmul3D(rest, gather, wide=wide)
+        else:
+            made_of(x)["again", cube.x, over[0]] = None
+            schedule = Matmul3D(rest, gather, once, x.raw, wide)
+        return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
@@ -374,10 +374,22 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     )
     if held:
         saved -= wide_x - x if "x" in cube.save and not again else 0
-    return Match(out, run, forward, backward, ", ".join(moved), True, over, temporary, more, saved)
+    return Match(
+        out,
+        Matmul3D(cube),
+        forward,
+        backward,
+        ", ".join(moved),
+        gathers=True,
+        over=over,
+        gathered=temporary,
+        shared=more,
+        saved=saved,
+        call=call,
+    )
 
 
-def _gathers(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
+def price_of_gather(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
     """The price of gathering a block (or of scattering back to it), and its bytes when gathered."""
     cost = Cost()
     for move in moves:

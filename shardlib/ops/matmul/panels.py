@@ -20,11 +20,14 @@ __all__ = [
     "cut",
     "nothing",
     "panels",
+    "partial_product",
     "post",
-    "product",
-    "settled",
-    "summed",
+    "rounded",
+    "summed_product",
 ]
+
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 class Move(NamedTuple):
@@ -62,8 +65,7 @@ def nothing() -> None:
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
     """Zeros to add products into: fp32 for half precision operands."""
-    half = like.dtype in (torch.bfloat16, torch.float16)
-    return like.new_zeros(shape, dtype=torch.float32 if half else like.dtype)
+    return like.new_zeros(shape, dtype=torch.float32 if like.dtype in _HALF else like.dtype)
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
@@ -76,34 +78,33 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
         c.add_(a @ b)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def partial_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b on its way to a sum: of half precision operands in fp32.  a [.., M, K], b [.., K, N]."""
-    if a.dtype not in (torch.bfloat16, torch.float16):
+    if a.dtype not in _HALF:
         return a @ b
     if a.is_cuda and a.ndim == b.ndim == 2:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
-def settled(
-    c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), rounded: bool = False, bias: Tensor | None = None
+def rounded(
+    c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), wire: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """An accumulator in the operands' ``dtype``, summed over further axes before it is rounded.
+    """An accumulator plus a bias in the operands' ``dtype``, summed over further axes before it is rounded.
 
-    ``rounded``  its parts were rounded on their way here: they are not a second time, but travel as they are.
-    ``bias``     to be added before the rounding too.
+    ``wire``  parts travel in the accumulator's dtype, since they were rounded to ``dtype`` before they came here.
     """
     if bias is not None:
         c = c + bias.to(c.dtype) / (axis_size(over) if over else 1)
     if over:
-        return psum(c, over, out=dtype, wire=c.dtype if rounded else dtype)
+        return psum(c, over, out=dtype, wire=c.dtype if wire else dtype)
     return c if c.dtype == dtype else c.to(dtype)
 
 
-def summed(a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None) -> Tensor:
-    """a @ b + bias, summed over mesh axes: half precision parts in fp32, rounded to travel and once they are summed."""
+def summed_product(a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias, summed over mesh axes: half precision in fp32, rounded to travel and once they are summed."""
     if over or (bias is not None and type(bias) is not Tensor):
-        return settled(product(a, b), a.dtype, over, bias=bias)
+        return rounded(partial_product(a, b), a.dtype, over, bias=bias)
     return a @ b if bias is None else F.linear(a, b.mT, bias)  # torch adds the bias before it rounds, too
 
 

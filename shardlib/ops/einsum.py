@@ -1,0 +1,106 @@
+"""An einsum says itself what it does to dimensions.
+
+A letter in the result is a row, one that is not is contracted.  Where every letter's split agrees,
+blocks are multiplied where they lie and summed over the axes of the contracted letters.  Where it
+does not, two operands are brought into the form of a matrix product, whose algorithms (SUMMA, ...)
+know more; if they refuse, operands are gathered as any other's (``sl.implicit``).
+"""
+
+import math
+import string
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.errors import ShardError
+from shardlib.ops.dims import Unfit, rows_call
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["contract", "product_line"]
+
+
+def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
+    """Letters of every operand and of the result, ``...`` written out (broadcast dimensions share letters)."""
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        raise Unfit("operands")
+    free = [c for c in string.ascii_letters if c not in equation]
+    width = 0
+    for term, n in zip(terms, ndims, strict=True):
+        if "..." in term:
+            width = max(width, n - len(term) + 3)
+    dots = "".join(free[:width])
+    terms = [
+        t.replace("...", dots[width - (n - len(t) + 3) :] if "..." in t else "")
+        for t, n in zip(terms, ndims, strict=True)
+    ]
+    if not arrow:
+        once = sorted(c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots)
+        right = ("..." if dots else "") + "".join(once)
+    return terms, right.replace("...", dots)
+
+
+def _labels(terms: list[str]) -> Any:
+    twice = {c for t in terms for c in t if t.count(c) > 1}
+
+    def labels(args: Any, kwargs: Any) -> Any:
+        operands = args[1:]
+        return {s.at: tuple(None if c in twice else c for c in t) for s, t in zip(operands, terms, strict=True)}
+
+    return labels
+
+
+def contract(product: Callable[..., Any], equation: str, *operands: Any) -> Any:
+    """An einsum of sharded operands; ``product`` multiplies two matrices."""
+    try:
+        terms, right = _parsed(equation, [t.ndim for t in operands])
+    except Unfit:
+        return torch.einsum(equation, *operands)
+    local = ",".join(terms) + "->" + right
+    try:
+        return rows_call(torch.einsum, (local, *operands), {}, _labels(terms), sums=True, quiet=True)
+    except ShardError:
+        try:
+            return _as_product(product, terms, right, *operands)
+        except (ShardError, Unfit):
+            return rows_call(torch.einsum, (local, *operands), {}, _labels(terms), sums=True)
+
+
+def _as_product(product: Callable[..., Any], terms: list[str], right: str, *operands: Any) -> Any:
+    if len(operands) != 2 or not all(isinstance(t, ShardedTensor) for t in operands):
+        raise Unfit("two operands")
+    a, b = operands
+    p, q = terms
+    size = dict(zip(p, a.shape, strict=True)) | dict(zip(q, b.shape, strict=True))
+    if any(t.count(c) > 1 for t in (p, q, right) for c in t) or any(
+        size[c] != n for t, x in zip(terms, operands, strict=True) for c, n in zip(t, x.shape, strict=True)
+    ):
+        raise Unfit("broadcast or diagonal")
+    batch = [c for c in right if c in p and c in q]
+    inner = [c for c in p if c in q and c not in right]
+    rows = [c for c in right if c in p and c not in q]
+    cols = [c for c in right if c in q and c not in p]
+    if set(p) != {*batch, *inner, *rows} or set(q) != {*batch, *inner, *cols} or not inner:
+        raise Unfit("a letter in one operand alone")
+
+    x = a.permute(*[p.index(c) for c in (*batch, *rows, *inner)])
+    w = b.permute(*[q.index(c) for c in (*batch, *inner, *cols)])
+    lead = [size[c] for c in batch]
+    x = x.reshape(*lead, math.prod(size[c] for c in rows), math.prod(size[c] for c in inner))
+    w = w.reshape(*lead, math.prod(size[c] for c in inner), math.prod(size[c] for c in cols))
+    y = product(x, w).reshape(*lead, *[size[c] for c in rows], *[size[c] for c in cols])
+    have = [*batch, *rows, *cols]
+    return y.permute(*[have.index(c) for c in right]) if have else y.reshape(())
+
+
+def product_line(a: int, b: int) -> str:
+    """The einsum that torch.matmul is for operands of so many dimensions."""
+    left = "k" if a == 1 else "...mk"
+    right = "k" if b == 1 else "...kn"
+    out = ("" if a == 1 and b == 1 else "...") + ("m" if a > 1 else "") + ("n" if b > 1 else "")
+    if a <= 2 and b <= 2:
+        left, right, out = (t.replace("...", "") for t in (left, right, out))
+    return f"{left},{right}->{out}"

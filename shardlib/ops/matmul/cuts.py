@@ -1,0 +1,65 @@
+"""Operands that no algorithm fits as they lie, though one would if a rank took a part of what it holds whole.
+
+As a row-parallel layer does to an input that is not split.  Nothing moves forward; the gradient of
+what was cut is gathered.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.matmul.case import MatmulCase
+from shardlib.ops.registry import fitting
+
+__all__ = ["cut_for", "whole_rows"]
+
+
+def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
+    """Where rows that a weight's rule takes to be split are whole, as those of another weight: they stay so."""
+    if case.out is None or any(d.is_split for d in case.x.dims[:-1]):
+        return None
+    out = Layout((*case.x.dims[:-1], case.out.dims[-1]))
+    return (case.x, case.w, out) if fitting("matmul", replace(case, out=out)) is not None else None
+
+
+def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
+    """Layouts of X and W that an algorithm fits and that cut what each rank holds whole, so that nothing moves.
+
+    The cut value's gradient is gathered in turn, and counts: the cheapest wins.
+    """
+    mesh, found = dict(case.mesh), []
+    for x, w in _cuts(case, mesh):
+        match = fitting("matmul", replace(case, x=x, w=w))
+        if match is not None:
+            back = (x >> case.x).bytes(case.x_shape, mesh) + (w >> case.w).bytes(case.w_shape, mesh)
+            found.append((match.cost.bytes + back * case.itemsize, len(found), x, w))
+    return (*min(found)[2:], case.out) if found else None
+
+
+def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
+    """X's contraction cut as W's, or W's as X's; and besides, X's rows over an axis that splits W alone."""
+    x, w = case.x, case.w
+    if len(case.w_shape) != 2 or x.skew or w.skew:
+        return
+
+    def divides(n: int, dim: Dim) -> bool:
+        return n % math.prod(mesh[a] for a in dim.axes) == 0
+
+    firsts = [x]
+    theirs = w.dims[-2]
+    if not x.dims[-1].is_split and theirs.order == "contiguous" and not any(isinstance(p, int) for p in theirs.parts):
+        for count in range(1, len(theirs.parts) + 1):
+            token = Dim(theirs.parts[:count])
+            if not set(token.axes) & set(x.axes) and divides(case.x_shape[-1], token):
+                firsts.append(Layout((*x.dims[:-1], token)))
+    for first in firsts:
+        if first is not x:
+            yield first, w
+        for axis in w.axes:
+            for d, n in enumerate(case.x_shape[:-1]):
+                if axis not in first.axes and not first.dims[d].is_split and n > 1 and divides(n, Dim((axis,))):
+                    yield Layout((*first.dims[:d], Dim((axis,)), *first.dims[d + 1 :])), w
+    mine = x.dims[-1]
+    if mine.is_split and not w.dims[-2].is_split and not set(mine.axes) & set(w.axes):
+        yield x, Layout((mine, w.dims[-1]))

@@ -1,0 +1,109 @@
+"""One product Y = X W as an autograd function, whatever its schedule.
+
+A schedule is local code: it sees this rank's blocks and axis names, and says how Y and the two
+gradients come about.  ``Product`` is the rest, once for all: blocks into the mesh and out of it,
+what is saved, which gradients are wanted, and second derivatives.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import Local
+from shardlib.collectives import unwrap, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor import total, vary
+
+__all__ = ["NOWHERE", "Axes", "Gradients", "Product", "Schedule"]
+
+Axes = tuple[str, ...]
+Gradients = tuple[Tensor | None, Tensor | None]
+
+NOWHERE: tuple[Axes, Axes] = ((), ())
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """How to multiply, on local blocks and axis names; a frozen dataclass of what it must know.
+
+    ``summed``  the mesh axes over which Y is summed and then whole on every rank; () for most.
+
+    It sees no mesh, no process group and no rank number: ``sl.all_gather`` and its like move
+    blocks, and ``sl.axis_size`` tells a size.  On a simulated mesh the same lines run once for
+    all ranks, so that it must not branch on ``sl.axis_index``.
+
+    >>> import torch, shardlib as sl
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Rows:  # x [M/axis, K], w [K, N] -> [M/axis, N]; dW is summed over the axis
+    ...     summed: tuple[str, ...] = ()
+    ...     def forward(self, x, w, bias):
+    ...         return x @ w if bias is None else x @ w + bias, x, w
+    ...     def gradients(self, dy, x, w, need, over):
+    ...         dx, dw = dy @ w.mT, x.mT @ dy
+    ...         return dx, sl.psum(dw, over[1]) if over[1] else dw
+    >>> isinstance(Rows(), sl.extend.Schedule)
+    True
+    """
+
+    @property
+    def summed(self) -> Axes: ...
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Y, to which a bias is added, and what backward shall see of X and of W."""
+        ...
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """The gradients of X and of W that are needed, each summed over further mesh axes.
+
+        Where gradients are recorded, for a second derivative, every step must be differentiable;
+        ``over`` is empty then.
+        """
+        ...
+
+
+class Product(Local):
+    """apply(schedule, mesh, over, x, w, bias) on raw blocks gives Y's.
+
+    ``over``  the axes over which the gradients of x and of w are summed besides.
+    ``bias``  added before the result is rounded; its gradient is not computed here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.call = schedule, mesh, over
+        with bind(mesh):
+            bias = None if bias is None else wrap(bias, mesh)
+            y, kept_x, kept_w = schedule.forward(wrap(x, mesh), wrap(w, mesh), bias)
+        ctx.save_for_backward(unwrap(kept_x), unwrap(kept_w))
+        return unwrap(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        schedule, mesh, over = ctx.call
+        x, w = ctx.saved_tensors
+        need = ctx.needs_input_grad[3:5]
+        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
+            return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
+        with bind(mesh):
+            dx, dw = schedule.gradients(wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over)
+        dx = None if dx is None else unwrap(dx)
+        return None, None, None, dx, None if dw is None else unwrap(dw), None
+
+
+def _recorded(
+    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], dy: Tensor, x: Tensor, w: Tensor, need: Any
+) -> Gradients:
+    """Gradients that can be differentiated: sums of what is the same on every rank are so too."""
+    dy, x, w = vary(dy, mesh, schedule.summed), vary(x, mesh, over[0]), vary(w, mesh, over[1])
+    with bind(mesh):
+        dx, dw = schedule.gradients(wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), need, NOWHERE)
+    return (
+        None if dx is None else total(unwrap(dx), mesh, over[0]),
+        None if dw is None else total(unwrap(dw), mesh, over[1]),
+    )

@@ -1,0 +1,106 @@
+"""Local products, and those of one axis whose ends are whole: Megatron's columns and rows.
+
+    rows         X [M, K/k], W [K/k, N]:  Y = psum(X W) over k
+    columns      X [M, K], W [K, N/n]:    dX = psum(dY W^T) over n
+    data         X [M/m, K], W [K, N]:    dW = psum(X^T dY) over m
+
+Each of the three matrices is summed over the axes along which it is whole and the two others are
+not; any of the sums may be over nothing.  Half precision parts are rounded as they travel, and the
+sum once.
+
+Source: arXiv 1909.08053, section 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import unwrap
+from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
+from shardlib.ops.matmul.function import Axes, Gradients, Product
+from shardlib.ops.matmul.panels import partial_product, summed_product
+from shardlib.ops.registry import Match, algorithm
+from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, varied_wide
+
+__all__ = ["Matmul1D", "oned"]
+
+
+@dataclass(frozen=True)
+class Matmul1D:
+    """A local product, Y summed over ``summed``.
+
+    ``wide``  where X's gradient is added in fp32, for the node that sums it for several products, or None.
+    """
+
+    summed: Axes = ()
+    wide: Wide | None = None
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Y = psum(x w) + bias, and the blocks themselves for backward."""
+        return summed_product(x, w, self.summed, bias), x, w
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """dX = psum(dY W^T) and dW = psum(X^T dY)."""
+        dx = dw = None
+        if need[0] and self.wide is not None and not torch.is_grad_enabled():
+            self.wide.add(unwrap(partial_product(dy, w.mT)))
+        elif need[0]:
+            dx = summed_product(dy, w.mT, over[0])
+        if need[1]:
+            if w.ndim < x.ndim:  # leading dimensions of x are rows
+                x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+            dw = summed_product(x.mT, dy, over[1])
+        return dx, dw
+
+
+@algorithm("matmul", name="oned", order=0)
+def oned(case: MatmulCase) -> Match | str:
+    """No split contraction: local.  One split the same way in both: a local product and a psum."""
+    if case.x.skew or case.w.skew:
+        return "an operand is skewed"
+    batch = case.batch()
+    if isinstance(batch, str):
+        return batch
+    mesh = dict(case.mesh)
+    xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
+    if xk != wk:
+        return f"contraction split {xk} in x and {wk} in w"
+    row_axes = {a for d in case.x.dims[:-1] for a in d.axes}
+    both = set(columns.axes) & (row_axes | set(xk.axes))
+    if both:
+        return f"{', '.join(sorted(both))} splits w's columns and x"
+    out = out_layout(case, columns)
+    bytes_y = local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
+    bytes_x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
+    bytes_w = local_elements(case.w, case.w_shape, mesh) * case.itemsize
+    forward = all_reduce(bytes_y, xk.axes, mesh)
+    over = met_over(case, out)
+    held = ("vary", over[0]) in case.held  # X's gradient is summed with another product's
+    backward = all_reduce(bytes_x, () if held else columns.axes, mesh)
+    backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
+    kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
+
+    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+        """X's gradient is summed once for all products that read it; a local product is torch's own."""
+        axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
+        if not (axes or over[1] or wide is not None):
+            if bias is None:
+                return local_call(torch.matmul, x.mesh, (met, w.raw), {})
+            if x.mesh.kind != "stacked":
+                return F.linear(met, w.raw.mT, bias)
+        return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
+
+    return Match(
+        out,
+        Matmul1D(tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)),
+        forward,
+        backward,
+        kind,
+        over=over,
+        adds=not xk.is_split and len(case.w_shape) == 2,
+        call=call,
+    )

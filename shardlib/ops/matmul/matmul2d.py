@@ -1,0 +1,220 @@
+"""Products of matrices in 2D blocks: the forms, the schedule that SUMMA and Cannon share, which layouts fit.
+
+Three matrices A [M, K], B [K, N], C [M, N] lie in blocks on a (row, col) grid.  Each of three forms
+computes one of them from the others, and the gradients of one form are the other two:
+
+    AB    C = A B        ABT   A = C B^T        ATB   B = A^T C
+
+Read Y = X W by what splits its rows, its contraction and its columns:
+
+    X rows  X contraction  W contraction  W columns    form
+    (.. r)  c              r              c            AB: Y stays as it lies
+    (.. r)  c              c              r            ABT: X stays as it lies
+    c       r              r              c            ABT as well; ATB, W-stationary with Y's rows over r
+                                                       and columns over c, where W is asked to stay
+
+Rows may be split over further axes, as a batch is over ``data``: W's gradient is then summed over
+them.  Only the blocks are saved for backward.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import unwrap, wrap
+from shardlib.cost import moving
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import current_mesh
+from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
+from shardlib.ops.matmul.function import NOWHERE, Axes, Gradients, Product
+from shardlib.ops.registry import Match
+
+__all__ = ["ROLES", "Form", "Grid", "Product2D", "Sizes2D", "sizes_2d"]
+
+Form = Literal["ab", "abt", "atb"]
+
+ROLES: dict[Form, dict[str, str]] = {  # the role each of A, B, C plays in Y = X W
+    "ab": {"A": "x", "B": "w", "C": "y"},
+    "abt": {"A": "y", "B": "w", "C": "x"},
+    "atb": {"A": "x", "B": "y", "C": "w"},
+}
+
+
+class Grid(Protocol):
+    """SUMMA or Cannon on a row x col grid."""
+
+    def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
+        """ab(A, B), abt(C, B) or atb(A, C), summed over further axes; a bias is added before it is rounded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Product2D:
+    """Y = X W in one of the forms, as a schedule.
+
+    ``batch``  leading dimensions that both operands share; X's others are rows.
+    """
+
+    form: Form
+    grid: Grid
+    batch: int = 0
+    summed: Axes = ()
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Y [.., M, N] of x [.., M, K] and w [K, N], and the blocks themselves for backward."""
+        rows = self._rows(x)
+        if self.form == "ab":
+            y = self.grid.multiply("ab", rows, w, (), bias)
+        elif self.form == "abt":
+            y = self.grid.multiply("abt", rows, w.mT, (), bias)
+        else:
+            y = self.grid.multiply("atb", rows.mT, w, (), bias)
+        return (y if rows is x else y.reshape(*x.shape[:-1], y.shape[-1])), x, w
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
+    ) -> Gradients:
+        """dX = dY W^T and dW = X^T dY, by the other two forms."""
+        multiply = self._recorded if torch.is_grad_enabled() else self.grid.multiply
+        rows, dy = self._rows(x), self._rows(dy)
+        dx = dw = None
+        if self.form == "ab":
+            dx = multiply("abt", dy, w, over[0], None) if need[0] else None
+            dw = multiply("atb", rows, dy, over[1], None) if need[1] else None
+        elif self.form == "abt":
+            dx = multiply("ab", dy, w.mT, over[0], None) if need[0] else None
+            dw = multiply("atb", dy, rows, over[1], None).mT if need[1] else None
+        else:
+            dx = multiply("abt", w, dy, over[0], None).mT if need[0] else None
+            dw = multiply("ab", rows.mT, dy, over[1], None) if need[1] else None
+        return (dx if dx is None or rows is x else dx.reshape(x.shape)), dw
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[batch, M, K] of what has more dimensions of rows."""
+        if x.ndim <= 2 + self.batch:
+            return x
+        return x.reshape(*x.shape[: self.batch], -1, x.shape[-1])
+
+    def _recorded(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
+        """The same as a product of its own, so that it can be differentiated."""
+        mesh, schedule = current_mesh(), replace(self, form=form)
+        x, w = (p.mT if form == "atb" else p), (q.mT if form == "abt" else q)
+        return wrap(Product.apply(schedule, mesh, NOWHERE, unwrap(x), unwrap(w), bias), mesh)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- which layouts fit
+
+
+def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
+    """(form, row, col) of a 2D case, or why it is none.  ATB only where W is asked to stay."""
+    xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
+    ends = (xk, wk, columns)
+    if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):
+        return "a 2D product splits both operands' contraction and w's columns over one axis each"
+    if len(xk.parts) > 1 or len(wk.parts) > 1:
+        return "the contraction is split inside groups"
+    k_of_x, k_of_w, n = xk.axes[0], wk.axes[0], columns.axes[0]
+    rows = {a for d in case.x.dims[:-1] for a in d.axes}
+    if k_of_x != k_of_w and n == k_of_x and k_of_w in rows:
+        return "ab", k_of_w, k_of_x
+    if k_of_x == k_of_w and n != k_of_x and n in rows:
+        w_may_stay = w_stays and case.x.dims[:-1] == (columns,)
+        return ("atb", k_of_x, n) if w_may_stay else ("abt", n, k_of_x)
+    if k_of_x != k_of_w:
+        return f"contraction split over {k_of_x} in x and {k_of_w} in w, which fits no form"
+    return f"x's rows are not split over {n}"
+
+
+@dataclass(frozen=True)
+class Sizes2D:
+    """The form's matrices A [m, k], B [k, n], C [m, n] on a row x col grid.
+
+    ``copies``  how many products of these sizes a rank has, along batch dimensions.
+    ``extra``   further axes that split X's rows.
+    """
+
+    form: Form
+    row: str
+    col: str
+    mesh: dict[str, int]
+    batch: int
+    copies: int
+    m: int
+    k: int
+    n: int
+    extra: Axes
+    case: MatmulCase
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Ranks per column and per row of the grid."""
+        return self.mesh[self.row], self.mesh[self.col]
+
+    def uneven(self) -> str:
+        """Panels must be whole: K divides over lcm(row, col), M and N over their axes."""
+        panels = math.lcm(*self.shape)
+        return f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
+
+    def out(self) -> Layout:
+        """Y's layout."""
+        if self.form == "atb":
+            return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
+        columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
+        return out_layout(self.case, columns)
+
+    def match(
+        self,
+        grid: Grid,
+        words: Callable[[Form], Fraction],
+        messages: Callable[[Form], int],
+        blocks: int,
+        rounded: bool,
+        note: str,
+    ) -> Match:
+        """The price of forward and of both gradients.
+
+        ``blocks``   of temporaries at the peak.
+        ``rounded``  sums of half precision are rounded as they travel inside, and so travel on wide.
+        """
+        size = self.case.itemsize * self.copies
+        panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
+        forms = [self.form, *(f for f in ROLES if f != self.form)]
+        costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
+        w_bytes = local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
+        backward = costs[1] + costs[2]
+        backward += all_reduce(w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
+        return Match(
+            self.out(),
+            Product2D(self.form, grid, self.batch),
+            costs[0],
+            backward,
+            f"form {self.form.upper()}, {note}",
+            over=met_over(self.case, self.out()),
+        )
+
+
+def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D | str:
+    """A case as a 2D product, or why it is none."""
+    batch = case.batch()
+    found = _form(case, w_stays)
+    if isinstance(batch, str):
+        return batch
+    if isinstance(found, str):
+        return found
+    form, row, col = found
+    if form == "ab" and len(case.x_shape) == 2 and case.x.dims[0].parts == (col,):
+        return "x's rows and contraction are both split over one axis"
+    if form != "ab" and batch:
+        return "batched products take the Y-stationary form only"
+    mesh = dict(case.mesh)
+    local = case.x.local_shape(case.x_shape, mesh)
+    m = math.prod(local[batch:-1]) * mesh[col if form == "atb" else row]
+    k, n = case.x_shape[-1], case.w_shape[-1]
+    sizes: dict[Any, tuple[int, int, int]] = {"ab": (m, k, n), "abt": (m, n, k), "atb": (k, m, n)}
+    extra = tuple(a for d in case.x.dims[:-1] for a in d.axes if a not in (row, col, *case.w.axes))
+    return Sizes2D(form, row, col, mesh, batch, math.prod(local[:batch]), *sizes[form], extra, case)

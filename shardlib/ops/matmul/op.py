@@ -1,0 +1,239 @@
+"""Matrix products of sharded values: torch's matmul and linear, ``sl.matmul``, and the bias added inside.
+
+``product_of`` looks up which algorithm fits the operands' layouts (registry.py), has its schedule
+run on their blocks (function.py), and says where the result lies.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib._compat import Local, owned
+from shardlib.collectives import unwrap, wrap
+from shardlib.errors import BadArgument, NoRule, ShardError
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.einsum import contract, product_line
+from shardlib.ops.elementwise import elementwise
+from shardlib.ops.matmul.case import MatmulCase, case
+from shardlib.ops.matmul.cuts import cut_for, whole_rows
+from shardlib.ops.matmul.function import NOWHERE, Axes, Product
+from shardlib.ops.matmul.once import let_go
+from shardlib.ops.matmul.panels import rounded
+from shardlib.ops.matmul.prefetch import read_again
+from shardlib.ops.registry import Match, decide, known
+from shardlib.ops.signatures import binder
+from shardlib.placing import reshard
+from shardlib.tensor import (
+    WATCHED,
+    ShardedTensor,
+    implements,
+    is_half,
+    lift,
+    made_of,
+    real_axes,
+    total,
+    typeof,
+    vary,
+)
+
+__all__ = ["linear", "matmul", "product", "product_of"]
+
+
+_MM = binder("""
+    matmul(input, other)
+    mm(input, mat2)
+    mv(input, vec)
+    dot(input, tensor)
+""")
+_NEED = {
+    getattr(home, name): need
+    for name, need in {"mm": (2, 2), "bmm": (3, 3), "mv": (2, 1), "dot": (1, 1)}.items()
+    for home in (torch, Tensor)
+}
+
+
+@implements(
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
+    torch.dot, Tensor.dot, torch.linalg.matmul,
+)  # fmt: skip
+def matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
+    left, right = x.shape, w.shape
+    if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
+        name = func.__name__.strip("_")
+        raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")  # torch says the same on whole tensors
+    if 0 in left or 0 in right:
+        raise TypeError("an empty product")
+    if 1 in (len(left), len(right)) and x.dtype != w.dtype:
+        raise BadArgument("operands have different dtypes", op=func.__name__.strip("_"),
+                          operands={"x": typeof(x), "y": typeof(w)}, fix="x @ y.to(x.dtype)")  # fmt: skip
+    if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
+        try:
+            return product_of(x, w)
+        except ShardError as e:
+            refusal = e
+        if len(left) == len(right) == 2:
+            raise refusal
+        try:
+            return contract(product_of, product_line(len(left), len(right)), x, w)
+        except ShardError:
+            raise refusal from None
+    return contract(product_of, product_line(len(left), len(right)), x, w)
+
+
+_LINEAR = binder("linear(input, weight, bias=None)")
+
+
+def _transposed(w: ShardedTensor) -> Any:
+    """w.mT, made once."""
+    found, key = made_of(w), ("mT", w.yields)
+    if key not in found:
+        found[key] = w.mT
+    return found[key]
+
+
+@implements(F.linear)
+def linear(func: Any, args: Any, kwargs: Any) -> Any:
+    """x @ w.T + b; w is stored (out, in)."""
+    x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
+    if w.ndim != 2:
+        raise TypeError("a weight has two dimensions")
+    if bias is not None and bias.dtype != x.dtype:
+        raise BadArgument("the bias has another dtype than the tensor", op="linear",
+                          operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
+    if x.ndim < 2:
+        out = contract(product_of, "...k,ok->...o", x, w)
+        return out if bias is None else out + bias
+    wide = _transposed(w) if type(w) is ShardedTensor else w.mT
+    if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
+        return product_of(x, wide, bias=bias)
+    out = product_of(x, wide)
+    return out if bias is None else out + bias  # type: ignore[return-value]
+
+
+def product(x: Tensor, w: Tensor, out: Layout | str | None = None) -> ShardedTensor:
+    """X @ W, where the result must lie as ``out`` says; the layouts of X, W and Y decide which axis moves what.
+
+    Shapes: x [..., M, K], w [K, N] -> [..., M, N].
+    Raises: NoRule listing every algorithm and why it does not give that layout.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(tp=2):
+    ...     x, w = sl.shard(torch.ones(4, 8), ". tp"), sl.shard(torch.ones(8, 6), "tp .")
+    ...     sl.typeof(x @ w), sl.typeof(sl.matmul(x, w, out="tp ."))
+    ('f32[4, 6]', 'f32[4@tp, 6]')
+    """
+    return product_of(x, w, out)
+
+
+def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None) -> ShardedTensor:
+    """x @ w by the cheapest or the pinned algorithm; ``out`` is the layout the result must have.
+
+    ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the columns do.
+    """
+    if not (type(x) is type(w) is ShardedTensor and x.mesh is w.mesh):
+        mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
+        x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+    mesh = x.mesh
+    if x.folded and (w.yields or any(isinstance(p, int) for p in x.sharding.dims[0].parts)):
+        # the weight's rule speaks of the dimensions before a view, and so do groups of rows
+        unfolded = x.view(*x.folded, x.size_[-1])
+        return product_of(unfolded, w, out, bias).view(x.size_[0], w.size_[-1])  # type: ignore[return-value]
+    if x.raw.dtype != w.raw.dtype:
+        raise ShardError(
+            "operands have different dtypes",
+            op="matmul",
+            operands={"x": typeof(x), "w": typeof(w)},
+            mesh=mesh,
+            fix="x @ w.to(x.dtype)",
+        )
+    asked = out is not None
+    out = out or w.yields
+    more = read_again(x)
+    held = _NOTHING if x.moved is None else frozenset(made_of(x))
+    key = ("matmul", x.sharding, w.sharding, x.size_, w.size_, x.raw.dtype, out, held, more, asked)
+    match = known(key, lambda: _decided(case(x, w, out, held, more), asked), mesh.plans)
+    if type(match) is not Match:
+        of_x, of_w, out = match
+        return product_of(reshard(x, of_x), reshard(w, of_w), out, bias)
+    if WATCHED.by is not None:
+        WATCHED.by.chose(match, product=True)
+    out, deferred = match.out, x.deferred
+    over_x, over_w = match.over
+    if x.deferred or w.deferred:
+        deferred = (x.deferred | w.deferred) - set(out.axes)
+        meets = {*out.axes, *deferred}
+        over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
+        over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
+    over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else NOWHERE
+    added: Tensor | None = None
+    met: Axes | None = None  # where the bias's gradient is summed, if it is computed here
+    inside = bias is not None and _may_add(bias, x, out, match)
+    if bias is not None and inside:
+        met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
+        own = match.adds and mesh.kind != "stacked" and not over[1] and not (over[0] and is_half(x.raw))
+        added = vary(bias.raw, mesh, met) if own else bias.raw.detach()
+        met = None if own or not bias.raw.requires_grad else met  # torch's own function gives its gradient
+    if match.call is None:
+        raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
+    else:
+        raw = match.call(x, w, over, added)
+    if bias is not None and met is not None:
+        raw = _Biased.apply(raw, bias.raw, mesh, met)
+    raw = owned(raw)
+    if more is False:
+        let_go(x)
+    y = ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
+    return y if bias is None or inside else elementwise(torch.add, (y, bias), {})
+
+
+def _decided(case: MatmulCase, asked: bool) -> Match | tuple[Layout, Layout, Layout | None]:
+    """What runs, or the layouts to which operands are cut before they are multiplied."""
+    try:
+        return decide("matmul", case)
+    except NoRule:
+        bare = replace(case, held=_NOTHING, more=None)
+        cut = cut_for(bare) or (None if asked or case.out is None else whole_rows(bare))
+        if cut is None:
+            raise
+        return cut
+
+
+_NOTHING: frozenset[Any] = frozenset()
+
+
+def _may_add(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
+    """May the algorithm add this bias: before a half precision result is rounded, or by torch's own function?"""
+    able = is_half(x.raw) or (match.adds and x.mesh.kind != "stacked")
+    alike = bias.raw.dtype == x.raw.dtype and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:]
+    return able and alike and not bias.deferred
+
+
+class _Biased(Local):
+    """apply(y, bias, mesh, axes): y, which holds the bias already; the bias's gradient is summed over ``axes``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+        ctx.place = mesh, axes, bias.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, axes, dtype = ctx.place
+        if torch.is_grad_enabled():
+            g = grads[0].flatten(1 if mesh.kind == "stacked" else 0, -2)
+            g = g.float() if is_half(g) else g
+            return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
+        with bind(mesh):
+            g = wrap(grads[0], mesh)
+            rows = g.flatten(0, -2)
+            if axes and is_half(grads[0]):  # in fp32, a few rows at a time, until it travels
+                rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
+                rows = rounded(rows, dtype, axes)
+            else:  # torch's own sum is fp32 within
+                rows = rounded(rows.sum(0), dtype, axes)
+            return grads[0], unwrap(rows), None, None

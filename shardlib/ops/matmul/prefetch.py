@@ -1,0 +1,220 @@
+"""Prefetch of gathered weights: each product starts the all-gather that the next one needs, as FSDP does.
+
+Forward, the next one is that of the last call, whose order is remembered; backward, the product
+before.  The gather travels while the weight before it is multiplied, so one gathered weight more is
+held at a time and nothing more is moved.  A gather is handed over only to the very weight that it
+was made of; one that no product takes costs its bytes, and is waited for when the call, or the
+backward pass, ends.
+
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3, gathers each layer's weights as they are
+needed; starting one layer early is Zhao et al., arXiv 2304.11277, section 3.3.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from shardlib._compat import after_backward
+from shardlib.collectives import Pending, all_gather, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.matmul.panels import Move, post
+from shardlib.tensor import ShardedTensor, made_of
+
+__all__ = ["Entry", "Gather", "next_gather", "not_prefetching", "planned", "prefetching", "read_again"]
+
+
+T = TypeVar("T")
+
+
+class Gather:
+    """The gather of a product's weight by ``moves``; ``before`` and ``after`` it come these.
+
+    ``started``  the gathers of the same call that are under way, for those that nobody takes.
+    """
+
+    __slots__ = ("after", "before", "mesh", "moves", "pending", "started", "w")
+
+    def __init__(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, started: "list[Gather]") -> None:
+        self.w, self.moves, self.mesh, self.started = w, moves, mesh, started
+        self.before: Gather | None = None
+        self.after: Gather | None = None
+        self.pending: Pending | None = None
+
+    def start(self) -> None:
+        """Start the gather, once."""
+        if self.pending is None:
+            with bind(self.mesh):
+                self.pending = post(all_gather, wrap(self.w, self.mesh), self.moves)
+            self.started.append(self)
+
+    def take(self) -> Pending | None:
+        """The gather under way, for the product that waits for it."""
+        pending = self.pending
+        if pending is not None:
+            self.pending = None
+            self.started.remove(self)
+        return pending
+
+    def start_next(self) -> None:
+        """Start what comes after it."""
+        if self.after is not None:
+            self.after.start()
+
+    def start_previous(self) -> None:
+        """Start what came before it; for backward, which waits at its end for what nobody took."""
+        if self.before is not None and self.before.pending is None:
+            self.before.start()
+            after_backward(self.before.drop)
+
+    def drop(self) -> None:
+        """Wait for what no product took: it must arrive before its buffers go."""
+        pending = self.take()
+        if pending is not None:
+            pending.wait()
+
+
+class Entry(NamedTuple):
+    """One product of a call: which parameter, whether transposed, and how it was gathered."""
+
+    name: str
+    transposed: bool
+    moves: tuple[Move, ...]
+
+
+class _Call:
+    """The products of one call so far.
+
+    ``order``    those of the last call.
+    ``weights``  the blocks that may be gathered early, by name.
+    ``reads``    per product of the last call the first one that read the same X.
+    """
+
+    def __init__(self, order: list[Entry], weights: Mapping[str, Tensor], reads: list[int]) -> None:
+        self.order, self.weights = order, weights
+        self.names = {_place(w): name for name, w in weights.items()}
+        self.seen: list[Entry] = []
+        self.last: Gather | None = None
+        self.next: Gather | None = None
+        self.started: list[Gather] = []
+        self.reads = reads
+        self.read: list[int] = []
+        self.firsts: dict[int, int] = {}
+
+    def gather(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
+        """The gather of the product that runs now, whose successor is known from here on."""
+        expected = self.next
+        if expected is not None and _same(expected.w, w) and expected.moves == moves:
+            here = expected
+        else:
+            here = Gather(w, moves, mesh, self.started)
+            if moves and expected is not None:
+                expected.drop()
+        here.before, here.after = self.last, None
+        if moves:
+            here.after = self.next = self._following(w, moves, mesh)
+        if again:
+            self.last = here
+        return here
+
+    def again(self, x: ShardedTensor) -> bool | None:
+        """Will a later product read this X?  As in the last call, as long as this one goes as that did.
+
+        Else yes, though it is a guess: what is gathered for several moves no more than what is gathered for
+        one, and only stays longer.
+        """
+        at = len(self.read)
+        made_of(x)
+        self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
+        if self.reads[: at + 1] != self.read:
+            return True if _NOW.guesses else None
+        return self.read[-1] in self.reads[at + 1 :]
+
+    def end(self) -> None:
+        """Wait for every gather that no product took."""
+        for gather in list(self.started):
+            gather.drop()
+
+    def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Gather | None:
+        name = self.names.get(_place(w), "")
+        transposed = bool(name) and not _same(self.weights[name], w)
+        self.seen.append(Entry(name, transposed, moves))
+        at = len(self.seen)
+        if self.order[at - 1 : at] != self.seen[-1:] or at == len(self.order):
+            return None
+        follows = self.order[at]
+        if not follows.name:
+            return None
+        w = self.weights[follows.name]
+        return Gather(w.mT if follows.transposed else w, follows.moves, mesh, self.started)
+
+
+def _place(w: Tensor) -> tuple[int, int]:
+    """The same for a tensor and its transpose, of no other tensor: the call holds its weights."""
+    return id(w if w._base is None else w._base), int(w.storage_offset())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return _place(a) == _place(b) and a.shape == b.shape and a.stride() == b.stride()
+
+
+class _Now(threading.local):
+    call: _Call | None = None
+    guesses = True
+    learnt = 0  # calls that were found to read a value more than once
+
+
+_NOW = _Now()
+
+
+@contextmanager
+def prefetching(order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None) -> Iterator[None]:
+    """Expect products in the order of ``order``, which is brought up to date at the end.
+
+    ``weights``  the blocks that may be gathered early, by name.
+    Every rank must run the same products.
+    """
+    before = _NOW.call
+    call = _NOW.call = _Call(order, weights, reads or [])
+    try:
+        yield
+        order[:] = call.seen
+        if reads is not None:
+            _NOW.learnt += reads != call.read and len(set(call.read)) < len(call.read)
+            reads[:] = call.read
+    finally:
+        _NOW.call = before
+        call.end()
+
+
+@contextmanager
+def not_prefetching() -> Iterator[None]:
+    """Gather nothing early and record no order: what runs inside is a repetition."""
+    before, _NOW.call = _NOW.call, None
+    try:
+        yield
+    finally:
+        _NOW.call = before
+
+
+def planned(plan: Callable[[], T]) -> T:
+    """What ``plan`` gives when it is known how often values are read: at its second run, where the first found out."""
+    guesses, learnt = _NOW.guesses, _NOW.learnt
+    _NOW.guesses = False
+    try:
+        found = plan()
+        return found if _NOW.learnt == learnt else plan()
+    finally:
+        _NOW.guesses = guesses
+
+
+def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
+    """The gather of the product that runs now; ``again``: backward will gather its weight once more."""
+    return Gather(w, moves, mesh, []) if _NOW.call is None else _NOW.call.gather(w, moves, mesh, again)
+
+
+def read_again(x: ShardedTensor) -> bool | None:
+    """Will a later product of this call read X as it is?  None outside a call, where it is not known."""
+    return None if _NOW.call is None else _NOW.call.again(x)
