@@ -385,9 +385,13 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
     mesh = current_mesh()
+    known = None if OPEN else mesh.groups.get((broadcasts, axis))
+    if known is not None:
+        return known
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
         return lambda x, root: start(pbroadcast, x, axis, root)
-    return dist.broadcasts(mesh, (axis,))
+    found = mesh.groups[broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+    return found
 
 
 def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
@@ -396,9 +400,13 @@ def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, 
     It is posted; call what it returns to finish it.
     """
     mesh = current_mesh()
+    known = None if OPEN else mesh.groups.get((reductions, axis, wire))
+    if known is not None:
+        return known
     if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
         return lambda target, x, root: partial(preduce_add, target, x, axis, root, wire)
-    return dist.reductions(mesh, (axis,), wire)
+    found = mesh.groups[reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+    return found
 
 
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:

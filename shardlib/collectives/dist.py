@@ -23,6 +23,7 @@ from shardlib.mesh import Mesh
 __all__: list[str] = []
 
 Finish = Callable[[], Tensor]
+Finished = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def reductions(
     g = mesh.groups.get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 
-    def add(target: Tensor, x: Tensor, root: int) -> Callable[[], object]:
+    def add(target: Tensor, x: Tensor, root: int) -> Finished:
         dtype, tag = wire or target.dtype, next(turns)
         if send is None:
             return _reduced(target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root)

@@ -67,7 +67,7 @@ class Product2D:
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Y [.., M, N] of x [.., M, K] and w [K, N], and the blocks themselves for backward."""
-        rows = self._rows(x)
+        rows = x if x.ndim == 2 else self._rows(x)
         if self.form == "ab":
             y = self.grid.multiply("ab", rows, w, (), bias)
         elif self.form == "abt":
@@ -81,7 +81,7 @@ class Product2D:
     ) -> Gradients:
         """dX = dY W^T and dW = X^T dY, by the other two forms."""
         multiply = self._recorded if torch.is_grad_enabled() else self.grid.multiply
-        rows, dy = self._rows(x), self._rows(dy)
+        rows, dy = (x, dy) if x.ndim == 2 else (self._rows(x), self._rows(dy))
         dx = dw = None
         if self.form == "ab":
             dx = multiply("abt", dy, w, over[0], None) if need[0] else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,9 @@ def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
     return Pending(lambda: x)
 
 
+_wait = methodcaller("wait")  # without a Python frame of its own
+
+
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
     """The operands of step 0, 1, ...; step k+1 is in flight while the caller works on step k."""
     coming = post(0)
@@ -56,7 +60,7 @@ def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tu
         now = coming
         if k + 1 < count:
             coming = post(k + 1)
-        yield tuple([p.wait() for p in now])
+        yield tuple(map(_wait, now))
 
 
 def nothing() -> None:
@@ -118,8 +122,8 @@ class Panels(NamedTuple):
 
 def panels(row: str, col: str, slices: int = 1) -> Panels:
     """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices."""
-    mesh = current_mesh()
-    return _panels(mesh.axis_size(row), mesh.axis_size(col), slices)
+    axes = current_mesh().axes
+    return _panels(axes[row], axes[col], slices)
 
 
 @lru_cache(maxsize=256)
