@@ -149,9 +149,7 @@ class _WholeRowLoss(Local):
         wide = _wide(logits)
         if torch.is_grad_enabled():  # its own gradient is wanted: torch's operators have one
             x = logits.to(wide)
-            rows = F.cross_entropy(
-                x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
-            )
+            rows = F.cross_entropy(x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none")
             g = grads[0].masked_fill(ignored, 0).to(wide)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
