@@ -2,6 +2,7 @@
 
 from shardlib import extend, ops, random, recipes
 from shardlib import functions as functions
+from shardlib import recompute as recompute
 from shardlib.checkpoint import load, save
 from shardlib.collectives import (
     all_gather,

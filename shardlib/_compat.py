@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import Context
 from importlib.abc import MetaPathFinder
 from types import FunctionType
 from typing import Any
@@ -510,3 +511,12 @@ def after_backward(run: Callable[[], None]) -> None:
 def backward_now() -> int:
     """A number of the backward pass that runs in this thread, -1 outside any; no two passes share one."""
     return torch._C._current_graph_task_id()
+
+
+def backward_context() -> Context | None:
+    """The context variables of whoever called the backward pass that runs, also on autograd's own threads.
+
+    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state that the engine hands to its
+    threads.  Seen in 2.11 and 2.13.  When it goes: what runs on a GPU's thread is counted by no trace.
+    """
+    return torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None

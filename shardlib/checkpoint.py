@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardlib.errors import RankMismatch, ShardError, UnknownParameter
-from shardlib.layouts import coordinates
+from shardlib.mesh import coordinates
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor, typeof
 

@@ -4,8 +4,7 @@ Nothing runs: blocks are on the meta device and the mesh is only a mapping of na
 a plan for 512 ranks takes as long as one for two.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,11 +17,11 @@ from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
-from shardlib.mesh import record
+from shardlib.mesh import record, within
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
-from shardlib.tensor import WATCHED, PaddedTensor, ShardedTensor, settle, typeof
+from shardlib.tensor import PaddedTensor, ShardedTensor, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -159,7 +158,7 @@ def _explained(
         given = optree.tree_map(lambda x: _on_paper(x, paper), both, none_is_leaf=True)
         watch = _Watch(t, paper.size, backward)
         with Live() as live:
-            with _watched(watch):
+            with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             if backward:
                 watch.back(out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)])  # type: ignore[arg-type]
@@ -179,15 +178,6 @@ def _on_paper(x: Any, mesh: Any) -> Any:
         out.yields = x.yields
         return out
     return x.detach().to("meta") if isinstance(x, Tensor) else x
-
-
-@contextmanager
-def _watched(watch: "_Watch") -> Iterator[None]:
-    before, WATCHED.by = WATCHED.by, watch
-    try:
-        yield
-    finally:
-        WATCHED.by = before
 
 
 class _Watch:

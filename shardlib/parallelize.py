@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardlib._compat import uncompiled
-from shardlib.ambient import inside
 from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, as_mesh
+from shardlib.mesh import Mesh, as_mesh, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
@@ -111,7 +110,7 @@ class Apply:
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
-            with self.calling(params), inside(partial(swapped, self.module, state)):
+            with self.calling(params), within(again=partial(swapped, self.module, state)):
                 try:
                     return functional_call(self.module, state, args, kwargs)
                 except ShardError as e:

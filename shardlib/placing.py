@@ -25,8 +25,8 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
-from shardlib.layouts import Exchange, Layout, Step, coordinates
-from shardlib.mesh import Mesh, as_mesh, bind, current_mesh
+from shardlib.layouts import Exchange, Layout, Step
+from shardlib.mesh import Mesh, as_mesh, bind, coordinates, current_mesh
 from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardlib._compat import SEEDED, job_store
 from shardlib.collectives import all_gather, pbroadcast, unwrap, wrap
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, as_mesh, bind
+from shardlib.mesh import Mesh, as_mesh, bind, scope, within
 
 __all__ = ["get_state", "seed", "set_state"]
 
@@ -58,6 +58,14 @@ class _Stream:
         self.count = 0
         self.heard: tuple[int, int] | None = None  # how many seedings, torch's and ours, were followed
         self.agreements = 0
+        self.lock = threading.Lock()  # two threads that draw at once have two keys
+
+    def at(self, seed: "_Seed", count: int) -> "_Stream":
+        """Another stream of these ranks, that stands elsewhere."""
+        other = _Stream(self.ranks)
+        other.seed, other.first, other.count, other.agreements = seed, self.first, count, self.agreements
+        other.heard = SEEDED.calls, _TOLD.calls
+        return other
 
     def follow(self) -> _Seed:
         """The seed as of now; nothing is sent."""
@@ -111,15 +119,6 @@ class _Stream:
         return int(found[self.ranks[0]][0])
 
 
-class _Own(threading.local):
-    """How many numbers this thread took from torch's generator for keys."""
-
-    keys = 0
-
-
-_OWN = _Own()
-
-
 class _Told:
     """What ``seed`` was given last."""
 
@@ -133,13 +132,18 @@ _STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = wea
 
 
 def _stream(mesh: Mesh) -> _Stream:
-    if mesh.kind != "dist":
+    """What a mesh draws from: the stream of its ranks, or the one that stands for it here."""
+    found = mesh.stream
+    if found is None:
+        found = mesh.stream = _shared(mesh)
+    return scope().draws.get(found, found)
+
+
+def _shared(mesh: Mesh) -> _Stream:
+    if mesh.device_mesh is None:
         return _HERE
-    if mesh.stream is None:
-        assert mesh.device_mesh is not None, "a mesh of processes has one"
-        ranks = tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))
-        mesh.stream = _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
-    return mesh.stream
+    ranks = tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))
+    return _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
 
 
 def _streams() -> list[_Stream]:
@@ -174,9 +178,12 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     if generator is not None:
         return _named(mesh, generator)
     stream = _stream(mesh)
-    key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
-    stream.count += 1
-    _OWN.keys += 1
+    with stream.lock:
+        key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
+        stream.count += 1
+    taken = scope().keys
+    if taken is not None:
+        taken[0] += 1
     torch.rand((), device="cpu")
     return key
 
@@ -206,19 +213,22 @@ class Plain:
 
     def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
         """``run()``, twice where its first call shows that it draws and the generators stand apart."""
-        if mesh.kind != "dist" or mesh.size == 1:
+        if mesh.device_mesh is None or mesh.size == 1:
             return run()
-        mine, keys, at = torch.get_rng_state(), _OWN.keys, rewound(mesh)
+        mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
         replaced = self.drawn and _rank_zeros(mesh, mine)
-        out = run()
-        if not self.drawn and _moved_on(mine, _OWN.keys - keys):
-            self.drawn = True
-            after = torch.get_rng_state()
-            if _rank_zeros(mesh, mine):
-                rewind(mesh, at)
-                out, replaced = run(), True
-            else:
-                torch.set_rng_state(after)
+        with within(keys=keys):
+            out = run()
+            if not self.drawn and _moved_on(mine, keys[0]):
+                self.drawn = True
+                after = torch.get_rng_state()
+                if _rank_zeros(mesh, mine):
+                    rewind(mesh, at)
+                    out, replaced = run(), True
+                else:
+                    torch.set_rng_state(after)
+        if around is not None:
+            around[0] += keys[0]
         if replaced and mesh.coord is not None and any(mesh.coord.values()):
             torch.set_rng_state(mine)
             torch.rand(())
@@ -314,25 +324,26 @@ Marks = dict[_Stream, tuple[_Seed, int]]
 
 
 def marks() -> Marks:
-    """Where every stream stands."""
-    return {s: (s.follow(), s.count) for s in _streams() if s.heard is not None}
+    """Where every stream stands, or what stands for it here."""
+    draws = scope().draws
+    here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
+    return {s: (now.follow(), now.count) for s, now in here}
 
 
 @contextmanager
 def replayed(at: Marks) -> Iterator[None]:
-    """Within it, what was drawn after ``marks()`` is drawn again; afterwards the streams stand where they stood."""
-    told = SEEDED.calls, _TOLD.calls
-    before = [(s, s.seed, s.count, s.heard) for s in _streams() if s.heard is not None]
-    for s, *_ in before:
-        s.seed, s.count = at.get(s, (s.first, 0))
-        s.heard = told
+    """Within it, what was drawn after ``marks()`` is drawn again; the streams themselves stay where they stand."""
+    told, draws = (SEEDED.calls, _TOLD.calls), scope().draws
+    before = [draws.get(s, s) for s in _streams() if s.heard is not None]
+    again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
     try:
-        yield
+        with within(draws={**draws, **again}):
+            yield
     finally:
-        for s, old, count, heard in before:
-            assert heard is not None, "only streams in use are listed"
-            more = SEEDED.calls - told[0], _TOLD.calls - told[1]  # what was seeded in between was seeded before
-            s.seed, s.count, s.heard = old, count, (heard[0] + more[0], heard[1] + more[1])
+        more = SEEDED.calls - told[0], _TOLD.calls - told[1]  # what was seeded in between was seeded before
+        for s in before:
+            assert s.heard is not None, "only streams in use are listed"
+            s.heard = s.heard[0] + more[0], s.heard[1] + more[1]
 
 
 @contextmanager
@@ -341,9 +352,9 @@ def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
     if number is None:
         yield
         return
-    stream = _stream(mesh)
-    stream.follow()
+    _stream(mesh).follow()
     with replayed(marks()):
+        stream = _stream(mesh)
         stream.seed, stream.count = _Seed(number & _WORD, exact=True), 0
         yield
 

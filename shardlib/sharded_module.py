@@ -11,19 +11,18 @@ what comes out.
 import functools
 import inspect
 from collections.abc import Mapping
-from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardlib.ambient import inside
 from shardlib.errors import UnevenSplit
 from shardlib.layouts import Dim, Layout
+from shardlib.mesh import scope, within
 from shardlib.parallelize import Apply
 from shardlib.placing import shard, unshard
-from shardlib.tensor import ShardedTensor, promoting
+from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_module"]
 
@@ -87,42 +86,24 @@ def _copied(
     return copy
 
 
-_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
-"""Whether a module of this kind runs already, and has placed the inputs."""
-
-
 def _entered(apply: Apply, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
     """The module's forward for callers outside: inputs are placed, and what comes out is plain."""
     forward = MethodType(type(copy).forward, copy)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _RUNNING.get():
+        if scope().placed:
             return forward(*args, **kwargs)
         names = [*inspect.signature(forward).parameters, *[""] * len(args)]
         named = [*zip(names, args, strict=False), *kwargs.items()]
         rows = _rows(apply, named)
         given = [_placed(apply, n, v, rows) for n, v in named]
         params = {n: p for n, p in top.named_parameters() if isinstance(p, ShardedTensor)}
-        token = _RUNNING.set(True)
-        try:
-            with apply.calling(params), inside(_again):
-                out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-        finally:
-            _RUNNING.reset(token)
+        with apply.calling(params), within(placed=True, again=None):
+            out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         return _mapped(lambda t: _plain(t, rows), out) if whole else out
 
     return run
-
-
-def _again(run: Any) -> Any:
-    """A checkpointed part once more, in backward."""
-    token = _RUNNING.set(True)
-    try:
-        with promoting():
-            return run()
-    finally:
-        _RUNNING.reset(token)
 
 
 def _mapped(f: Any, value: Any) -> Any:

@@ -12,7 +12,6 @@ place, and its transpose is the psum that makes the gradient whole again.
 
 import copy
 import itertools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -47,7 +46,7 @@ from shardlib.errors import (
     Unsupported,
 )
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, scope, within
 
 __all__ = ["TABLE", "ShardedTensor", "block_strides", "implements", "is_dense", "layout_of", "promoting", "typeof"]
 
@@ -65,14 +64,6 @@ _ANYWHERE: set[Any] = set()
 FALLBACK: list[Rule] = []
 """At most one rule for every other function; see dtensor.py."""
 
-
-class _Watched(threading.local):
-    by: Any = None
-
-
-WATCHED = _Watched()
-"""Where ``by`` is set, it runs every function that this thread calls on a sharded tensor,
-``by(rule, func, args, kwargs)``, and is told which algorithm was chosen, ``by.chose(match)``.  See explain.py."""
 
 _UNCAST: set[Any] = set()
 """Functions that look at a tensor and compute nothing: autocast does not concern them."""
@@ -170,8 +161,8 @@ class ShardedTensor(torch.Tensor):
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
             return FALLBACK[0](func, args, kwargs)  # which writes it
-        if WATCHED.by is not None:
-            rule = partial(WATCHED.by, _guarded(rule))
+        if (watcher := scope().watcher) is not None:
+            rule = partial(watcher, _guarded(rule))
         if any_autocast() and func not in _UNCAST:
             return cast(_guarded(rule), func, args, kwargs or {}, composite=func not in TABLE)
         try:
@@ -655,21 +646,9 @@ def settle(x: ShardedTensor) -> ShardedTensor:
 # ---------------------------------------------------------------- plain tensors among sharded ones
 
 
-class _Promoting(threading.local):
-    depth = 0
-
-
-PROMOTING = _Promoting()
-
-
-class promoting:
-    """Within it, plain tensors that a sharded one meets in this thread count as the same on every rank."""
-
-    def __enter__(self) -> None:
-        PROMOTING.depth += 1
-
-    def __exit__(self, *_: Any) -> None:
-        PROMOTING.depth -= 1
+def promoting() -> within:
+    """Within it, plain tensors that a sharded one meets count as the same on every rank."""
+    return within(promoting=True)
 
 
 def check_met(x: Any, mesh: Mesh, op: str) -> None:
@@ -682,7 +661,7 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
                 operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
                 fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
             )
-    elif PROMOTING.depth == 0 and x.ndim > 0:
+    elif x.ndim > 0 and not scope().promoting:
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
@@ -1101,7 +1080,7 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``x.data = y``: x holds y's blocks; as in torch its dtype may change, and no graph records it."""
     x, new = args
-    if not isinstance(new, ShardedTensor) and PROMOTING.depth:
+    if not isinstance(new, ShardedTensor) and scope().promoting:
         new = lift(new, x.mesh, "data")
     alike = isinstance(new, ShardedTensor) and (new.sharding, new.size_, new.shape) == (x.sharding, x.size_, x.shape)
     if not alike or new.mesh is not x.mesh:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.errors import Unsupported
-from shardlib.layouts import Layout, axis_sizes, coordinates
+from shardlib.layouts import Layout, axis_sizes
+from shardlib.mesh import coordinates
 from shardlib.tensor import ShardedTensor, layout_of
 
 __all__ = ["draw", "visualize"]

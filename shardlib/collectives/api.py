@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import dist, record, stacked
-from shardlib.collectives.count import OPEN, note
+from shardlib.collectives.count import Trace, note
 from shardlib.collectives.stacked import Stacked, of
 from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported
-from shardlib.mesh import _SCOPE, Mesh, current_mesh
+from shardlib.mesh import Mesh, current_mesh, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "broadcasts", "each_rank", "pbroadcast",
@@ -133,8 +133,8 @@ def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tup
     if dtype not in _SENT and not dtype.is_complex:
         bits = _finish(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
         return lambda: bits().view(dtype)
-    if OPEN:
-        _note(op, raw, mesh, axes, params)
+    if traces := scope().traces:
+        _note(traces, op, raw, mesh, axes, params)
     if mesh.kind == "dist":
         raw = raw.resolve_conj() if raw.is_conj() else raw  # torch.distributed sends the memory as it is
         if not dtype.is_complex:
@@ -162,14 +162,14 @@ _DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for
 }
 
 
-def _note(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
+def _note(traces: tuple[Trace, ...], op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
     if op in _COUNT:
         n, p = _bytes(raw), mesh.axis_size(axes)
         if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:  # narrower than what is summed
             n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
             n //= mesh.size
-        note(op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
+        note(traces, op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
 
 
 def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
@@ -181,7 +181,7 @@ def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: t
 
 
 def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
-    mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh.axis_size(axes) == 1 and params != ((),):  # ppermute along no pair: nobody receives
         return x.to(params[0]) if op == "psum" and params else x
@@ -368,8 +368,8 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
     if mesh.axis_size(axis) == 1:
         target.add_(x)
     elif mesh.kind == "dist":
-        if OPEN:
-            _note("preduce", x.to(wire), mesh, (axis,), ())
+        if traces := scope().traces:
+            _note(traces, "preduce", x.to(wire), mesh, (axis,), ())
         dist.reductions(mesh, (axis,), wire)(target, x, root)()
     elif x.dtype == wire:
         target.add_(preduce(x, axis, root))
@@ -384,11 +384,12 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
-    mesh = current_mesh()
-    known = None if OPEN else mesh.groups.get((broadcasts, axis))
+    now = scope()
+    mesh = now.mesh or current_mesh()
+    known = None if now.traces else mesh.groups.get((broadcasts, axis))
     if known is not None:
         return known
-    if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
+    if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
         return lambda x, root: start(pbroadcast, x, axis, root)
     found = mesh.groups[broadcasts, axis] = dist.broadcasts(mesh, (axis,))
     return found
@@ -399,11 +400,12 @@ def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, 
 
     It is posted; call what it returns to finish it.
     """
-    mesh = current_mesh()
-    known = None if OPEN else mesh.groups.get((reductions, axis, wire))
+    now = scope()
+    mesh = now.mesh or current_mesh()
+    known = None if now.traces else mesh.groups.get((reductions, axis, wire))
     if known is not None:
         return known
-    if mesh.kind != "dist" or OPEN or mesh.axis_size(axis) == 1:
+    if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
         return lambda target, x, root: partial(preduce_add, target, x, axis, root, wire)
     found = mesh.groups[reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
     return found
@@ -469,13 +471,13 @@ def start_ppermutes(xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[t
     Each counts as its own; as with ``start``, for code that writes its own gradient.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or _SCOPE.mesh or current_mesh()
+    mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
     if mesh.kind != "dist" or mesh.axis_size(axes) == 1:
         return [start(ppermute, x, axis, perm) for x, perm in zip(xs, perms, strict=True)]
     tables = [_pairs(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
-    if OPEN:
+    if traces := scope().traces:
         for x, pairs in zip(xs, tables, strict=True):
-            _note("ppermute", x, mesh, axes, (pairs,))
+            _note(traces, "ppermute", x, mesh, axes, (pairs,))
     return [Pending(finish) for finish in dist.ppermutes(xs, mesh, axes, tables)]
 
 
@@ -497,7 +499,7 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
 
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
     """
-    mesh = x.mesh if type(x) is Stacked else _SCOPE.mesh or current_mesh()
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
     if x.requires_grad and torch.is_grad_enabled():
         raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
     if f not in _POSTABLE:

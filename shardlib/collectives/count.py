@@ -5,15 +5,15 @@ on every back end, and equals the formulas in the collectives' docstrings exactl
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from shardlib.errors import UnexpectedComm
+from shardlib.mesh import Entered, enter, leave, scope
 
-__all__ = ["OPEN", "Event", "Trace", "expect_comm", "note", "trace"]
+__all__ = ["Event", "Trace", "expect_comm", "note", "trace"]
 
 
 @dataclass(frozen=True)
@@ -73,22 +73,23 @@ def _whole(x: Fraction) -> int | Fraction:
     return int(x) if x.denominator == 1 else x
 
 
-OPEN: list[Trace] = []  # autograd may call backward on another thread, so traces are global
+class trace(Entered):
+    """Record every collective of this thread or task while open, those of backward passes included.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2), sl.trace() as t:
+    ...     _ = sl.psum(torch.ones(4), "x")
+    >>> t.bytes
+    16
+    """
+
+    def __enter__(self) -> Trace:
+        self.found = Trace()
+        enter(self, traces=(*scope().traces, self.found))
+        return self.found
 
 
-@contextmanager
-def trace() -> Iterator[Trace]:
-    """Record every collective while open, those of backward passes included."""
-    t = Trace()
-    OPEN.append(t)
-    try:
-        yield t
-    finally:
-        OPEN.remove(t)
-
-
-@contextmanager
-def expect_comm(*, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int) -> Iterator[Trace]:
+class expect_comm(trace):
     """Assert, at the end of the block, how many collectives of each kind ran inside; kinds not named: none.
 
     ``bytes`` and ``messages`` are totals per rank, checked where given.
@@ -100,26 +101,37 @@ def expect_comm(*, bytes: int | Fraction | None = None, messages: int | None = N
     ...     with sl.expect_comm(psum=1, bytes=64):
     ...         _ = a @ sl.shard(torch.ones(4, 4), "x .")
     """
-    with trace() as t:
-        yield t
-    found: dict[str, int] = defaultdict(int)
-    for e in t.events:
-        found[e.kind] += 1
-    wrong = [
-        f"{found.get(k, 0)} {k}, not {kinds.get(k, 0)}"
-        for k in {**kinds, **found}
-        if found.get(k, 0) != kinds.get(k, 0)
-    ]
-    wrong += [f"{t.bytes} bytes, not {bytes}"] if bytes not in (None, t.bytes) else []
-    wrong += [f"{t.messages} messages, not {messages}"] if messages not in (None, t.messages) else []
-    if wrong:
-        ran = ", ".join(f"{k}={n}" for k, n in found.items())
-        raise UnexpectedComm("; ".join(wrong) + f"\n{t}", op="expect_comm", fix=f"sl.expect_comm({ran})")
+
+    def __init__(self, *, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int) -> None:
+        self.bytes, self.messages, self.kinds = bytes, messages, kinds
+
+    def __exit__(self, *error: object) -> None:
+        leave(self)
+        if not any(error):
+            self._compare(self.found)
+
+    def _compare(self, t: Trace) -> None:
+        found: dict[str, int] = defaultdict(int)
+        for e in t.events:
+            found[e.kind] += 1
+        wanted = self.kinds
+        wrong = [
+            f"{found.get(k, 0)} {k}, not {wanted.get(k, 0)}"
+            for k in {**wanted, **found}
+            if found.get(k, 0) != wanted.get(k, 0)
+        ]
+        wrong += [f"{t.bytes} bytes, not {self.bytes}"] if self.bytes not in (None, t.bytes) else []
+        wrong += [f"{t.messages} messages, not {self.messages}"] if self.messages not in (None, t.messages) else []
+        if wrong:
+            ran = ", ".join(f"{k}={n}" for k, n in found.items())
+            raise UnexpectedComm("; ".join(wrong) + f"\n{t}", op="expect_comm", fix=f"sl.expect_comm({ran})")
 
 
-def note(kind: str, axis: str | tuple[str, ...], numerator: int, denominator: int, messages: int) -> None:
-    """Count one collective in every open trace."""
+def note(
+    traces: tuple[Trace, ...], kind: str, axis: str | tuple[str, ...], numerator: int, denominator: int, messages: int
+) -> None:
+    """Count one collective in these traces."""
     name = axis if isinstance(axis, str) else " ".join(axis)
     event = Event(kind, name, Fraction(numerator, denominator), messages)
-    for t in OPEN:
+    for t in traces:
         t.events.append(event)

@@ -28,9 +28,10 @@ from shardlib.errors import (
     UnevenSplit,
     UnknownAxis,
 )
-from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, skewed
+from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, skewed
 from shardlib.layouts.orders import ORDERS, block, declared
 from shardlib.layouts.reshard import ReshardPlan
+from shardlib.mesh import coordinates
 
 __all__ = ["Layout", "the_one"]
 

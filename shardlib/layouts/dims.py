@@ -15,13 +15,13 @@ from typing import Any
 
 from shardlib.errors import MeshError
 from shardlib.layouts.orders import Run, dealt
+from shardlib.mesh import coordinates, rank_along
 
 __all__ = [
     "WHOLE",
     "Dim",
     "Sizes",
     "axis_sizes",
-    "coordinates",
     "cut",
     "indices",
     "joined",
@@ -99,9 +99,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
     if not dim.parts:
         return range(n)
     if dim.order != "contiguous":
-        groups, rank = dim.groups, 0
-        for a in dim.ring:
-            rank = rank * sizes[a] + coord[a]
+        groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
         each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
         held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
         starts = [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
@@ -209,8 +207,3 @@ def indices(
     if skew:
         coord = skewed(dims, skew, sizes, coord)
     return tuple(positions(d, n, sizes, coord) for d, n in zip(dims, shape, strict=True))
-
-
-def coordinates(sizes: Sizes) -> list[dict[str, int]]:
-    """Every coordinate of a mesh, in rank order."""
-    return [dict(zip(sizes, c, strict=True)) for c in itertools.product(*(range(n) for n in sizes.values()))]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from shardlib.layouts.dims import Dim, coordinates, indices
+from shardlib.layouts.dims import Dim, indices
+from shardlib.mesh import coordinates
 
 __all__ = ["Exchange", "Round", "exchange", "lacking"]
 

@@ -28,8 +28,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, coordinates, indices, positions
+from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
 from shardlib.layouts.exchange import exchange, lacking
+from shardlib.mesh import coordinates
 
 __all__ = ["ReshardPlan", "Step"]
 

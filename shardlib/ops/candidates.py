@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.layouts import Dim, Layout, coordinates
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import coordinates
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
 from shardlib.ops.reduce import extreme

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.layouts import Layout, coordinates
-from shardlib.mesh import Mesh
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, coordinates
 from shardlib.tensor import PaddedTensor, ShardedTensor
 
 __all__ = [

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import Unsupported
-from shardlib.layouts import Layout, coordinates
-from shardlib.mesh import Mesh
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, coordinates
 from shardlib.ops.elementwise import converted, elementwise
 from shardlib.ops.embedding import EMBEDDING, embedding
 from shardlib.ops.index import choice

@@ -11,9 +11,7 @@ then names decide: the first of that list that fits says where the result lies, 
 cheap ones the first runs.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,7 +19,7 @@ from shardlib.cost import Cost
 from shardlib.errors import NoRule, ShardError
 from shardlib.layouts import Layout
 from shardlib.layouts.base import the_one
-from shardlib.mesh import Mesh
+from shardlib.mesh import Entered, Mesh, Scope, scope
 
 __all__ = [
     "Match",
@@ -104,15 +102,6 @@ _ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
 _CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
 
 
-class _Ambient(threading.local):
-    pins: tuple[tuple[str, str], ...] = ()
-    budget: float | None = None
-    room: float | None = None
-
-
-_AMBIENT = _Ambient()
-
-
 def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
     """Register an algorithm for an operation; the decorated function maps a case to a Match or a refusal.
 
@@ -166,8 +155,7 @@ def _check_known(op: str, name: str, by: str) -> None:
         )
 
 
-@contextmanager
-def pinned(**names: str) -> Iterator[None]:
+class pinned(Entered):
     """Pin algorithms by name for the operations inside; ``sl.algorithm``.
 
     Raises: ShardError for an operation or a name that is not registered.
@@ -178,37 +166,35 @@ def pinned(**names: str) -> Iterator[None]:
     ...     sl.why("matmul", a, a).chosen
     'cannon'
     """
-    for op, name in names.items():
-        _check_known(op, name, "algorithm")
-    before = _AMBIENT.pins
-    _AMBIENT.pins = tuple(sorted((dict(before) | names).items()))
-    try:
-        yield
-    finally:
-        _AMBIENT.pins = before
+
+    def __init__(self, **names: str) -> None:
+        for op, name in names.items():
+            _check_known(op, name, "algorithm")
+        self.names = names
+
+    def changes(self, now: Scope) -> dict[str, Any]:
+        return {"pins": tuple(sorted((dict(now.pins) | self.names).items()))}
 
 
-@contextmanager
-def implicit(max_bytes: float = float("inf")) -> Iterator[None]:
+class implicit(Entered):
     """Allow operands to be resharded without being asked, up to ``max_bytes`` per operand.
 
     The moves are counted like any other communication.
     """
-    before = _AMBIENT.budget
-    _AMBIENT.budget = max_bytes
-    try:
-        yield
-    finally:
-        _AMBIENT.budget = before
+
+    def __init__(self, max_bytes: float = float("inf")) -> None:
+        self.max_bytes = max_bytes
+
+    def changes(self, now: Scope) -> dict[str, Any]:
+        return {"budget": self.max_bytes}
 
 
 def implicit_budget() -> float | None:
     """Bytes that may move unasked, None outside ``implicit``."""
-    return _AMBIENT.budget
+    return scope().budget
 
 
-@contextmanager
-def saving(max_bytes: float = float("inf")) -> Iterator[None]:
+class saving(Entered):
     """Allow a product to gather its operands and to save them so for backward, where that moves less.
 
     ``max_bytes`` per product, gathered and saved together.  Outside, products save blocks only,
@@ -221,14 +207,14 @@ def saving(max_bytes: float = float("inf")) -> Iterator[None]:
     ...         sl.why("matmul", a, a).chosen
     'mm3_xw'
     """
-    if isinstance(max_bytes, str) or not max_bytes >= 0:
-        raise ShardError(f"max_bytes is a number of bytes, not {max_bytes!r}", op="saving", fix="sl.saving(2**30)")
-    before = _AMBIENT.room
-    _AMBIENT.room = max_bytes
-    try:
-        yield
-    finally:
-        _AMBIENT.room = before
+
+    def __init__(self, max_bytes: float = float("inf")) -> None:
+        if isinstance(max_bytes, str) or not max_bytes >= 0:
+            raise ShardError(f"max_bytes is a number of bytes, not {max_bytes!r}", op="saving", fix="sl.saving(2**30)")
+        self.max_bytes = max_bytes
+
+    def changes(self, now: Scope) -> dict[str, Any]:
+        return {"saving": self.max_bytes}
 
 
 def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
@@ -241,7 +227,8 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
 
 def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
     """What ``make`` gave for this key under the same pins and algorithms; ``mesh.plans`` goes with its mesh."""
-    full = (key, _AMBIENT.pins, _AMBIENT.room, _Registered.changes)
+    now = scope()
+    full = (key, now.pins, now.saving, _Registered.changes)
     found = table.get(full)
     return remember(table, full, make()) if found is None else found
 
@@ -256,7 +243,7 @@ def remember(table: dict[Any, T], key: Any, value: T) -> T:
 
 def fitting(op: str, case: Any) -> Match | None:
     """The cheapest match for a case, if any; nothing where an algorithm is pinned."""
-    best = None if op in dict(_AMBIENT.pins) else _best(_verdicts(op, case), case)
+    best = None if op in dict(scope().pins) else _best(_verdicts(op, case), case)
     return best and best[1]
 
 
@@ -292,7 +279,7 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     found = [(n, m) for n, m in verdicts if isinstance(m, Match)]
     found.sort(key=lambda nm: nm[1].gathers)
     alike = [(n, m) for n, m in found if m.out == found[0][1].out]
-    room = _AMBIENT.room
+    room = scope().saving
     if room is None:
         alike = [(n, m) for n, m in alike if not m.saved]
         least = [(n, m) for n, m in alike if m.gathered == m.shared]
@@ -307,7 +294,7 @@ def decide(op: str, case: Any) -> Match:
 
     Raises: NoRule listing every candidate and why it does not fit.
     """
-    asked = dict(_AMBIENT.pins).get(op)
+    asked = dict(scope().pins).get(op)
     verdicts = _verdicts(op, case)
     best = _best(verdicts, case)
     if asked is not None:
@@ -363,7 +350,7 @@ def _priced(m: Match) -> str:
 def explain_choice(op: str, case: Any) -> Why:
     """The verdict of every algorithm on a case."""
     verdicts = _verdicts(op, case)
-    asked = dict(_AMBIENT.pins).get(op)
+    asked = dict(scope().pins).get(op)
     best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)
     return Why(op, case.operands(), best[0] if best else "", tuple(verdicts))
 

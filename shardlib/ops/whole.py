@@ -8,7 +8,6 @@
 """
 
 import math
-import threading
 from typing import Any
 
 import optree
@@ -19,7 +18,7 @@ from shardlib._compat import opened, seeded
 from shardlib.aliases import WRITERS, link, refuse_write, same_memory, written
 from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -32,7 +31,6 @@ from shardlib.tensor import (
     lift,
     no_rule,
     on_shapes,
-    promoting,
     real_axes,
     replicated,
     typeof,
@@ -145,7 +143,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     if (
         refusal is None
         and opens
-        and func not in _OPEN.bodies
+        and func not in scope().opened  # one that asks again through a helper is not opened twice
         and name not in _PLAINLY
         and (body := opened(func)) is not None
     ):
@@ -153,14 +151,11 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         ours = [x for x in met if isinstance(x, ShardedTensor)]
         for x in met if ours else ():  # what the body makes itself is the same on every rank; this need not be
             check_met(x, ours[0].mesh, name)
-        _OPEN.bodies.append(func)
         try:
-            with promoting():
+            with within(promoting=True, opened=(*scope().opened, func)):
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
             refusal = no_rule(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
-        finally:
-            _OPEN.bodies.pop()
     if seeded(func, args, kwargs):
         raise Unsupported(
             "this draws random numbers from each rank's own generator, and the ranks' copies would differ",
@@ -349,15 +344,6 @@ def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
 
 _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())  # bodies that draw plain tensors, each rank its own
 
-
-class _Open(threading.local):
-    """Functions whose bodies run in this thread: one that asks again through a helper is not opened twice."""
-
-    def __init__(self) -> None:
-        self.bodies: list[Any] = []
-
-
-_OPEN = _Open()
 
 _VALUES = frozenset("real imag H mH".split())
 

@@ -10,7 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.layouts import Dim, Layout, coordinates
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import coordinates
 from tests.strategies import layouts, meshes, only, placed, shape_for, skewable, spellings
 
 laws = settings(max_examples=200, deadline=None)

@@ -14,7 +14,7 @@ from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import Mesh, current_mesh, scope
 from shardlib.ops.attention import executor, gathered, passq, rsa, twice, ulysses
 from shardlib.ops.attention.case import attention_case, check, true_shape
 from shardlib.ops.attention.choose import planned
@@ -24,7 +24,7 @@ from shardlib.ops.attention.masks import At, Full, Mask, MaskMod
 from shardlib.ops.attention.plan import Plan
 from shardlib.ops.elementwise import aligned
 from shardlib.random import next_key
-from shardlib.tensor import WATCHED, PaddedTensor, ShardedTensor, replicated, typeof, vary
+from shardlib.tensor import PaddedTensor, ShardedTensor, replicated, typeof, vary
 
 __all__ = ["ENGINES", "attention_plan", "ring_attention"]
 
@@ -191,8 +191,8 @@ def _attend(
     mask.check(true_shape(q)[0], true_shape(q)[1], *lengths)
     match = planned(case, algorithm)
     plan = match.run
-    if WATCHED.by is not None:
-        WATCHED.by.chose(match)
+    if (watcher := scope().watcher) is not None:
+        watcher.chose(match)
     p = dropout or 0.0
     if not isinstance(p, int | float) or not 0 <= p <= 1:
         raise ShardError(

@@ -15,7 +15,7 @@ from shardlib._compat import Local, owned
 from shardlib.collectives import unwrap, wrap
 from shardlib.errors import BadArgument, NoRule, ShardError
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, scope
 from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case
@@ -28,7 +28,6 @@ from shardlib.ops.registry import Match, decide, known
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
-    WATCHED,
     ShardedTensor,
     implements,
     is_half,
@@ -160,8 +159,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     if type(match) is not Match:
         of_x, of_w, out = match
         return product_of(reshard(x, of_x), reshard(w, of_w), out, bias)
-    if WATCHED.by is not None:
-        WATCHED.by.chose(match, product=True)
+    if (watcher := scope().watcher) is not None:
+        watcher.chose(match, product=True)
     out, deferred = match.out, x.deferred
     over_x, over_w = match.over
     if x.deferred or w.deferred:

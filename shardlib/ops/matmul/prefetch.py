@@ -10,7 +10,6 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.3, gathers each layer's 
 needed; starting one layer early is Zhao et al., arXiv 2304.11277, section 3.3.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from shardlib._compat import after_backward
 from shardlib.collectives import Pending, all_gather, wrap
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, scope, within
 from shardlib.ops.matmul.panels import Move, post
 from shardlib.tensor import ShardedTensor, made_of
 
@@ -129,7 +128,7 @@ class _Call:
         made_of(x)
         self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
         if self.reads[: at + 1] != self.read:
-            return True if _NOW.guesses else None
+            return True if scope().rehearsal is None else None
         return self.read[-1] in self.reads[at + 1 :]
 
     def end(self) -> None:
@@ -160,13 +159,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return _place(a) == _place(b) and a.shape == b.shape and a.stride() == b.stride()
 
 
-class _Now(threading.local):
-    call: _Call | None = None
-    guesses = True
-    learnt = 0  # calls that were found to read a value more than once
+class _Rehearsal:
+    """A plan of a call: nothing is guessed, and ``learnt`` counts the calls found to read a value more than once."""
 
-
-_NOW = _Now()
+    learnt = 0
 
 
 @contextmanager
@@ -176,45 +172,39 @@ def prefetching(order: list[Entry], weights: Mapping[str, Tensor], reads: list[i
     ``weights``  the blocks that may be gathered early, by name.
     Every rank must run the same products.
     """
-    before = _NOW.call
-    call = _NOW.call = _Call(order, weights, reads or [])
+    call, rehearsal = _Call(order, weights, reads or []), scope().rehearsal
     try:
-        yield
+        with within(prefetch=call):
+            yield
         order[:] = call.seen
         if reads is not None:
-            _NOW.learnt += reads != call.read and len(set(call.read)) < len(call.read)
+            if rehearsal is not None:
+                rehearsal.learnt += reads != call.read and len(set(call.read)) < len(call.read)
             reads[:] = call.read
     finally:
-        _NOW.call = before
         call.end()
 
 
-@contextmanager
-def not_prefetching() -> Iterator[None]:
+def not_prefetching() -> within:
     """Gather nothing early and record no order: what runs inside is a repetition."""
-    before, _NOW.call = _NOW.call, None
-    try:
-        yield
-    finally:
-        _NOW.call = before
+    return within(prefetch=None)
 
 
 def planned(plan: Callable[[], T]) -> T:
     """What ``plan`` gives when it is known how often values are read: at its second run, where the first found out."""
-    guesses, learnt = _NOW.guesses, _NOW.learnt
-    _NOW.guesses = False
-    try:
+    rehearsal = _Rehearsal()
+    with within(rehearsal=rehearsal):
         found = plan()
-        return found if _NOW.learnt == learnt else plan()
-    finally:
-        _NOW.guesses = guesses
+        return plan() if rehearsal.learnt else found
 
 
 def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
     """The gather of the product that runs now; ``again``: backward will gather its weight once more."""
-    return Gather(w, moves, mesh, []) if _NOW.call is None else _NOW.call.gather(w, moves, mesh, again)
+    call = scope().prefetch
+    return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
 
 
 def read_again(x: ShardedTensor) -> bool | None:
     """Will a later product of this call read X as it is?  None outside a call, where it is not known."""
-    return None if _NOW.call is None else _NOW.call.again(x)
+    call = scope().prefetch
+    return None if call is None else call.again(x)

@@ -1,4 +1,4 @@
-"""Named meshes, the mesh in scope, and launching local processes.
+"""Named meshes, and the one in scope.
 
 A ``Mesh`` is our view of a grid of ranks with named axes.  Its ``kind`` says who plays the
 ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``record`` nobody
@@ -8,30 +8,24 @@ ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``r
 import atexit
 import difflib
 import gc
+import itertools
 import math
 import os
-import pickle
-import signal
-import sys
-import tempfile
-import threading
-import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardlib.errors import AxisReused, MeshError, NoMesh, ShardError, UnknownAxis
+from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis
+from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "as_mesh", "bind", "current_mesh", "launch", "make_mesh", "record", "simulate", "use_mesh",
+    "Link", "Mesh", "as_mesh", "coordinates", "current_mesh", "make_mesh", "rank_along", "record", "simulate",
+    "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record"]
@@ -113,6 +107,35 @@ class Mesh(Mapping[str, int]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         return self
 
+    def __enter__(self) -> "Mesh":
+        enter(self, mesh=self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leave(self)
+
+
+def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Every coordinate of a mesh, in rank order: the last axis changes first.
+
+    >>> coordinates({"x": 2, "y": 2})
+    [{'x': 0, 'y': 0}, {'x': 0, 'y': 1}, {'x': 1, 'y': 0}, {'x': 1, 'y': 1}]
+    """
+    places = itertools.product(*(range(n) for n in sizes.values()))
+    return [dict(zip(sizes, place, strict=True)) for place in places]
+
+
+def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """A rank's place on several axes taken as one, the first axis major.
+
+    >>> rank_along(("x", "y"), {"x": 1, "y": 2}, {"x": 2, "y": 3})
+    5
+    """
+    rank = 0
+    for a in axes:
+        rank = rank * sizes[a] + coord[a]
+    return rank
+
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxis:
     """The error for an axis that is not in the mesh, with its neighbours."""
@@ -129,43 +152,15 @@ def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxi
 # ---------------------------------------------------------------- the mesh in scope
 
 
-class _Scope(threading.local):
-    """Each thread's own; ``entered``: what stood in scope before each ``with sl.simulate(...)`` here."""
-
-    mesh: Mesh | None = None
-
-    def __init__(self) -> None:
-        self.entered: list[Mesh | None] = []
-
-
-_SCOPE = _Scope()
-
-
-class bind:
-    """Put a mesh in scope with as little ado as possible; for rules' forward and backward."""
-
-    __slots__ = ("before", "mesh")
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-
-    def __enter__(self) -> Mesh:
-        self.before = _SCOPE.mesh
-        _SCOPE.mesh = self.mesh
-        return self.mesh
-
-    def __exit__(self, *_: object) -> None:
-        _SCOPE.mesh = self.before
-
-
 def current_mesh() -> Mesh:
     """The mesh in scope.  Raises: NoMesh."""
-    if _SCOPE.mesh is None:
-        raise NoMesh("no mesh is in scope", op="current_mesh", fix="with sl.use_mesh(sl.simulate(x=2, y=2)): ...")
-    return _SCOPE.mesh
+    mesh = scope().mesh
+    if mesh is None:
+        raise NoMesh("no mesh is in scope", op="current_mesh", fix="with sl.simulate(x=2, y=2): ...")
+    return mesh
 
 
-_VIEWS: "weakref.WeakKeyDictionary[DeviceMesh, Mesh]" = weakref.WeakKeyDictionary()
+_VIEWS: "weakref.WeakValueDictionary[DeviceMesh, Mesh]" = weakref.WeakValueDictionary()
 
 
 def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
@@ -194,30 +189,28 @@ def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
     return found
 
 
-@contextmanager
-def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
-    """Put a mesh in scope: ``with sl.use_mesh(sl.make_mesh(x=2, y=2)):``."""
-    with bind(as_mesh(mesh)) as m:
-        yield m
+class use_mesh(Entered):
+    """Put a mesh in scope, ours or a named DeviceMesh: ``with sl.use_mesh(init_device_mesh(...)):``.
 
+    >>> import shardlib as sl
+    >>> with sl.use_mesh(sl.simulate(x=2)) as mesh:
+    ...     sl.current_mesh() is mesh
+    True
+    """
 
-class _Played(Mesh):
-    """A mesh that is its own context manager: ``with sl.simulate(x=2, y=2):``."""
+    def __init__(self, mesh: Mesh | DeviceMesh) -> None:
+        self.mesh = as_mesh(mesh)
 
     def __enter__(self) -> Mesh:
-        _SCOPE.entered.append(_SCOPE.mesh)
-        _SCOPE.mesh = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _SCOPE.mesh = _SCOPE.entered.pop()
+        enter(self, mesh=self.mesh)
+        return self.mesh
 
 
 _FIRST = {"launch": "fn, "}
 """What a call takes before its axes."""
 
 
-def _sizes(op: str, axes: Mapping[str, int]) -> dict[str, int]:
+def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
     bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s < 1}
     if bad or not axes:
         raise MeshError(
@@ -249,7 +242,7 @@ def _by_name(op: str, given: tuple[Any, ...]) -> None:
         raise MeshError("axes are named: one keyword each", op=op, fix=f"sl.{op}({text})")
 
 
-def simulate(*given: Any, **axes: int) -> _Played:
+def simulate(*given: Any, **axes: int) -> Mesh:
     """Play every rank of a mesh in this one process.
 
     >>> import shardlib as sl
@@ -259,10 +252,10 @@ def simulate(*given: Any, **axes: int) -> _Played:
     4.0
     """
     _by_name("simulate", given)
-    return _Played(_sizes("simulate", axes), kind="stacked")
+    return Mesh(sizes_of("simulate", axes), kind="stacked")
 
 
-def record(*given: Any, **axes: int) -> _Played:
+def record(*given: Any, **axes: int) -> Mesh:
     """Play nobody: shapes on the meta device and counted bytes, for meshes of any size.
 
     >>> import shardlib as sl
@@ -273,14 +266,14 @@ def record(*given: Any, **axes: int) -> _Played:
     6029312
     """
     _by_name("record", given)
-    return _Played(_sizes("record", axes), kind="record", device="meta")
+    return Mesh(sizes_of("record", axes), kind="record", device="meta")
 
 
 # ---------------------------------------------------------------- real processes
 
 
-def make_mesh(*given: Any, device: str | None = None, **axes: int) -> DeviceMesh:
-    """A named DeviceMesh over all running processes; ``-1`` infers one axis.
+def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
+    """A mesh over all running processes: ``with sl.make_mesh(x=2, y=2):``; ``-1`` infers one axis.
 
     Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
     CPU.  Raises: MeshError where the sizes do not fit the world exactly.
@@ -294,7 +287,7 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> DeviceMesh
         raise MeshError(
             f"only one axis can be inferred, not {', '.join(free)}", op="make_mesh", fix="sl.make_mesh(x=-1, y=2)"
         )
-    _sizes("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
+    sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -311,7 +304,7 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> DeviceMesh
             f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
         )
         raise MeshError(f"{text} needs {abs(total)} ranks, {running} running", op="make_mesh", mesh=dict(axes), fix=fix)
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return as_mesh(init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
 
 
 def _world(device: str) -> int:
@@ -336,96 +329,3 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
-
-
-def launch(fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int) -> list[Any]:
-    """Run ``fn(*args)`` in local processes, one per rank of the mesh, each with the mesh in scope.
-
-    Returns the results by rank.  The first error stops all and is raised here with its rank.
-    ``fn``, ``args`` and results are pickled.
-    """
-    sizes = _sizes("launch", axes)
-    _check_travels(fn, args)
-    world = math.prod(sizes.values())
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _rank_main, (world, folder, fn, args, sizes, device), nprocs=world, join=False, start_method="spawn"
-        )
-        error: Exception | None = None
-        lost: int | None = None  # a rank ended by a signal: what the others say is its consequence
-        try:
-            until = time.monotonic() + timeout
-            while not context.join(timeout=1.0):
-                if time.monotonic() > until:
-                    raise ShardError(
-                        f"no result after {timeout:.0f} s", op="launch", mesh=sizes, fix=f"timeout={2 * timeout:.0f}"
-                    )
-        except ShardError as e:
-            error = e
-        except Exception as e:
-            error = ShardError(f"a rank died: {e}", op="launch", mesh=sizes)
-            ends = [p.exitcode or 0 for p in context.processes]
-            lost = next((r for r, code in enumerate(ends) if code < 0 and code != -signal.SIGTERM), None)
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        failed = [f for f in os.listdir(folder) if f.startswith("error")]
-        failed.sort(key=lambda f: os.stat(os.path.join(folder, f)).st_mtime_ns)  # the first is the cause
-        if lost is not None:
-            raise ShardError(f"rank {lost} was ended by {signal.Signals(-ends[lost]).name}", op="launch", mesh=sizes)
-        if failed:
-            rank = int(failed[0][5:])
-            with open(os.path.join(folder, failed[0]), "rb") as file:
-                cause, text = pickle.load(file)
-            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
-        if error is not None:
-            raise error
-        results = []
-        for rank in range(world):
-            with open(os.path.join(folder, f"result{rank}"), "rb") as file:
-                results.append(pickle.load(file))
-        return results
-
-
-def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Say so here where a new process could not find the function."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    last = name.split(".")[-1]
-    fix = (
-        f"from my_module import {last if last.isidentifier() else 'fn'}  # a function that a module of its own defines"
-    )
-    if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ShardError(f"{name} was defined at a prompt, where new processes cannot find it", op="launch", fix=fix)
-    try:
-        pickle.dumps((fn, args))
-    except Exception as e:
-        raise ShardError(f"{name} or its arguments cannot be pickled: {e}", op="launch", fix=fix) from e
-
-
-def _rank_main(
-    rank: int, world: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], axes: dict[str, int], device: str
-) -> None:
-    try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        store = dist.FileStore(os.path.join(folder, "store"), world)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-        with use_mesh(make_mesh(device=device, **axes)):
-            result = fn(*args)
-        with open(os.path.join(folder, f"result{rank}"), "wb") as file:
-            pickle.dump(result, file)
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception as e:
-        text = traceback.format_exc()
-        try:
-            blob = pickle.dumps((e, text))
-            pickle.loads(blob)
-        except Exception:
-            blob = pickle.dumps((None, text))
-        with open(os.path.join(folder, f"error{rank}"), "wb") as file:
-            file.write(blob)
-        raise SystemExit(1) from None

@@ -1,0 +1,22 @@
+"""Named meshes of ranks, what is ambient, and starting processes."""
+
+from shardlib.mesh.launch import launch
+from shardlib.mesh.mesh import (
+    Link,
+    Mesh,
+    as_mesh,
+    coordinates,
+    current_mesh,
+    make_mesh,
+    rank_along,
+    record,
+    simulate,
+    unknown_axis,
+    use_mesh,
+)
+from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
+
+__all__ = [
+    "Entered", "Link", "Mesh", "Scope", "as_mesh", "bind", "coordinates", "current_mesh", "enter", "launch", "leave",
+    "make_mesh", "rank_along", "record", "scope", "simulate", "unknown_axis", "use_mesh", "within",
+]  # fmt: skip

@@ -1,0 +1,213 @@
+"""What surrounds a call: one frozen ``Scope`` in one context variable.
+
+A thread and an asyncio task see what they entered themselves (a task also what surrounded its
+creation), never what another entered.  Two places need more than a context variable gives:
+
+- A generator has no context of its own.  A ``with`` in its body would stay in force for the caller
+  while it is suspended.  Such a scope is kept beside the caller's, with the frame it belongs to, and
+  is in force while that frame runs.  Generators that stand for a ``with`` block of their caller, as
+  those of ``contextlib.contextmanager`` and pytest's fixtures, are no generators in this sense.
+- Autograd runs backward on threads of its own where a graph is on a GPU.  There, what surrounded the
+  call of backward counts; what the forward was told (mesh, budgets, algorithms) comes with the graph,
+  see ``bind``.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
+from types import FrameType
+from typing import Any, NamedTuple
+
+from shardlib._compat import backward_context
+
+__all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
+
+
+class Scope(NamedTuple):
+    """Everything ambient.  A new one is made by each ``with``; none is ever changed."""
+
+    mesh: Any = None  # a Mesh
+    pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
+    budget: float | None = None  # bytes that may move unasked: sl.implicit
+    saving: float | None = None  # bytes that a product may gather and save: sl.saving
+    promoting: bool = False  # plain tensors that meet sharded ones count as the same on every rank
+    placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
+    again: Callable[[Callable[[], Any]], Any] | None = None  # runs what a checkpoint kept of this call
+    draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
+    traces: tuple[Any, ...] = ()  # that count what moves
+    watcher: Any = None  # told of every function called on a sharded tensor: sl.explain
+    prefetch: Any = None  # the products of the call that runs
+    rehearsal: Any = None  # told how often values are read, by a call that is planned
+    opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
+    keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
+    held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators
+    by: Any = None  # the context manager that entered it
+    before: "Scope | None" = None  # what it replaced
+
+
+class _Held(NamedTuple):
+    """A scope entered in a generator's body; ``task``: the asyncio task, where the generator is asynchronous."""
+
+    frame: FrameType
+    task: Any
+    by: Any
+    scope: Scope
+
+    def in_force(self) -> bool:
+        """A suspended frame has no caller.  Tasks made while it ran are not suspended with it."""
+        return self.frame.f_back is not None or (self.task is not None and _task() is not self.task)
+
+
+_NOTHING = Scope()
+_NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
+
+
+def scope() -> Scope:
+    """What surrounds this call."""
+    now = _NOW.get()
+    if now.held:
+        return _of_generators(now)
+    if now is _NOTHING and (caller := backward_context()) is not None:
+        now = caller.get(_NOW, now)
+        return _of_generators(now) if now.held else now
+    return now
+
+
+def _of_generators(now: Scope) -> Scope:
+    """The scope of the innermost generator that runs; the caller's where all are suspended."""
+    found = [h for h in now.held if h.in_force()]
+    if len(found) > 1:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            for h in reversed(found):
+                if h.frame is frame:
+                    return h.scope
+            frame = frame.f_back
+    return found[-1].scope if found else now
+
+
+def _task() -> Any:
+    """The asyncio task that runs, if any."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio and asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+_STAND_FOR_THEIR_CALLER = frozenset({"contextlib", "_pytest.fixtures", "_pytest.compat"})
+"""Modules that drive a generator whose body surrounds code of others."""
+
+
+def _is_generators(frame: FrameType) -> bool:
+    if not frame.f_code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
+        return False
+    driver = frame.f_back
+    return driver is None or driver.f_globals.get("__name__") not in _STAND_FOR_THEIR_CALLER
+
+
+def enter(by: Any, **changes: Any) -> None:
+    """Change what surrounds the caller's caller, the body of a ``with``, until ``leave(by)``."""
+    now, here, frame = _NOW.get(), scope(), sys._getframe(2)
+    inner = here._replace(**changes, held=(), by=by, before=None)
+    if _is_generators(frame):
+        task = _task() if frame.f_code.co_flags & CO_ASYNC_GENERATOR else None
+        _NOW.set(now._replace(held=(*now.held, _Held(frame, task, by, inner))))
+    else:
+        suspended = tuple(h for h in now.held if not h.in_force())
+        _NOW.set(inner._replace(held=suspended, before=now))
+
+
+def leave(by: Any) -> None:
+    """End what ``enter(by)`` began, the latest of them; nothing where it was entered in another context."""
+    now, frame = _NOW.get(), sys._getframe(2)
+    for h in reversed(now.held):
+        if h.by is by and h.frame is frame:
+            _NOW.set(_without(now, h))
+            return
+    if now.by is by and not now.held:
+        _NOW.set(now.before or _NOTHING)
+    else:
+        _NOW.set(_unlinked(now, by))
+
+
+def _without(now: Scope, gone: _Held) -> Scope:
+    """No ``gone`` here, nor in what will be restored."""
+    before = now.before and _without(now.before, gone)
+    return now._replace(held=tuple(h for h in now.held if h is not gone), before=before)
+
+
+def _unlinked(now: Scope, by: Any) -> Scope:
+    """No level of ``by``: what was entered inside it and is still open keeps what it saw."""
+    if now.before is None:
+        return now
+    if now.by is not by:
+        return now._replace(before=_unlinked(now.before, by))
+    known = [id(h) for h in now.before.held]
+    return now.before._replace(held=now.before.held + tuple(h for h in now.held if id(h) not in known))
+
+
+class Entered(ContextDecorator):
+    """Base of the context managers that users write: ``changes`` of what is in scope while it is open."""
+
+    def changes(self, now: Scope) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        enter(self, **self.changes(scope()))
+
+    def __exit__(self, *_: object) -> None:
+        leave(self)
+
+
+class within:
+    """``with within(promoting=True):`` for the library's own code, which is left as it was entered."""
+
+    __slots__ = ("before", "changes")
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+
+    def __enter__(self) -> None:
+        self.before = _NOW.get()
+        _NOW.set(scope()._replace(**self.changes, held=(), by=None, before=None))
+
+    def __exit__(self, *_: object) -> None:
+        _NOW.set(self.before)
+
+
+class bind:
+    """Put a mesh in scope with as little ado as possible, or a whole scope that was kept for backward.
+
+    Of a scope that was kept, what the program said holds (mesh, algorithms, budgets, promotion); what
+    listens is what listens now, and nothing is fetched ahead: what runs is a repetition.
+    """
+
+    __slots__ = ("before", "given")
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __enter__(self) -> Any:
+        given, now = self.given, _NOW.get()
+        self.before = now
+        if type(given) is Scope:
+            here = scope()
+            _NOW.set(
+                given._replace(
+                    traces=here.traces, watcher=here.watcher, rehearsal=here.rehearsal, keys=here.keys,
+                    prefetch=None, opened=(), held=(), by=None, before=None,
+                )
+            )  # fmt: skip
+        elif now.mesh is not given or now.held:
+            _NOW.set(_new(Scope, (given, *scope()[1:_HELD], (), None, None)))
+        return given
+
+    def __exit__(self, *_: object) -> None:
+        _NOW.set(self.before)
+
+
+_new = tuple.__new__  # a third of the time of _replace
+_HELD = Scope._fields.index("held")

@@ -1,0 +1,437 @@
+"""What is ambient belongs to the thread, the task or the generator that entered it, and ends with its ``with``."""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib.errors import NoMesh, UnexpectedComm
+from shardlib.mesh import bind, scope, within
+from shardlib.random import seeded
+
+
+def here() -> Any:
+    return scope().mesh
+
+
+# ---------------------------------------------------------------- generators
+
+
+def test_a_suspended_generator_leaves_no_mesh_behind() -> None:
+    def body() -> Iterator[Any]:
+        with sl.simulate(x=2):
+            yield here().size
+            yield here().size
+
+    ranks = body()
+    assert next(ranks) == 2
+    with pytest.raises(NoMesh):
+        sl.current_mesh()
+    assert next(ranks) == 2 and here() is None
+    assert list(ranks) == [] and here() is None
+
+
+def test_a_resumed_generator_is_inside_its_own_mesh_again_whatever_its_caller_entered() -> None:
+    def body() -> Iterator[int]:
+        with sl.simulate(x=2), sl.implicit(64):
+            yield here().size
+            assert scope().budget == 64
+            with sl.simulate(x=3):
+                yield here().size
+            yield here().size
+        yield 0 if here() is None else here().size
+
+    ranks = body()
+    assert next(ranks) == 2
+    with sl.simulate(x=5) as outer:
+        assert here() is outer and scope().budget is None
+        assert next(ranks) == 3 and here() is outer
+        with sl.simulate(x=7) as inner:
+            assert next(ranks) == 2 and here() is inner
+        assert here() is outer
+        assert next(ranks) == 5 and here() is outer
+    assert here() is None and scope() == scope()._replace(mesh=None, held=(), by=None, before=None)
+
+
+def test_a_generator_that_ends_inside_its_callers_mesh_takes_its_own_along() -> None:
+    def body() -> Iterator[None]:
+        with sl.simulate(x=2):
+            yield
+
+    one, two = body(), body()
+    next(one)
+    with sl.simulate(x=5) as outer:
+        next(two)
+        one.close()
+        assert here() is outer
+    assert here() is None
+    next(two, None)
+    assert here() is None and scope().held == ()
+
+
+def test_generators_that_call_each_other_are_inside_the_innermost() -> None:
+    def inner() -> Iterator[int]:
+        with sl.simulate(x=3):
+            while True:
+                yield here().size
+
+    def outer(other: Iterator[int]) -> Iterator[tuple[int, int]]:
+        with sl.simulate(x=2):
+            while True:
+                yield next(other), here().size
+
+    first = inner()
+    assert next(first) == 3  # entered before the other, and called by it
+    second = outer(first)
+    assert next(second) == next(second) == (3, 2) and next(first) == 3 and here() is None
+
+
+def test_one_mesh_entered_by_a_generator_and_by_its_caller_is_left_by_each() -> None:
+    mesh = sl.simulate(x=2)
+
+    def body() -> Iterator[Any]:
+        with mesh:
+            yield here()
+
+    ranks = body()
+    with mesh:
+        assert next(ranks) is mesh
+    assert here() is None
+    ranks.close()
+    assert here() is None and scope().held == ()
+
+
+def test_a_dropped_generator_leaves_nothing() -> None:
+    def body() -> Iterator[None]:
+        with sl.simulate(x=2) as mesh:
+            seen.append(weakref.ref(mesh))
+            yield
+
+    seen: list[Any] = []
+    ranks = body()
+    next(ranks)
+    del ranks
+    gc.collect()
+    assert scope().held == () and seen[0]() is None
+
+
+def test_a_context_manager_written_as_a_generator_is_in_force_for_its_body() -> None:
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with sl.simulate(x=2), sl.trace() as t:
+            yield
+        assert t.bytes == 16
+
+    with entered():
+        sl.psum(torch.ones(4), "x")
+        assert here().size == 2
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sl.simulate(x=3))
+        stack.enter_context(entered())
+        sl.psum(torch.ones(4), "x")
+    assert here() is None
+
+
+@pytest.fixture
+def meshed() -> Iterator[Any]:
+    with sl.simulate(x=2) as mesh:
+        yield mesh
+
+
+def test_a_fixture_written_as_a_generator_is_in_force_for_its_test(meshed: Any) -> None:
+    assert here() is meshed
+
+
+def test_an_asynchronous_generator_leaves_no_mesh_behind_and_lends_it_to_its_tasks() -> None:
+    async def child() -> Any:
+        await asyncio.sleep(0)
+        return here()
+
+    async def body() -> AsyncIterator[Any]:
+        with sl.simulate(x=2) as mesh:
+            yield mesh
+            assert await asyncio.gather(child(), child()) == [mesh, mesh]
+            yield here()
+
+    @contextlib.asynccontextmanager
+    async def entered() -> AsyncIterator[Any]:
+        with sl.simulate(x=3) as mesh:
+            yield mesh
+
+    async def main() -> None:
+        ranks = body()
+        first = await anext(ranks)
+        assert here() is None and await anext(ranks) is first and here() is None
+        async with entered() as mesh:
+            assert here() is mesh
+        await ranks.aclose()
+        assert here() is None
+
+    asyncio.run(main())
+
+
+def test_a_copied_context_carries_what_surrounds_it_to_another_thread() -> None:
+    def body() -> Iterator[Any]:
+        with sl.simulate(x=2) as mesh, ThreadPoolExecutor(1) as pool:
+            yield pool.submit(contextvars.copy_context().run, here).result() is mesh
+
+    with sl.simulate(x=3) as mesh, ThreadPoolExecutor(1) as pool:
+        assert next(body())
+        assert pool.submit(contextvars.copy_context().run, here).result() is mesh
+        assert pool.submit(here).result() is None
+
+
+# ---------------------------------------------------------------- order, errors, decorators
+
+
+def test_what_is_left_out_of_order_ends_nevertheless() -> None:
+    a, b, c = sl.simulate(a=2), sl.implicit(8), sl.simulate(c=2)
+    a.__enter__(), b.__enter__(), c.__enter__()
+    b.__exit__(None, None, None)
+    assert here() is c
+    c.__exit__(None, None, None)
+    assert here() is a and scope().budget is None
+    a.__exit__(None, None, None)
+    assert here() is None and scope().before is None
+    a.__exit__(None, None, None)  # of what is not in scope: nothing to end
+    assert here() is None
+
+
+def test_a_body_that_raises_leaves_the_scope_as_it_was() -> None:
+    for entered in (sl.simulate(x=2), sl.implicit(), sl.saving(), sl.algorithm(matmul="summa"), sl.trace(),
+                    bind(sl.simulate(x=2)), within(promoting=True)):  # fmt: skip
+        before = scope()
+        with pytest.raises(KeyError), entered:
+            raise KeyError
+        assert scope() is before
+
+
+def test_budgets_and_pins_may_decorate_a_function() -> None:
+    @sl.implicit(8)
+    @sl.saving(9)
+    @sl.algorithm(matmul="cannon")
+    def f() -> Any:
+        return scope().budget, scope().saving, scope().pins
+
+    assert f() == f() == (8, 9, (("matmul", "cannon"),)) and scope().budget is None
+
+
+def test_expected_communication_is_compared_only_where_the_body_ended() -> None:
+    with pytest.raises(KeyError), sl.expect_comm(psum=1):
+        raise KeyError
+    with sl.simulate(x=2), pytest.raises(UnexpectedComm, match="1 psum, not 0"), sl.expect_comm():
+        sl.psum(torch.ones(2), "x")
+
+
+@pytest.mark.parametrize("make", [sl.simulate, sl.record])
+def test_a_played_mesh_is_its_own_context_manager(make: Any) -> None:
+    mesh = make(x=1)
+    with mesh as entered:
+        assert type(mesh) is sl.Mesh and entered is mesh is sl.current_mesh()
+        assert sl.unshard(sl.shard(torch.zeros(2, device=mesh.device), "x")).shape == (2,)
+    assert here() is None
+
+
+def test_a_mesh_of_processes_is_its_own_context_manager(pool: Any) -> None:
+    assert pool.run(_made, x=4) == [True] * 4
+
+
+def _made() -> bool:
+    outer = here()
+    with sl.make_mesh(device="cpu", x=2, y=2) as mesh:
+        inside = type(mesh) is sl.Mesh and sl.current_mesh() is mesh
+        value = sl.unshard(sl.shard(torch.ones(2), "x") @ sl.shard(torch.ones(2, 2), "x y")).sum().item() == 4.0
+    return inside and value and here() is outer
+
+
+# ---------------------------------------------------------------- threads and tasks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.b(F.dropout(F.gelu(self.a(h)), 0.2, self.training))
+
+
+RULES = [("a.weight", "x ."), ("a.bias", "x"), ("b.weight", ". x"), ("b.bias", ".")]
+X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def trained(number: int) -> Iterator[tuple[list[float], Any]]:
+    """Train 20 steps in a simulated mesh of its own, with a pause after each; last: the losses, and what moved."""
+    generator = torch.Generator().manual_seed(number)
+    module = Net().double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 4)
+    losses: list[float] = []
+    mesh = sl.simulate(data=2, x=2)
+    with mesh, sl.trace() as t, seeded(mesh, number):
+        apply, params = sl.parallelize(module, RULES, inputs={"h": "data ."})
+        step = sl.value_and_grad(lambda p: apply(p, X).square().mean())
+        for _ in range(20):
+            loss, grads = step(params)
+            assert sl.current_mesh() is mesh
+            params = {n: p - 0.1 * grads[n] for n, p in params.items()}
+            losses.append(loss.item())
+            yield losses, None
+    assert len(losses) == 20
+    yield losses, (t.bytes, t.messages, t.by_axis())
+
+
+def finished(number: int) -> Any:
+    return list(trained(number))[-1]
+
+
+@lru_cache
+def alone() -> list[Any]:
+    return [finished(n) for n in range(8)]
+
+
+def test_eight_threads_train_as_one_and_count_their_own() -> None:
+    want = alone()
+    assert len({tuple(losses) for losses, _ in want}) == 8 and all(count[0] > 0 for _, count in want)
+    start = threading.Barrier(8)
+
+    def run(number: int) -> Any:
+        start.wait(60)
+        return finished(number)
+
+    with sl.trace() as outside, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(8))) == want
+    assert outside.bytes == 0
+
+
+def test_eight_tasks_train_as_one_and_count_their_own() -> None:
+    want = alone()
+
+    async def run(number: int) -> Any:
+        found = None
+        for found in trained(number):  # noqa: B007 every step is followed by another task's
+            await asyncio.sleep(0)
+        return found
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*[run(n) for n in range(8)])
+
+    assert asyncio.run(main()) == want
+
+
+def test_a_backward_on_another_thread_is_counted_where_it_is_called() -> None:
+    with sl.simulate(x=2):
+        w = sl.shard(torch.ones(4), "...").requires_grad_()
+        x = sl.shard(torch.ones(4), "x")
+    with sl.trace() as forward:
+        loss = (w * x).sum()
+    with sl.trace() as backward:
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(loss.backward,))
+        thread.start()
+        thread.join()
+    assert forward.bytes > 0 and backward.bytes > 0 and forward.by_kind() == {"psum": 4}
+    assert torch.equal(sl.unshard(w.grad), torch.ones(4))
+
+
+class Deep(torch.autograd.Function):
+    """A backward inside a backward, deeper than the engine goes on one thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, look: Callable[[], None]) -> Tensor:
+        ctx.depth, ctx.look = depth, look
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.look()
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                Deep.apply(x, ctx.depth - 1, ctx.look).sum().backward()
+        return grads[0], None, None
+
+
+def test_autograds_own_threads_see_what_surrounds_the_call_of_backward() -> None:
+    seen, me = [], threading.get_ident()
+
+    def look() -> None:
+        if threading.get_ident() != me:
+            seen.append((here(), scope().traces))
+
+    x = torch.ones(1, requires_grad=True)
+    with sl.simulate(x=2) as mesh, sl.trace() as t:
+        Deep.apply(x, 70, look).sum().backward()
+    assert seen[0] == (mesh, (t,))
+
+
+def test_promotion_and_budgets_are_each_threads_own() -> None:
+    inside, done, said = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with within(promoting=True), sl.implicit(), sl.saving(), sl.algorithm(matmul="summa"):
+            inside.set()
+            assert done.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    said = [scope().promoting, scope().budget, scope().saving, scope().pins]
+    done.set()
+    thread.join()
+    assert said == [False, None, None, ()]
+
+
+def test_one_mesh_entered_in_two_threads_gives_each_its_own_back() -> None:
+    shared, both, out = sl.simulate(x=2), threading.Barrier(2), []
+
+    def run() -> None:
+        with sl.simulate(q=7) as outer:
+            both.wait(30)
+            with shared:
+                both.wait(30)
+            both.wait(30)
+            out.append(here() is outer)
+        out.append(here() is None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    both.wait(30)
+    with shared:
+        both.wait(30)
+    both.wait(30)
+    out.append(here() is None)
+    thread.join()
+    assert out == [True] * 3
+
+
+# ---------------------------------------------------------------- nothing is kept alive
+
+
+def _used(mesh: Any) -> None:
+    with mesh:
+        a, b = (sl.shard(torch.ones(4, 4), "x y").requires_grad_() for _ in range(2))
+        torch.softmax(torch.einsum("ij,jk->ik", a, b) @ b, 0).sum().backward()
+        q = sl.shard(torch.ones(1, 2, 8, 4), ". . (x y) .")
+        sl.ring_attention(q, q, q, mask=sl.Causal())
+
+
+def test_a_mesh_dies_after_its_last_use() -> None:
+    mesh = sl.simulate(x=2, y=2)
+    _used(mesh)
+    gone = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert gone() is None
