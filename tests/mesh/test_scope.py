@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -364,7 +367,7 @@ class Deep(torch.autograd.Function):
         return grads[0], None, None
 
 
-def test_autograds_own_threads_see_what_surrounds_the_call_of_backward() -> None:
+def seen_by_autograds_own_threads() -> bool:
     seen, me = [], threading.get_ident()
 
     def look() -> None:
@@ -374,7 +377,13 @@ def test_autograds_own_threads_see_what_surrounds_the_call_of_backward() -> None
     x = torch.ones(1, requires_grad=True)
     with sl.simulate(x=2) as mesh, sl.trace() as t:
         Deep.apply(x, 70, look).sum().backward()
-    assert seen[0] == (mesh, (t,))
+    return seen[0] == (mesh, (t,))
+
+
+def test_autograds_own_threads_see_what_surrounds_the_call_of_backward() -> None:
+    """In another process: where autograd has threads, none can be forked."""
+    code = "from tests.mesh.test_scope import *; assert seen_by_autograds_own_threads()"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=120)
 
 
 def test_promotion_and_budgets_are_each_threads_own() -> None:
