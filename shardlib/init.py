@@ -151,7 +151,7 @@ def _run(
         for n, t in stand.items():
             todo.stands(n, t)
         try:
-            swapped(module, {**state, **{a: state[n] for a, n in tied.items()}}, lambda: code(todo, names))
+            swapped(module, {**state, **{a: state[n] for a, n in tied.items()}}, (), lambda: code(todo, names))
         except ShardError as e:
             refusal = refusal or e
             rewind(mesh, at)

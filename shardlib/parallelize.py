@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from shardlib._compat import uncompiled
 from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
+from shardlib.experts import divided, standing_in
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, as_mesh, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
@@ -55,6 +56,7 @@ class Apply:
     ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
     ``buffers``  name -> tensor, cloned from the module.
     ``yields``   parameter name -> the layout that products with it must give, where a rule says so.
+    ``stacks``   modules of experts that are split, see experts.py.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Apply:
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
         self.yields = yields or {}
+        self.stacks = divided(module, layouts)
         self.plain = Plain()
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.reads: dict[Any, list[int]] = {}  # and which of them read one value
@@ -110,7 +113,8 @@ class Apply:
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
-            with self.calling(params), within(again=partial(swapped, self.module, state)):
+            again = partial(swapped, self.module, state, self.stacks)
+            with self.calling(params), within(again=again), standing_in(self.stacks):
                 try:
                     return functional_call(self.module, state, args, kwargs)
                 except ShardError as e:
@@ -224,10 +228,10 @@ class _Around(nn.Module):
         return run()
 
 
-def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+def swapped(module: nn.Module, state: Mapping[str, Tensor], stacks: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """``run()`` once more, as the call with ``state`` saw the module."""
     named = {f"module.{n}": t for n, t in state.items()}
-    with promoting(), not_prefetching():
+    with promoting(), not_prefetching(), standing_in(stacks):
         return functional_call(_Around(module), named, (run,))
 
 

@@ -14,6 +14,15 @@ ones keep the residual stream as it is (``pooler``, a head's ``transform``); *sc
 convolution of patches a Linear of their pixels.
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
+
+``experts`` names mesh axes that split a mixture's stacks of experts [E, ...], every expert whole on one rank (see
+experts.py); without it experts are cut as other weights are, E whole.  Where a recipe splits rows over these axes,
+they are gathered for the experts and the results scattered.  Give axes the batch is not split over and only the sum
+travels, as with a column and a row, or ``data`` itself, so that no expert is copied:
+
+    sl.recipes.megatron1d(model, experts="x")         # one sum of [tokens, features] per layer and pass
+    sl.recipes.ddp(model, experts="data")             # rows gathered, results scattered
+    sl.recipes.megatron1d(model, experts="data x")    # E over all ranks
 """
 
 import math
@@ -27,6 +36,7 @@ from torch import nn
 
 from shardlib.dimensions import trace_dimensions
 from shardlib.errors import ShardError, Unsupported
+from shardlib.experts import stacks
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import as_mesh
 from shardlib.parallelize import Suggested
@@ -77,12 +87,14 @@ def megatron1d(
     axis: str = "x",
     data: str = "data",
     sequence: bool = False,
+    experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
     """Columns then rows: heads and MLP width split over ``axis``.
 
     The residual stream is whole over ``axis``, or with ``sequence`` split along the sequence: the
     sums are then scattered and gathered, and norms and dropout hold 1/p of the positions.
+    ``experts``  axes that split stacks of experts along E; without it each expert's width is split.
 
     Source: arXiv 1909.08053, section 3; arXiv 2205.05198 for the sequence.
 
@@ -114,11 +126,18 @@ def megatron1d(
         "whole": (". .", "."),
     }
     way = Way(layouts, as_mesh(mesh).axes, inner=(axis,))
-    return _recipe(model, way, inputs, where, f"{batch} .")
+    return _recipe(model, way, inputs, where, f"{batch} .", mesh, experts)
 
 
 def optimus2d(
-    model: nn.Module, mesh: Any = None, *, rows: str = "x", cols: str = "y", data: str = "data", inputs: Any = None
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    rows: str = "x",
+    cols: str = "y",
+    data: str = "data",
+    experts: str = "",
+    inputs: Any = None,
 ) -> Recipe:
     """Every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
 
@@ -135,7 +154,7 @@ def optimus2d(
     ([('0.weight', 'y x'), ('*.bias', 'y'), ('2.weight', 'x y')], '(data x) .')
     """
     where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
-    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)
+    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
 
 
 def tesseract(
@@ -146,6 +165,7 @@ def tesseract(
     cols: str = "y",
     depth: str = "d",
     data: str = "data",
+    experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
     """2.5D: a plane of 2D blocks per depth; activations ``(depth rows) . cols``, weights copied over depth.
@@ -161,7 +181,7 @@ def tesseract(
     ([('*.weight', 'y x'), ('*.bias', 'y')], '(d x) .')
     """
     where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
-    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where)
+    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
 
 
 def cube3d(
@@ -173,6 +193,7 @@ def cube3d(
     z: str = "z",
     data: str = "data",
     mlp: str = "mnk",
+    experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
     """3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
@@ -226,7 +247,7 @@ def cube3d(
         layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
         wider = tuple(n.split())
     way = Way(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
-    return _recipe(model, way, inputs, f"{rows} .", f"{wide} .")
+    return _recipe(model, way, inputs, f"{rows} .", f"{wide} .", mesh, experts)
 
 
 def _token(*axes: str) -> str:
@@ -243,6 +264,7 @@ def ring(
     schedule: str = "zigzag",
     data: str = "data",
     weights: Recipe | None = None,
+    experts: str = "",
 ) -> Recipe:
     """Sequence parallelism: activations ``data zigzag(s) .``, attention round a ring, weights whole.
 
@@ -266,7 +288,7 @@ def ring(
     token = Ring(axis, 0, schedule).layout.dims[0]
     if weights is None:
         where = f"{_batch(mesh, data, axis)} {token}"
-        return Recipe([("*", "...")], where, where)
+        return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
     as_mesh(mesh).axis_size(axis)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
     if tokens[1].is_split or axis in {a for d in (*tokens, *labels) for a in d.axes}:
@@ -275,11 +297,14 @@ def ring(
             op="recipe",
             fix="sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
         )
-    return Recipe(weights, f"{tokens[0]} {token}", f"{labels[0]} {token}")
+    rules = [*_split_stacks(model, mesh, experts), *weights]
+    return Recipe(rules, f"{tokens[0]} {token}", f"{labels[0]} {token}", weights.left)
 
 
-def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data") -> Recipe:
+def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data", experts: str = "") -> Recipe:
     """Batches split over ``data``, parameters whole on every rank; their gradients are summed over it.
+
+    ``experts``  axes that split stacks of experts along E, as ``data``.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2):
@@ -288,10 +313,18 @@ def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data") -> Recipe:
     ([('*', '...')], 'data .')
     """
     where = f"{_batch(mesh, data, data)} ."
-    return Recipe([("*", "...")], where, where)
+    return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
 
 
-def fsdp(model: nn.Module, mesh: Any = None, *, axis: str = "x", data: str = "data", inputs: Any = None) -> Recipe:
+def fsdp(
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    axis: str = "x",
+    data: str = "data",
+    experts: str = "",
+    inputs: Any = None,
+) -> Recipe:
     """Batches and every matrix split over ``axis``: a weight is gathered for its product, its gradient scattered.
 
     That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are whole.  With a
@@ -310,7 +343,7 @@ def fsdp(model: nn.Module, mesh: Any = None, *, axis: str = "x", data: str = "da
     whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
     kinds = "expand fused contract tokens plain scores keys lift drop land whole"
     way = Way({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
-    return _recipe(model, way, inputs, where, where)
+    return _recipe(model, way, inputs, where, where, mesh, experts)
 
 
 def _plane(rows: str, cols: str, mesh: Any) -> Way:
@@ -333,18 +366,54 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
     return Way(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
 
 
-def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str) -> Recipe:
+def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str) -> Recipe:
     """Rules by what feeds what, or by names where the module cannot be run."""
+    split = _stacked(model, mesh, experts)
     try:
         found = trace_dimensions(model, inputs)
     except Unsupported as e:
         warnings.warn(f"roles are guessed by names and shapes: {e.message}", stacklevel=3)
         heads = math.prod(way.sizes[a] for a in way.inner)
-        return Recipe(_rules(model, way.layouts, way.widest, heads), tokens, labels)
+        return Recipe([*patterns(split, {}), *_rules(model, way.layouts, way.widest, heads)], tokens, labels)
     texts, left = assign(model, found, way)
     padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
     ndim = {n: p.ndim for n, p in model.named_parameters()}
-    return Recipe(patterns(texts, ndim, padded), tokens, labels, left)
+    left = {n: why for n, why in left.items() if n not in split}
+    return Recipe(patterns(texts | split, ndim, padded | split), tokens, labels, left)
+
+
+def _split_stacks(model: nn.Module, mesh: Any, experts: str) -> list[Suggested]:
+    return patterns(_stacked(model, mesh, experts), {})
+
+
+def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:
+    """The layouts of experts' parameters split along E over these axes.  Raises: Unsupported, UnknownAxis."""
+    axes, m = tuple(experts.split()), as_mesh(mesh)
+    if not axes:
+        return {}
+    p = m.axis_size(axes)
+    out: dict[str, tuple[str, ...]] = {}
+    for name, module in stacks(model).items():
+        for n, value in module.named_parameters(recurse=False):
+            full = f"{name}.{n}" if name else n
+            if value.shape[0] % p:
+                raise Unsupported(
+                    f"the {value.shape[0]} experts of {full!r} do not divide over {p} ranks",
+                    op="recipe",
+                    operands={full: list(value.shape)},
+                    fix="sl.recipes.megatron1d(model)",
+                )
+            out[full] = (" ".join([_token(*axes), "..."]),)
+    if not out:
+        held = [n for n, _ in model.named_parameters() if "experts" in n.split(".")]
+        raise Unsupported(
+            (f"{held[0]!r} is of one expert or of a module that says nothing of routing" if held else "no experts")
+            + ": a stack of experts holds parameters [E, ...], says E as num_experts, and its forward takes (hidden "
+            "[T, D], index [T, k], weights [T, k])",
+            op="recipe",
+            fix="sl.recipes.megatron1d(model)",
+        )
+    return out
 
 
 def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.errors import UnevenSplit
+from shardlib.experts import forward_of
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
 from shardlib.parallelize import Apply
@@ -50,8 +51,10 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     buffers = {n: b.clone() for n, b in apply.buffers.items()}
     copies: dict[int, nn.Module] = {}
     top = _copied(apply.module, "", leaves, buffers, copies)
-    for copy in copies.values():
-        copy.forward = _entered(apply, copy, top, whole)
+    split = {id(m) for m in apply.stacks}
+    for at, copy in copies.items():
+        forward = forward_of(copy) if at in split else MethodType(type(copy).forward, copy)
+        copy.forward = _entered(apply, forward, top, whole)
     if hasattr(top, "generate"):
         top.generate = _filled(apply, top.generate)
     if hasattr(top, "save_pretrained"):
@@ -86,9 +89,8 @@ def _copied(
     return copy
 
 
-def _entered(apply: Apply, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
-    """The module's forward for callers outside: inputs are placed, and what comes out is plain."""
-    forward = MethodType(type(copy).forward, copy)
+def _entered(apply: Apply, forward: Any, top: nn.Module, whole: bool) -> Any:
+    """A forward for callers outside: inputs are placed, and what comes out is plain."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -47,6 +47,7 @@ ORDER = [  # each may import from those before it
     "extend",
     "dtensor",
     "grad",
+    "experts",
     "parallelize",
     "init",
     "sharded_module",

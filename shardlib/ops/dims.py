@@ -53,13 +53,14 @@ class _Plan:
 
 def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
-    free: bool = False,
+    free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
     """A call whose operands have the labels that ``labels(args, kwargs)`` gives; tensors are Slots there.
 
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.
     ``free``   the answer is None where something would move, or the labels do not cover the call.
+    ``pending``  what is contracted stays a pending sum.
     """
     known = _shallow(func, args, kwargs, sums)
     if known is not None and (plan := args[0].mesh.plans.get(known)) is not None:
@@ -102,7 +103,9 @@ def rows_call(
             if same_memory(raw, given[i]):
                 link(raw, v.raw)
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
-        if plan.summed:
+        if plan.summed and pending:
+            layout = Layout(layout.dims, plan.summed)
+        elif plan.summed:
             raw = total(raw, mesh, plan.summed)
         found[k] = ShardedTensor(raw, layout, size, mesh, deferred)
     if func in WRITERS:

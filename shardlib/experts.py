@@ -1,0 +1,193 @@
+"""Stacks of experts split over mesh axes: each rank runs its own experts, and what they give is summed.
+
+A *stack* is a module that holds its experts' parameters as [E, ...], says E as ``num_experts``, and whose forward
+takes (hidden [T, D], index [T, k], weights [T, k]): row t of the result is the sum over k of weights[t, k] times
+what expert index[t, k] makes of hidden[t].  The experts of transformers' mixtures are stacks.  Where a layout
+splits E over some axes, a call of the stack is
+
+    gather   hidden, index and weights to whole rows over these axes, where they are split over them
+    run      the module's own forward, in the implementation that its configuration names, on the experts
+             that the rank holds and on the rows that are routed to them
+    sum      the results over these axes, to where hidden lies: an all-reduce, or a reduce-scatter
+
+Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and none is computed
+by another expert than without the split.  Rows travel whole, not to their experts alone.
+"""
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardlib.errors import BadArgument, ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.dims import Labels, rows_call
+from shardlib.placing import reshard, shard
+from shardlib.tensor import ShardedTensor, implements, lift, typeof
+
+__all__ = ["divided", "experts", "stacks", "standing_in"]
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module holds its experts' parameters as [E, ...], and is told which rows are whose.
+
+    >>> is_stack(nn.Linear(4, 4))
+    False
+    """
+    count = getattr(module, "num_experts", None)
+    held = list(module.parameters(recurse=False))
+    if not isinstance(count, int) or not held or any(True for c in module.children() for _ in c.parameters()):
+        return False
+    if any(p.ndim < 2 or p.shape[0] != count for p in held) or all(p.ndim < 3 for p in held):
+        return False
+    takes = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(takes) == 3 and all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in takes)
+
+
+def stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """Every stack of experts, by its name."""
+    return {n: m for n, m in model.named_modules() if is_stack(m)}
+
+
+def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
+    """The stacks whose experts these layouts split.
+
+    Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
+    """
+    found = []
+    for name, module in stacks(model).items():
+        held = {f"{name}.{n}".lstrip("."): p for n, p in module.named_parameters(recurse=False)}
+        mine = {n: layouts[n].resolve(p.ndim) for n, p in held.items() if n in layouts}
+        token = next((lay.dims[0] for lay in mine.values() if lay.dims[0].is_split), None)
+        if token is None or len(mine) < len(held):
+            continue
+        for n, lay in mine.items():
+            if lay.dims[0] != token or any(d.is_split for d in lay.dims[1:]):
+                raise ShardError(
+                    f"the experts of {name!r} are split {token}, and {n!r} is laid out {lay}: all parameters of a "
+                    "stack are split alike, along their first dimension alone",
+                    op="parallelize",
+                    operands={k: str(v) for k, v in mine.items()},
+                    fix=f"sl.parallelize(module, [({f'{name}.*'.lstrip('.')!r}, '{token} ...'), *rules])",
+                )
+        found.append(module)
+    return found
+
+
+@contextmanager
+def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within it, calls of these stacks run on each rank's own experts."""
+    before = [m.__dict__.get("forward") for m in modules]
+    for m in modules:
+        m.__dict__["forward"] = forward_of(m)
+    try:
+        yield
+    finally:
+        for m, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del m.__dict__["forward"]
+            else:
+                m.__dict__["forward"] = forward
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The forward of a stack whose parameters are split along E."""
+    return MethodType(_forward, module)
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
+    held = {n: p for n, p in self._parameters.items() if p is not None}
+    operands: Any = list(given.values())[1:]
+    return experts(weakref.ref(self), tuple(held), *operands, *held.values())
+
+
+def experts(
+    module: "weakref.ref[nn.Module]",
+    names: tuple[str, ...],
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *params: Tensor,
+) -> Tensor:
+    """What a stack makes of these rows, with parameters of these names."""
+    operands = (hidden, index, weights, *params)
+    if has_torch_function(operands):
+        return handle_torch_function(experts, operands, module, names, *operands)  # type: ignore[no-any-return]
+    own = torch.arange(params[0].shape[0], device=index.device)
+    return own_experts(module, names, hidden, index, weights, own, *params)
+
+
+@implements(experts)
+def _divided_experts(func: Any, args: Any, kwargs: Any) -> Any:
+    module, names, *given = args
+    mesh = next(v.mesh for v in given if isinstance(v, ShardedTensor))
+    hidden, index, weights, *params = [lift(v, mesh, "experts") for v in given]
+    if hidden.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or index.shape[0] != hidden.shape[0]:
+        raise BadArgument(
+            "experts take rows [T, D], numbers of experts [T, k] and weights [T, k]",
+            op="experts",
+            operands={"hidden": typeof(hidden), "index": typeof(index), "weights": typeof(weights)},
+            mesh=mesh,
+            fix="sl.unshard(x)",
+        )
+    token = params[0].sharding.resolve(params[0].ndim).dims[0]
+    place = Layout(hidden.sharding.resolve(2).dims)
+    rows = Layout((_without(place.dims[0], token.axes), Dim()))
+    moved = [reshard(v, rows) for v in (hidden, index, weights)]
+    own = shard(torch.arange(params[0].shape[0], device=mesh.device), Layout((token,)), mesh)
+    out = rows_call(own_experts, (module, names, *moved, own, *params), {}, _labels, sums=True, pending=True)
+    return reshard(out, place)
+
+
+def _without(token: Dim, axes: Sequence[str]) -> Dim:
+    """The rows' split without these axes."""
+    if not set(token.axes) & set(axes):
+        return token
+    plain = token.order == "contiguous" and not any(isinstance(p, int) for p in token.parts)
+    return Dim(tuple(a for a in token.axes if a not in axes)) if plain else Dim()
+
+
+def _labels(args: Any, kwargs: Any) -> Labels:
+    _, _, hidden, index, weights, *held = args
+    rows: Labels = {s.at: ("t", None) for s in (hidden, index, weights)}
+    return rows | {s.at: ("e", *[None] * (s.ndim - 1)) for s in held}
+
+
+def own_experts(
+    module: "weakref.ref[nn.Module]",
+    names: tuple[str, ...],
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    own: Tensor,
+    *params: Tensor,
+) -> Tensor:
+    """What the experts numbered ``own`` add to each row.
+
+    hidden [T, D], index and weights [T, k], own [E/p], params [E/p, ...] -> [T, D]
+    """
+    stack = module()
+    assert stack is not None, "a call keeps its module alive"
+    if hidden.is_meta:  # shapes alone: every operand takes part
+        out = hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
+        return out + sum(p.sum().to(hidden.dtype) for p in params)
+    place = own.new_full((int(stack.num_experts),), -1)  # type: ignore[arg-type]
+    place[own] = torch.arange(len(own), device=own.device)
+    at = place[index]
+    row, slot = (at >= 0).nonzero(as_tuple=True)
+    x, w = hidden[row], weights[row, slot][:, None]
+    if len(row):
+        local = object.__new__(type(stack))
+        local.__dict__.update(stack.__dict__)
+        local.__dict__.update(_parameters=dict(zip(names, params, strict=True)), num_experts=len(own))
+        y = type(stack).forward(local, x, at[row, slot][:, None], w)
+    else:  # a rank without rows takes part in the sums of every gradient all the same
+        y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)
+    return torch.zeros_like(hidden).index_add(0, row, y.to(hidden.dtype))
