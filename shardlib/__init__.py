@@ -1,6 +1,6 @@
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, rules say how to compute."""
 
-from shardlib import extend, ops, random, recipes
+from shardlib import extend, ops, random, recipes, testing
 from shardlib import functions as functions
 from shardlib import recompute as recompute
 from shardlib.checkpoint import load, save
@@ -100,6 +100,6 @@ __all__ = [
     "pick", "pmax", "pmean", "ppermute", "preduce", "probe", "pslice", "psum", "psum_scatter", "pvary", "random",
     "recipes", "record", "reshard", "ring_attention", "save", "saving", "scale", "scale_by_schedule",
     "set_to_zero", "sgd",
-    "shard", "shard_map", "shard_sequence", "shift", "simulate", "start", "to_dtensor", "trace", "typeof", "unshard",
-    "use_mesh", "value_and_grad", "visualize", "why", "zero",
+    "shard", "shard_map", "shard_sequence", "shift", "simulate", "start", "testing", "to_dtensor", "trace",
+    "typeof", "unshard", "use_mesh", "value_and_grad", "visualize", "why", "zero",
 ]  # fmt: skip

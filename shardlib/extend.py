@@ -5,10 +5,10 @@ looks at a case and answers with a ``Match`` (the result's layout, its price, wh
 sentence saying why it does not fit.
 """
 
-from shardlib.cost import Cost, moving
+from shardlib.cost import Cost, moving, summing
 from shardlib.ops.attention.masks import Mask
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 
-__all__ = ["Cost", "Mask", "Match", "MatmulCase", "Schedule", "algorithm", "moving", "remove"]
+__all__ = ["Cost", "Mask", "Match", "MatmulCase", "Schedule", "algorithm", "moving", "remove", "summing"]

@@ -277,7 +277,8 @@ _MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, Attribut
 
 def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
     """A refused call on whole operands, if they are whole or may be gathered; else the refusal."""
-    if not FALLBACK or getattr(refusal, "final", False):
+    of_autograd = func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
+    if not FALLBACK or of_autograd or getattr(refusal, "final", False):
         raise refusal
     try:
         return FALLBACK[0](func, args, kwargs, refusal)

@@ -45,6 +45,7 @@ ORDER = [  # each may import from those before it
     "ops.matmul",
     "ops",
     "extend",
+    "testing",
     "dtensor",
     "grad",
     "experts",

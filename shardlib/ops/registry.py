@@ -52,7 +52,7 @@ class Match:
     ``forward``, ``backward``  the cost of each; bytes and messages are tested against the counted ones.
     ``note``      what ``sl.why`` says of it besides.
     ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks as they lie.
-    ``over``      per operand, the mesh axes over which its gradient must be summed.
+    ``over``      per operand, the mesh axes over which its gradient must be summed; found from ``out`` if not given.
     ``gathered``  bytes of operands gathered whole over an axis while it runs.
     ``shared``    of those, bytes that further products will read.
     ``saved``     bytes saved for backward beyond the operands' own blocks.

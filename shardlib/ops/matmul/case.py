@@ -1,27 +1,36 @@
-"""What the matmul rules need to know of a product Y = X W: layouts, sizes, mesh; no tensors."""
+"""What the matmul algorithms need to know of a product Y = X W: layouts, sizes, mesh; no tensors."""
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from shardlib.cost import Cost, moving
 from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
 from shardlib.ops.registry import case_of
 from shardlib.tensor import ShardedTensor, partial_escape
 
-__all__ = ["MatmulCase", "all_reduce", "case", "local_elements", "met_over", "out_layout"]
+__all__ = ["MatmulCase", "case"]
 
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """X [..., M, K] @ W [K, N] (or [..., K, N]): layouts, sizes, mesh, bytes per element, Y's layout if asked.
+    """Y = X W of X [..., M, K] and W [K, N] (or [..., K, N]): layouts, sizes and mesh, no tensors.
 
-    ``held``  how X was moved already, for another product: that is not paid for again.
-    ``more``  whether another product will read X as it is: None where nobody knows.
+    ``x``, ``w``  layouts; ``x_shape``, ``w_shape`` global sizes.
+    ``mesh``      (axis, size) of each axis; ``links`` what was measured along them.
+    ``itemsize``  bytes per element.
+    ``out``       the layout that Y must have, if that is asked for.
+    ``held``      how X was moved already, for another product: that is not paid for again.
+    ``more``      whether another product will read X as it is; None where that is not known.
+
+    >>> import shardlib as sl
+    >>> case = sl.extend.MatmulCase(
+    ...     x=sl.Layout.parse("x ."), w=sl.Layout.parse(". ."), x_shape=(8, 4), w_shape=(4, 6),
+    ...     mesh=(("x", 2),), itemsize=4)
+    >>> case.x_bytes, case.rows_by(case.w.dims[-1]), case.over(sl.Layout.parse("x ."))
+    (64, Layout('x .'), ((), ('x',)))
     """
 
     x: Layout
@@ -34,6 +43,39 @@ class MatmulCase:
     links: tuple[tuple[str, Link], ...] = ()
     held: frozenset[Any] = frozenset()
     more: bool | None = None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes and their sizes."""
+        return dict(self.mesh)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """Y's global shape."""
+        return (*self.x_shape[:-1], self.w_shape[-1])
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a rank's block of X."""
+        return self.bytes_of(self.x, self.x_shape)
+
+    @property
+    def w_bytes(self) -> int:
+        """Bytes of a rank's block of W."""
+        return self.bytes_of(self.w, self.w_shape)
+
+    def bytes_of(self, layout: Layout, shape: tuple[int, ...]) -> int:
+        """Bytes of a rank's block of a matrix that lies so."""
+        return math.prod(layout.local_shape(shape, self.axes)) * self.itemsize
+
+    def rows_by(self, columns: Dim) -> Layout:
+        """Y's layout where its rows lie as X's, and its columns as given."""
+        return Layout(dims=(*self.x.dims[:-1], columns))
+
+    def over(self, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that split Y and not X, and those that split Y and not W: where gradients must be summed."""
+        split = [a for a, n in self.mesh if n > 1 and a in out.axes]
+        return tuple(a for a in split if a not in self.x.axes), tuple(a for a in split if a not in self.w.axes)
 
     @property
     def width(self) -> int:
@@ -54,7 +96,7 @@ class MatmulCase:
         }
 
     def fix(self) -> tuple[str, type[NoRule]]:
-        """The reshard of W that some rule would accept, or of a result that was asked for elsewhere."""
+        """The reshard of W that some algorithm would accept, or of a result that was asked for elsewhere."""
         if self.out is not None:
             return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoRule
         rows, last = self.x.dims[:-1], self.x.dims[-1]
@@ -68,26 +110,6 @@ class MatmulCase:
             columns = self.w.dims[-1]
             wanted = " ".join([*batch, ".", str(columns) if not taken & set(columns.axes) else "."])
         return f"x @ sl.reshard(w, {wanted!r})", ImplicitCommunication
-
-
-def local_elements(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
-    return math.prod(layout.local_shape(shape, mesh))
-
-
-def out_layout(case: MatmulCase, columns: Dim) -> Layout:
-    return Layout(dims=(*case.x.dims[:-1], columns))
-
-
-def met_over(case: MatmulCase, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that split the result and not x, or not w: where gradients must be summed."""
-    moving = [a for a, n in case.mesh if n > 1 and a in out.axes]
-    return tuple(a for a in moving if a not in case.x.axes), tuple(a for a in moving if a not in case.w.axes)
-
-
-def all_reduce(nbytes: int, axes: tuple[str, ...], mesh: dict[str, int], width: int = 1) -> Cost:
-    """The price of a sum on every rank; its parts travel ``width`` times as wide as the result."""
-    p = math.prod(mesh[a] for a in axes)
-    return moving(axes, Fraction((1 + width) * (p - 1) * nbytes, p), 2 * (p - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +138,7 @@ def case(
     held: frozenset[Any] = frozenset(),
     more: bool | None = None,
 ) -> MatmulCase:
-    """What the rules need to know of two operands; ``out`` is the layout Y must have, if any."""
+    """The case of two operands; ``out`` is the layout Y must have, if any."""
     for value in (x, w):
         if value.sharding.partial:
             raise partial_escape("matmul", value)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import unwrap
-from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
+from shardlib.cost import summing
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.panels import partial_product, summed_product
 from shardlib.ops.registry import Match, algorithm
@@ -65,7 +66,7 @@ def oned(case: MatmulCase) -> Match | str:
     batch = case.batch()
     if isinstance(batch, str):
         return batch
-    mesh = dict(case.mesh)
+    mesh = case.axes
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     if xk != wk:
         return f"contraction split {xk} in x and {wk} in w"
@@ -73,15 +74,12 @@ def oned(case: MatmulCase) -> Match | str:
     both = set(columns.axes) & (row_axes | set(xk.axes))
     if both:
         return f"{', '.join(sorted(both))} splits w's columns and x"
-    out = out_layout(case, columns)
-    bytes_y = local_elements(out, (*case.x_shape[:-1], case.w_shape[-1]), mesh) * case.itemsize
-    bytes_x = local_elements(case.x, case.x_shape, mesh) * case.itemsize
-    bytes_w = local_elements(case.w, case.w_shape, mesh) * case.itemsize
-    forward = all_reduce(bytes_y, xk.axes, mesh)
-    over = met_over(case, out)
+    out = case.rows_by(columns)
+    forward = summing(case.bytes_of(out, case.y_shape), xk.axes, mesh)
+    over = case.over(out)
     held = ("vary", over[0]) in case.held  # X's gradient is summed with another product's
-    backward = all_reduce(bytes_x, () if held else columns.axes, mesh)
-    backward += all_reduce(bytes_w, tuple(row_axes - set(case.w.axes)), mesh)
+    backward = summing(case.x_bytes, () if held else columns.axes, mesh)
+    backward += summing(case.w_bytes, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
     def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
@@ -100,7 +98,6 @@ def oned(case: MatmulCase) -> Match | str:
         forward,
         backward,
         kind,
-        over=over,
         adds=not xk.is_split and len(case.w_shape) == 2,
         call=call,
     )

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import unwrap, wrap
-from shardlib.cost import moving
+from shardlib.cost import moving, summing
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
-from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over, out_layout
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import NOWHERE, Axes, Gradients, Product
 from shardlib.ops.registry import Match
 
@@ -165,7 +165,7 @@ class Sizes2D:
         if self.form == "atb":
             return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
         columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
-        return out_layout(self.case, columns)
+        return self.case.rows_by(columns)
 
     def match(
         self,
@@ -185,16 +185,14 @@ class Sizes2D:
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
         forms = [self.form, *(f for f in ROLES if f != self.form)]
         costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
-        w_bytes = local_elements(self.case.w, self.case.w_shape, self.mesh) * self.case.itemsize
         backward = costs[1] + costs[2]
-        backward += all_reduce(w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
+        backward += summing(self.case.w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
         return Match(
             self.out(),
             Product2D(self.form, grid, self.batch),
             costs[0],
             backward,
             f"form {self.form.upper()}, {note}",
-            over=met_over(self.case, self.out()),
         )
 
 
@@ -211,7 +209,7 @@ def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D | str:
         return "x's rows and contraction are both split over one axis"
     if form != "ab" and batch:
         return "batched products take the Y-stationary form only"
-    mesh = dict(case.mesh)
+    mesh = case.axes
     local = case.x.local_shape(case.x_shape, mesh)
     m = math.prod(local[batch:-1]) * mesh[col if form == "atb" else row]
     k, n = case.x_shape[-1], case.w_shape[-1]

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
-from shardlib.cost import Cost, moving
+from shardlib.cost import Cost, moving, summing
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
-from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.once import Again, gathered
 from shardlib.ops.matmul.panels import Move, partial_product, post, rounded, summed_product
@@ -280,7 +280,7 @@ def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
 ) -> tuple[Layout, tuple[Move, ...], tuple[str, ...]] | str:
     """Y's layout, the scatters that lead there, and the axes that are summed without one."""
-    mesh = dict(case.mesh)
+    mesh = case.axes
     if case.out is None:  # onto the first rows that divide
         fits = [
             d
@@ -320,28 +320,27 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     if isinstance(found, str):
         return found
     cube, out, whole, psummed = found
-    cube = replace(cube, save=save, summed=tuple(a for a in dict(case.mesh) if a in psummed))
-    mesh, size = dict(case.mesh), case.itemsize
-    shape = (*case.x_shape[:-1], case.w_shape[-1])
-    x, w = (local_elements(a, s, mesh) * size for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
-    y, pending = local_elements(out, shape, mesh) * size, local_elements(whole, shape, mesh) * size
+    cube = replace(cube, save=save, summed=tuple(a for a in case.axes if a in psummed))
+    mesh = case.axes
+    x, w = case.x_bytes, case.w_bytes
+    y, pending = case.bytes_of(out, case.y_shape), case.bytes_of(whole, case.y_shape)
     move_x, wide_x = price_of_gather(x, cube.x, mesh)
     move_w, wide_w = price_of_gather(w, cube.w, mesh)
     move_y, wide_y = price_of_gather(y, cube.y, mesh)
     pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
-    forward = move_x + move_w + move_y + all_reduce(pending, psummed, mesh, case.width if cube.y else 1)
-    over = met_over(case, out)
+    forward = move_x + move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
+    over = case.over(out)
     backward = move_y + move_x + move_w
-    backward += all_reduce(x, over[0], mesh, case.width if cube.x else 1)
-    backward += all_reduce(w, over[1], mesh, case.width if cube.w else 1)
+    backward += summing(x, over[0], mesh, case.width if cube.x else 1)
+    backward += summing(w, over[1], mesh, case.width if cube.w else 1)
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
     held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
     again = ("again", cube.x, over[0]) in case.held  # other products gather it once more in backward
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in cube.save))
     if held:  # X was gathered for another product, and its gradient is scattered with that one's
-        forward = move_w + move_y + all_reduce(pending, psummed, mesh, case.width if cube.y else 1)
-        backward = move_y + move_w + all_reduce(w, over[1], mesh, case.width if cube.w else 1)
+        forward = move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
+        backward = move_y + move_w + summing(w, over[1], mesh, case.width if cube.w else 1)
         backward += Cost() if "w" in cube.save else move_w
         backward += Cost() if "x" in cube.save or again else move_x
     of_x, of_w = ((wide - own) * (1 + (name not in save)) for name, wide, own in (("x", wide_x, x), ("w", wide_w, w)))
@@ -381,7 +380,6 @@ def _match(case: MatmulCase, save: str) -> Match | str:
         backward,
         ", ".join(moved),
         gathers=True,
-        over=over,
         gathered=temporary,
         shared=more,
         saved=saved,

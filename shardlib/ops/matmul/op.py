@@ -193,7 +193,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 def _decided(case: MatmulCase, asked: bool) -> Match | tuple[Layout, Layout, Layout | None]:
     """What runs, or the layouts to which operands are cut before they are multiplied."""
     try:
-        return decide("matmul", case)
+        match = decide("matmul", case)
+        return match if match.over else replace(match, over=case.over(match.out))
     except NoRule:
         bare = replace(case, held=_NOTHING, more=None)
         cut = cut_for(bare) or (None if asked or case.out is None else whole_rows(bare))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, psum
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
-from shardlib.cost import Cost, moving
-from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.cost import Cost, moving, summing
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements
 from shardlib.ops.matmul.panels import Move
@@ -130,23 +130,22 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
         return "a ring takes one gather of x's rows or one scatter of y's, over one axis, and nothing else"
     if case.itemsize < 4:
         return "a sum in half precision would be rounded at every step of the ring"
-    mesh = dict(case.mesh)
+    mesh = case.axes
     (axis,), dim = single[0].axes, single[0].dim
     p = mesh[axis]
     form: Literal["gather", "scatter"] = "gather" if cube.x else "scatter"
-    y_shape = (*case.x_shape[:-1], case.w_shape[-1])
-    passing, shape = (case.x, case.x_shape) if cube.x else (out, y_shape)
+    passing, shape = (case.x, case.x_shape) if cube.x else (out, case.y_shape)
     if passing.local_shape(shape, mesh)[dim] % len(ways):
         return f"{passing.local_shape(shape, mesh)[dim]} rows do not make {len(ways)} halves"
-    x, w = (local_elements(a, s, mesh) * case.itemsize for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
-    nbytes = local_elements(passing, shape, mesh) * case.itemsize
+    x, w = case.x_bytes, case.w_bytes
+    nbytes = case.bytes_of(passing, shape)
     once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways), nbytes)
-    over = met_over(case, out)
-    backward = once + (once if cube.x else Cost()) + all_reduce(x, over[0], mesh) + all_reduce(w, over[1], mesh)
+    over = case.over(out)
+    backward = once + (once if cube.x else Cost()) + summing(x, over[0], mesh) + summing(w, over[1], mesh)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
     note += " both ways" if len(ways) > 1 else ""
-    return Match(out, Ring(form, axis, dim, ways), once, backward, note, gathers=True, over=over)
+    return Match(out, Ring(form, axis, dim, ways), once, backward, note, gathers=True)
 
 
 @algorithm("matmul", name="ring", order=10)

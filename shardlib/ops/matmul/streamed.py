@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, reductions, unwrap, wrap
-from shardlib.cost import Cost, moving
+from shardlib.cost import Cost, moving, summing
 from shardlib.mesh import current_mesh
-from shardlib.ops.matmul.case import MatmulCase, all_reduce, local_elements, met_over
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
 from shardlib.ops.matmul.once import Again, gathered
@@ -97,19 +97,19 @@ def streamed(case: MatmulCase) -> Match | str:
     last = len(case.x.dims) - 1
     if cube.y or psummed or [(len(m.axes), m.dim) for m in (*cube.x, *cube.w)] != [(1, last), (1, 0)]:
         return "X's and W's contraction are not split over one axis each"
-    over, mesh = met_over(case, out), dict(case.mesh)
+    over, mesh = case.over(out), case.axes
     held = ("gather", cube.x, over[0]) in case.held
     again = ("again", cube.x, over[0]) in case.held
     if not held and not case.more:
         return "no other product is known to read this X"
-    x, w = (local_elements(a, s, mesh) * case.itemsize for a, s in ((case.x, case.x_shape), (case.w, case.w_shape)))
+    x, w = case.x_bytes, case.w_bytes
     (axis,) = cube.w[0].axes
     p = mesh[axis]
     move_x, wide_x = price_of_gather(x, cube.x, mesh)
     panels = moving((axis,), (p - 1) * w, p * (p > 1))
     forward = (Cost() if held else move_x) + panels
-    backward = panels + panels + all_reduce(w, over[1], mesh, case.width)
-    backward += Cost() if held else move_x + all_reduce(x, over[0], mesh, case.width)
+    backward = panels + panels + summing(w, over[1], mesh, case.width)
+    backward += Cost() if held else move_x + summing(x, over[0], mesh, case.width)
     backward += Cost() if again else move_x
     temporary = 0 if held else wide_x - x
     forward, backward = (replace(c, memory=temporary + 2 * w) for c in (forward, backward))
@@ -128,7 +128,6 @@ def streamed(case: MatmulCase) -> Match | str:
         backward,
         "X gathered once, W's panels pass",
         gathers=True,
-        over=over,
         gathered=temporary,
         shared=temporary,
         call=call,

@@ -1,0 +1,165 @@
+"""The laws that an algorithm of one's own must keep, as one call.
+
+``check_algorithm("matmul", "mine")`` offers the algorithm every pair of layouts on a few small
+simulated meshes and compares what it takes with dense: values, every gradient, second derivatives,
+a bias, half precision, and the bytes and messages that it predicted with those that are counted.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import trace
+from shardlib.errors import ShardError, Unsupported
+from shardlib.layouts import Layout
+from shardlib.mesh import record, simulate
+from shardlib.ops.matmul.op import product
+from shardlib.ops.registry import Match, pinned, saving, why
+from shardlib.placing import shard, unshard
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["check_algorithm"]
+
+_MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 3, "y": 2}, {"x": 1, "y": 2})
+
+
+def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESHES) -> list[str]:
+    """Compare an algorithm with dense on everything that it takes; the operands that it took are returned.
+
+    ``meshes``  axis names and sizes; every axis is used for every dimension.
+
+    Raises: AssertionError naming the operands, the law and both values.  An algorithm that takes nothing fails.
+
+    >>> import shardlib as sl
+    >>> sl.testing.check_algorithm("matmul", "cannon", meshes=[{"x": 2, "y": 2}])[0]
+    'f32[12@x, 24@y] @ f32[24@x, 36@y] on x=2 y=2'
+    """
+    if op not in _SUITES:
+        raise ShardError(
+            f"there are laws for {', '.join(_SUITES)}, not for {op!r}",
+            op="check_algorithm",
+            fix=f"sl.testing.check_algorithm({next(iter(_SUITES))!r}, {name!r})",
+        )
+    taken = [text for mesh in meshes for text in _SUITES[op](name, mesh)]
+    if not taken:
+        raise AssertionError(f"{name} takes no operands on {', '.join(map(str, meshes))}: nothing was tested")
+    return taken
+
+
+def _layouts(mesh: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to split two dimensions over axes: each over none, one or two of them."""
+    tokens = [".", *mesh, *(f"({a} {b})" for a, b in itertools.permutations(mesh, 2))]
+    axes = {token: [a for a in token.strip("()").split() if a != "."] for token in tokens}
+    return [(p, q) for p, q in itertools.product(tokens, repeat=2) if not set(axes[p]) & set(axes[q])]
+
+
+def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
+    m, k, n = 12, 24, 36
+    for (rows, inner), w_tokens in itertools.product(_layouts(mesh), _layouts(mesh)):
+        x_text, w_text = f"{rows} {inner}", " ".join(w_tokens)
+        with simulate(**mesh), saving(), pinned(matmul=name):
+            x, w = shard(torch.zeros(m, k), x_text), shard(torch.zeros(k, n), w_text)
+            if not isinstance(dict(why("matmul", x, w).verdicts)[name], Match):
+                continue
+            text = f"{typeof(x)} @ {typeof(w)} on {' '.join(f'{a}={s}' for a, s in mesh.items())}"
+            _equals_dense(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name)
+            _equals_dense(f"{name}: [m, 3, k] {text}", (m, 3, k), (k, n), f"{rows} . {inner}", w_text, name)
+        _counts_alike(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name, mesh)
+        yield text
+
+
+def _equals_dense(
+    text: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], x_text: str, w_text: str, name: str
+) -> None:
+    """Values, gradients, prices, a bias, half precision and second derivatives."""
+    draw = torch.Generator().manual_seed(0)
+    dense = [torch.randn(s, dtype=torch.float64, generator=draw) for s in (x_shape, w_shape)]
+    x, w = (t.clone().requires_grad_() for t in dense)
+    y = x @ w
+    g = torch.randn(y.shape, dtype=torch.float64, generator=draw)
+    y.backward(g)
+    a, b = (shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True))
+    match = dict(why("matmul", a, b).verdicts)[name]
+    if not isinstance(match, Match):  # more rows than it takes
+        return
+    with trace() as forward:
+        c = product(a, b)
+    with trace() as backward:
+        c.backward(shard(g, c.sharding))
+    _alike(f"{text}: the result's layout", c.sharding, Layout.parse(str(match.out)).resolve(len(x_shape)))
+    _close(f"{text}: Y", unshard(c).detach(), y.detach())
+    _close(f"{text}: X's gradient", unshard(a.grad), x.grad)
+    _close(f"{text}: W's gradient", unshard(b.grad), w.grad)
+    for which, t, cost in (("forward", forward, match.forward), ("backward", backward, match.backward)):
+        _alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
+        _alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
+    for which, of, other, want in (("X's", a, b, x.grad), ("W's", b, a, w.grad)):
+        left, right = (of, other.detach()) if of is a else (other.detach(), of)
+        (alone,) = torch.autograd.grad([product(left, right)], [of], [shard(g, c.sharding)])
+        _close(f"{text}: {which} gradient asked for alone", unshard(alone), want)
+    bias = torch.randn(w_shape[-1], dtype=torch.float64, generator=draw)
+    for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
+        low = [t.to(dtype) for t in (*dense, bias)]
+        p, q = (shard(t, layout) for t, layout in zip(low[:2], (x_text, w_text), strict=True))
+        held = shard(low[2], Layout(c.sharding.dims[-1:]))
+        if not isinstance(dict(why("matmul", p, q).verdicts)[name], Match):
+            continue  # refused, as a sum may be that would be rounded at every step
+        got = unshard(F.linear(p, q.mT, held))
+        _alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
+        _close(
+            f"{text}: with a bias, in {dtype}", got.double(), low[0].double() @ low[1].double() + low[2].double(), most
+        )
+    _second(text, dense, (a, b))
+
+
+def _second(text: str, dense: list[Tensor], sharded: tuple[ShardedTensor, ShardedTensor]) -> None:
+    """Second derivatives equal dense, or are refused."""
+
+    def gradients(p: Any, q: Any) -> tuple[Any, ...]:
+        (dp,) = torch.autograd.grad((p @ q).square().sum(), [p], create_graph=True)
+        return torch.autograd.grad((dp * dp).sum(), [p, q])
+
+    want = gradients(*(t.clone().requires_grad_() for t in dense))
+    try:
+        got = gradients(*(t.detach().requires_grad_() for t in sharded))
+    except Unsupported:
+        return
+    for which, mine, theirs in zip(("X", "W"), got, want, strict=True):
+        _close(f"{text}: the second derivative by {which}", unshard(mine), theirs)
+
+
+def _counts_alike(
+    text: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], x_text: str, w_text: str, name: str,
+    mesh: dict[str, int],
+) -> None:  # fmt: skip
+    """On shapes alone the same is counted as on values."""
+    counted = []
+    for made in (simulate, record):
+        with made(**mesh), saving(), pinned(matmul=name), trace() as t:
+            device = "meta" if made is record else "cpu"
+            x, w = (
+                shard(torch.ones(s, device=device), layout).requires_grad_()
+                for s, layout in ((x_shape, x_text), (w_shape, w_text))
+            )
+            y = product(x, w)
+            y.backward(torch.ones_like(y.detach()))
+        counted.append((t.bytes, t.messages))
+    _alike(f"{text}: bytes and messages simulated and recorded", *counted)
+
+
+def _close(law: str, got: Tensor, want: Tensor, most: float = 1e-12) -> None:
+    error = float((got - want).abs().max() / want.abs().max())
+    if got.shape != want.shape or not error < most:
+        raise AssertionError(f"{law}: differs from dense by {error:.1e}, {list(got.shape)} and {list(want.shape)}")
+
+
+def _alike(law: str, got: Any, want: Any) -> None:
+    if got != want:
+        raise AssertionError(f"{law}: {got} and {want}")
+
+
+_SUITES: dict[str, Callable[[str, dict[str, int]], Iterator[str]]] = {"matmul": _check_matmul}
