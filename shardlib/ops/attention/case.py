@@ -1,34 +1,60 @@
-"""What the attention plans need to know of q, k and v: positions, mask, sizes; no tensors."""
+"""What the engines plan by: positions, mask, sizes and axes; no tensors."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from shardlib.errors import ImplicitCommunication, NoRule, PlainTensor, RankMismatch, ShardError
+from shardlib.errors import NoRule
 from shardlib.layouts import Layout
 from shardlib.layouts.dims import ring_runs
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Link
-from shardlib.ops.attention.kernels import wide
+from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import Full, Mask
-from shardlib.ops.attention.plan import Sizes
-from shardlib.ops.registry import case_of
-from shardlib.tensor import PaddedTensor, ShardedTensor, partial_escape, typeof
+from shardlib.tensor import PaddedTensor, ShardedTensor, typeof
 
-__all__ = ["AttentionCase", "attention_case", "check", "true_shape"]
+__all__ = ["AttentionCase", "Runs", "Sizes", "case_of_values", "case_on_paper", "length", "true_shape"]
+
+Runs = tuple[tuple[Run, ...], ...]
+"""Per rank of the ring, the global positions of its rows."""
 
 _RATE = {"cpu": 3e10, "meta": 3e10, "cuda": 3e14}  # flops per second that compute is priced at
 
 
+class Sizes(NamedTuple):
+    """One rank's block: q [b, h, lq, d], k [b, g, lk, d], v [b, g, lk, e].
+
+    ``itemsize``, ``acc_itemsize``  bytes per element, and per element of a sum over blocks.
+    """
+
+    b: int
+    h: int
+    g: int
+    lq: int
+    lk: int
+    d: int
+    e: int
+    itemsize: int
+    acc_itemsize: int
+
+
 @dataclass(frozen=True)
 class AttentionCase:
-    """Per rank the positions of q and of k, the mask, one rank's sizes; what else is asked for."""
+    """One attention but for its tensors.
 
-    q_runs: tuple[tuple[Run, ...], ...]
-    k_runs: tuple[tuple[Run, ...], ...]
-    rows: int
+    ``q_runs``, ``k_runs``  per rank of the ring, the positions of its rows of queries and of keys.
+    ``sizes``   of a rank's block.
+    ``rows``    of a rank's block of keys that would have to travel: 0 where keys are whole everywhere.
+    ``axes``    the mesh axes of the ring, major first; ``mesh`` all axes and their sizes.
+    ``biased``  whether a bias tensor is given, whose rows lie with the queries.
+    ``types``   of q, k and v, for messages.
+    ``rate``    flops per second; ``links`` of mesh axes whose speed is known.
+    """
+
+    q_runs: Runs
+    k_runs: Runs
     mask: Mask
     sizes: Sizes
+    rows: int
     axes: tuple[str, ...]
     mesh: tuple[tuple[str, int], ...]
     types: tuple[str, str, str] = ("q", "k", "v")
@@ -36,94 +62,70 @@ class AttentionCase:
     rate: float = _RATE["cpu"]
     links: tuple[tuple[str, Link], ...] = ()
 
+    @property
+    def p(self) -> int:
+        """Ranks of the ring."""
+        return len(self.q_runs)
+
+    def unsplit(self) -> str:
+        """Say why no keys need to be moved; "" where they do, or where there is one rank."""
+        return "" if self.rows or self.p == 1 else "the keys are whole already"
+
     def operands(self) -> dict[str, str]:
-        return {**dict(zip(("q", "k", "v"), self.types, strict=True)), "mask": repr(self.mask)[:200]}
+        names = dict(zip(("q", "k", "v"), self.types, strict=True))
+        return {**names, "mask": repr(self.mask)[:200]}
 
     def fix(self) -> tuple[str, type[NoRule]]:
         return 'sl.ring_attention(q, k, v, algorithm="ring")', NoRule
 
 
-@case_of("attention")
-def attention_case(
-    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, biased: bool = False
+def case_of_values(
+    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask, biased: bool = False
 ) -> AttentionCase:
-    """What the plans need to know of three operands."""
-    check(q, k, v)
+    """Describe operands that were checked."""
     mesh = q.mesh
-    qs, ks = q.sharding.resolve(4).dims[2], k.sharding.resolve(4).dims[2]
-    axes = qs.axes
-    p = mesh.axis_size(axes) if axes else 1
-    q_runs = tuple(ring_runs(qs, true_shape(q)[2], mesh.axes, r) for r in range(p))
-    k_runs = tuple(ring_runs(ks, true_shape(k)[2], mesh.axes, r if ks.axes else 0) for r in range(p))
-    (b, h, lq, d), (_, g, lk, _) = (
-        Layout(t.sharding.resolve(4).dims).local_shape(tuple(t.size_), mesh) for t in (q, k)
-    )
-    item = q.raw.element_size()
-    sizes = Sizes(b, h, g, lq, lk, d, v.size_[3], item, wide(q.raw.dtype).itemsize)
-    types = typeof(q), typeof(k), typeof(v)
-    rows = lk if ks.axes else 0  # whole keys need not travel
-    rate = _RATE.get(q.raw.device.type, _RATE["cuda"])
-    links = tuple(mesh.links.items())
+    token, key_token = (t.sharding.resolve(4).dims[2] for t in (q, k))
+    p = mesh.axis_size(token.axes) if token.axes else 1
+    shape, key_shape = true_shape(q), true_shape(k)
+    mask.check(shape[0], shape[1], shape[2], key_shape[2])
+    b, h, lq, d = Layout(q.sharding.resolve(4).dims).local_shape(tuple(q.size_), mesh)
+    _, g, lk, _ = Layout(k.sharding.resolve(4).dims).local_shape(tuple(k.size_), mesh)
+    item, acc_item = q.raw.element_size(), acc_dtype(q.raw.dtype).itemsize
     return AttentionCase(
-        q_runs, k_runs, rows, mask or Full(), sizes, axes, tuple(mesh.axes.items()), types, biased, rate, links
+        q_runs=tuple(ring_runs(token, shape[2], mesh.axes, r) for r in range(p)),
+        k_runs=tuple(ring_runs(key_token, key_shape[2], mesh.axes, r if key_token.axes else 0) for r in range(p)),
+        mask=mask,
+        sizes=Sizes(b, h, g, lq, lk, d, v.size_[3], item, acc_item),
+        rows=lk if key_token.axes else 0,
+        axes=token.axes,
+        mesh=tuple(mesh.axes.items()),
+        types=(typeof(q), typeof(k), typeof(v)),
+        biased=biased,
+        rate=_RATE.get(q.raw.device.type, _RATE["cuda"]),
+        links=tuple(mesh.links.items()),
     )
+
+
+def case_on_paper(
+    q_runs: Runs, k_runs: Runs, mask: Mask | None = None, sizes: Sizes | None = None, axis: str = "s"
+) -> AttentionCase:
+    """Describe an attention over one axis by its positions alone, for a ring of any size.
+
+    >>> from shardlib.layouts.orders import dealt
+    >>> zigzag = dealt("zigzag", 64, 4)
+    >>> case_on_paper(zigzag, zigzag).sizes.lk
+    16
+    """
+    lq, lk = (max(map(length, runs), default=0) for runs in (q_runs, k_runs))
+    sizes = Sizes(1, 1, 1, lq, lk, 64, 64, 4, 4) if sizes is None else sizes
+    return AttentionCase(q_runs, k_runs, mask or Full(), sizes, lk, (axis,), ((axis, len(q_runs)),))
+
+
+def length(runs: tuple[Run, ...]) -> int:
+    """Count the positions of some runs."""
+    return sum(run.length for run in runs)
 
 
 def true_shape(x: ShardedTensor) -> tuple[int, ...]:
     """Without padding."""
     return tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
-
-
-def check(q: Any, k: Any, v: Any) -> None:
-    """Raise what is wrong with the operands."""
-    operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
-    mesh = q.mesh
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, ShardedTensor):
-            raise PlainTensor(
-                f"{name} is a plain tensor and q is sharded", op="ring_attention", operands=operands, mesh=mesh,
-                fix=f"sl.shard({name}, {str(q.sharding)!r})",
-            )  # fmt: skip
-        if len(t.size_) != 4:
-            raise RankMismatch(
-                f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
-                op="ring_attention", operands=operands, mesh=mesh,
-                fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
-            )  # fmt: skip
-        if t.sharding.partial:
-            raise partial_escape("ring_attention", t)
-    if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
-        raise ShardError(
-            "q, k and v have different dtypes", op="ring_attention", operands=operands, mesh=mesh,
-            fix="sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))",
-        )  # fmt: skip
-    (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
-    shapes = [true_shape(t) for t in (q, k, v)]
-    sizes = shapes[0][0] == shapes[1][0] == shapes[2][0] and shapes[1][1:3] == shapes[2][1:3]
-    if not sizes or shapes[0][3] != shapes[1][3] or shapes[1][1] == 0 or shapes[0][1] % shapes[1][1]:
-        raise ShardError(
-            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
-            op="ring_attention", operands=operands, mesh=mesh, fix="sl.ring_attention(q, q, q)",
-        )  # fmt: skip
-    local = qd.is_split or kd.is_split or ve.is_split
-    if local or not (qb == kb == vb and qh == kh == vh and ks == vs):
-        want = " ".join([str(qb), str(qh), str(ks), "."])
-        raise ImplicitCommunication(
-            "batch and heads must be split alike, keys and values too, and the head size be whole",
-            op="ring_attention", operands=operands, mesh=mesh,
-            fix=f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
-        )  # fmt: skip
-    grouped = qs.groups.parts or ks.groups.parts
-    if grouped or (ks.is_split and ks.axes != qs.axes):
-        want = " ".join([str(qb), str(qh), str(ks), "."])
-        raise ImplicitCommunication(
-            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same axes",
-            op="ring_attention", operands=operands, mesh=mesh, fix=f"sl.reshard(q, {want!r})",
-        )  # fmt: skip
-    if qh.is_split and (q.size_[1] // math.prod(mesh.axes[a] for a in qh.axes)) % (
-        k.size_[1] // math.prod(mesh.axes[a] for a in kh.axes)
-    ):
-        raise ImplicitCommunication(
-            "each rank's heads of queries must share its heads of keys", op="ring_attention", operands=operands,
-            mesh=mesh, fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
-        )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardlib._compat import attention_op
 
-__all__ = ["KERNELS", "Block", "Grads", "Kernel", "merge", "pick", "wide"]
+__all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "pick", "unfit"]
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Kernel:
     backward: Callable[..., Grads]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are kept in."""
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Name the dtype that sums over blocks are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -107,7 +107,7 @@ def _above(r0: int, r1: int, s: Tensor) -> Tensor:
 
 
 def _math_forward(b: Block) -> tuple[Tensor, Tensor]:
-    dtype, g = wide(b.q.dtype), b.k.shape[1]
+    dtype, g = acc_dtype(b.q.dtype), b.k.shape[1]
     q, k, v = _heads(b.q.to(dtype), g), b.k.to(dtype).unsqueeze(2), b.v.to(dtype).unsqueeze(2)
     outs, lses = [], []
     for r0 in range(0, b.q.shape[2], _ROWS):
@@ -125,7 +125,7 @@ def _math_forward(b: Block) -> tuple[Tensor, Tensor]:
 def _math_backward(
     b: Block, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
-    dtype, g = wide(b.q.dtype), b.k.shape[1]
+    dtype, g = acc_dtype(b.q.dtype), b.k.shape[1]
     q, k, v = _heads(b.q.to(dtype), g), b.k.to(dtype).unsqueeze(2), b.v.to(dtype).unsqueeze(2)
     dout, out = _heads(dout.to(dtype), g), _heads(out.to(dtype), g)
     delta = (dout * out).sum(-1)
@@ -285,17 +285,17 @@ _PRESENT = {
 }
 
 
-def unfit(name: str, q: Tensor, v: Tensor, biased: bool, special: bool) -> str:
+def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> str:
     """Why a kernel cannot compute such blocks; "" if it can.
 
-    ``biased``   some block has a bias or a mask.
-    ``special``  dropout, a learned bias or a gradient of lse is asked for.
+    ``biased``      some block has a bias or a mask.
+    ``needs_math``  dropout, a learned bias or a gradient of lse is asked for.
     """
     if name == "math":
         return ""
     if not _PRESENT[name]:
         return "this torch has other arguments for it"
-    if special:
+    if needs_math:
         return "dropout, a learned bias and a gradient of lse need the math block"
     if q.shape[-1] != v.shape[-1]:
         return "values must be as wide as keys"
@@ -317,9 +317,9 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, special: bool) -> str:
     return "" if q.dtype != torch.float64 and q.shape[-1] % 8 == 0 else "it takes fp32 and less, heads a multiple of 8"
 
 
-def pick(q: Tensor, v: Tensor, biased: bool, special: bool) -> Kernel:
+def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> Kernel:
     """The fastest kernel that fits."""
     for name in ("cpu", "flash", "efficient", "math"):
-        if not unfit(name, q, v, biased, special):
+        if not unfit(name, q, v, biased, needs_math):
             return KERNELS[name]
     raise AssertionError("the math block takes everything")

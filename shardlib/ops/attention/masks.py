@@ -1,4 +1,4 @@
-"""Masks as values in global positions: who may look at whom, whatever the layout.
+"""Masks as values in global positions: which keys each query may attend to, whatever the layout.
 
 A mask answers twice.  ``relation`` looks at two runs of positions and says, in constant time,
 which differences q - k are allowed between them, so that the plan can skip what is empty and run
@@ -8,6 +8,7 @@ Masks combine with ``&``: allowed by both.
 
 import bisect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ from shardlib.layouts.orders import Run
 
 __all__ = [
     "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
+    "as_mask",
 ]  # fmt: skip
 
 
 class Relation(NamedTuple):
-    """Between two runs: allowed where lo <= q - k <= hi; unless ``exact``, only there and not everywhere there."""
+    """Between two runs: what is allowed lies in lo <= q - k <= hi; if ``exact``, all of that is."""
 
     lo: float = float("-inf")
     hi: float = float("inf")
@@ -46,32 +48,72 @@ class At(NamedTuple):
     heads: Tensor
 
 
-class Mask:
-    """Everything may look at everything, unless a subclass says otherwise."""
+class Mask(ABC):
+    """Which positions of the keys each position of the queries may attend to.
+
+    A mask of one's own is a subclass with ``allowed`` alone.  It is then right on every engine,
+    which asks it for each block of scores.  The other methods are optional:
+
+    ``relation``  makes it fast: a plan skips blocks of which nothing is allowed, and computes those
+                  of which everything is without a mask.  A class that overrides ``allowed`` does not
+                  inherit the relation of a mask that answered otherwise.
+    ``cuts``      positions at which ``relation`` changes, so that it is asked on either side.
+    ``scores``    is added to the scores; a mask that overrides only this allows everything:
+                  ``allowed`` gives None.
+    ``check``     refuses sequences that the mask was not made for.
+
+    A mask is a value: hashable, and equal only to masks that answer alike, as a frozen dataclass is,
+    since plans are remembered by it.  ``allowed`` and ``scores`` are pure functions of positions; every
+    rank asks them about its own rows, forward and again backward.  ``sl.testing.check_mask`` holds a
+    mask to all of this.
+
+    >>> import shardlib as sl
+    >>> @dataclass(frozen=True)
+    ... class Dilated(Mask):
+    ...     step: int
+    ...
+    ...     def allowed(self, q, k, at):
+    ...         return (q[:, None] - k) % self.step == 0
+    >>> x = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    >>> seen = Dilated(3).allowed(torch.arange(8), torch.arange(8), None)
+    >>> with sl.simulate(s=4):
+    ...     q = sl.shard(x, sl.Ring("s", dim=2, schedule="zigzag"))
+    ...     out = sl.unshard(sl.ring_attention(q, q, q, mask=Dilated(3)))
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(x, x, x, seen))
+    True
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "allowed" in vars(cls) and "relation" not in vars(cls):
+            cls.relation = Mask.relation  # an inherited one speaks of the booleans that were overridden
+
+    @abstractmethod
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
+        """Give booleans that broadcast to [b, h, nq, nk], True where a query may attend; None: everywhere.
+
+        q [nq], k [nk] are global positions, ``at`` the global batch entries and heads of the block.
+        """
 
     def relation(self, q: Run, k: Run) -> Relation:
-        """What is allowed between two runs."""
-        return EVERYTHING
-
-    def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """q [nq], k [nk] global positions -> booleans that broadcast to [b, h, nq, nk]; None: all of them."""
-        return None
+        """Bound the differences q - k that are allowed between two runs of positions."""
+        return SOMETHING
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """What is added to the scores, broadcast as ``allowed``; None: nothing."""
+        """Give what is added to the scores, broadcast as ``allowed``; None: nothing."""
         return None
 
     def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Positions of q and of k at which the relation may change: runs are cut there."""
+        """List positions of q and of k at which the relation may change: runs are cut there."""
         return (), ()
 
-    def check(self, batch: int, heads: int, q: int, k: int) -> None:
+    def check(self, batch: int, heads: int, q: int, k: int) -> None:  # noqa: B027 optional, and empty
         """Raise ShardError if the mask is for other sizes."""
 
     @property
     def biased(self) -> bool:
-        """Whether ``scores`` adds anything."""
-        return False
+        """Whether ``scores`` may add anything."""
+        return type(self).scores is not Mask.scores
 
     def __and__(self, other: "Mask") -> "Mask":
         """Allowed by both.
@@ -81,8 +123,40 @@ class Mask:
         """
         if not isinstance(other, Mask):
             other = MaskMod(other)
-        parts = tuple(m for m in (*_parts(self), *_parts(other)) if not isinstance(m, Full))
+        parts = tuple(m for m in (*_parts(self), *_parts(other)) if type(m) is not Full)
         return parts[0] if len(parts) == 1 else _All(parts) if parts else Full()
+
+
+def as_mask(mask: Any) -> Mask:
+    """Take None and functions for masks.
+
+    Raises: ShardError for what is neither, and for a mask that is not hashable.
+    """
+    if mask is None:
+        return Full()
+    if isinstance(mask, Mask):
+        return _hashable(mask)
+    if callable(mask) and not isinstance(mask, Tensor):
+        function: Any = mask
+        return MaskMod(function)
+    tensor = isinstance(mask, Tensor)
+    raise ShardError(
+        "a mask is a value or a function of (b, h, q, k); " + ("a tensor is a bias" if tensor else f"not {mask!r}"),
+        op="ring_attention",
+        fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.Causal()'})",
+    )
+
+
+def _hashable(mask: Mask) -> Mask:
+    try:
+        hash(mask)
+    except TypeError as e:
+        raise ShardError(
+            f"plans are remembered by their mask, and {type(mask).__name__} cannot be hashed: {e}",
+            op="ring_attention",
+            fix="sl.ring_attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
+        ) from None
+    return mask
 
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:
@@ -92,6 +166,12 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
 @dataclass(frozen=True)
 class Full(Mask):
     """No mask."""
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        return EVERYTHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -138,7 +218,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, but everyone sees the first ``length`` positions (a prefix language model)."""
+    """Causal, but the first ``length`` positions are seen by all (a prefix language model)."""
 
     length: int
 
@@ -259,7 +339,7 @@ class _Numbers:
 
     @staticmethod
     def of(given: Any) -> "_Numbers":
-        if isinstance(given, tuple) and given and isinstance(given[0], tuple):  # a value, seen again
+        if isinstance(given, tuple) and given and isinstance(given[0], tuple):  # normalised, by replace()
             given = torch.tensor(given)
         if isinstance(given, Tensor):
             numbers = given.detach().cpu().reshape(-1, given.shape[-1])
@@ -286,7 +366,7 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class MaskMod(Mask):
-    """Any rule: ``function(b, h, q, k)`` of global indices, in tensors that broadcast, to booleans."""
+    """Whatever ``function(b, h, q, k)`` says, of global indices, in tensors that broadcast, to booleans."""
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -307,9 +387,11 @@ class ALiBi(Mask):
         given = self.slopes.tolist() if isinstance(self.slopes, Tensor) else self.slopes
         object.__setattr__(self, "slopes", tuple(map(float, given)))
 
-    @property
-    def biased(self) -> bool:
-        return True
+    def relation(self, q: Run, k: Run) -> Relation:
+        return EVERYTHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
+        return None
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         slopes = torch.tensor(self.slopes, dtype=torch.float64, device=q.device)[at.heads]
@@ -338,9 +420,11 @@ class Bias(Mask):
                 fix="sl.ring_attention(q, k, v, bias=bias)",
             )
 
-    @property
-    def biased(self) -> bool:
-        return True
+    def relation(self, q: Run, k: Run) -> Relation:
+        return EVERYTHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
+        return None
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         out = self.values

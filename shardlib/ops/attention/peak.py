@@ -4,18 +4,17 @@ The executor itself runs, on the meta device, as one rank of a ring of any size;
 makes counts from when it is made until it is freed.  What kernels allocate inside does not show.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlib.live import Live
 from shardlib.mesh import Mesh
-from shardlib.ops.attention.executor import Job
+from shardlib.ops.attention.case import Sizes, length
+from shardlib.ops.attention.engine import Job, Plan
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At, Full
-from shardlib.ops.attention.op import ENGINES
-from shardlib.ops.attention.plan import Plan, Sizes
 
 __all__ = ["Peak", "peak"]
 
@@ -32,30 +31,28 @@ class Peak(NamedTuple):
     saved: int
 
 
-def peak(plan: Plan, sizes: Sizes, dtype: torch.dtype, rank: int = 0) -> Peak:
+def peak(plan: Plan, dtype: torch.dtype, rank: int = 0) -> Peak:
     """What ``rank`` of the plan's ring needs for one attention and its gradient.
 
-    >>> from shardlib.layouts.orders import dealt
-    >>> from shardlib.ops.attention import routes
-    >>> runs, sizes = dealt("zigzag", 4096, 4), Sizes(1, 4, 4, 1024, 1024, 64, 64, 4, 4)
-    >>> ring = peak(routes.ring(runs, runs, Full()), sizes, torch.float32)
-    >>> rsa = peak(routes.rsa(runs, runs, Full()), sizes, torch.float32)
-    >>> rsa.backward / ring.backward > 5
+    >>> import shardlib as sl
+    >>> with sl.record(s=4):
+    ...     q = sl.shard(torch.empty(1, 4, 4096, 64, device="meta"), sl.Ring("s", 2, "zigzag"))
+    ...     ring, rsa = (sl.attention_plan(q, q, q, algorithm=name) for name in ("ring", "rsa"))
+    >>> peak(rsa, torch.float32).backward / peak(ring, torch.float32).backward > 5
     True
     """
-    job = _job(plan, sizes, dtype, rank)
-    q, k, v = blocks = _blocks(sizes, dtype)
-    forward, backward = ENGINES[plan.engine]
+    engine = plan.engine
+    q, k, v = blocks = _blocks(plan.case.sizes, dtype)
+    job = _job(plan, q, v, rank)
     with Live() as live:
-        out, lse, saved = forward(job, q, k, v, None, None)
+        out, lse, saved = engine.forward(job, q, k, v, None, None)
         out = out.to(dtype)
         first = live.peak
         dout = torch.empty_like(out)
-        kept = sum(x.untyped_storage().nbytes() for x in {id(x): x for x in (out, lse, *saved)}.values()
-                   if all(x is not y for y in blocks))  # fmt: skip
+        made = {id(x): x for x in (out, lse, *saved) if all(x is not y for y in blocks)}
+        kept = sum(x.untyped_storage().nbytes() for x in made.values())
         live.peak = live.now
-        given: Any = (dout, None, out, lse)
-        grads = backward(job, saved, None, None, given, False)
+        grads = engine.backward(job, saved, None, None, (dout, None, out, lse), False)
         last = live.peak - dout.untyped_storage().nbytes()
         del grads
     return Peak(first, last, kept)
@@ -63,16 +60,18 @@ def peak(plan: Plan, sizes: Sizes, dtype: torch.dtype, rank: int = 0) -> Peak:
 
 def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (z.b, z.h, z.lq, z.d), (z.b, z.g, z.lk, z.d), (z.b, z.g, z.lk, z.e)
-    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)  # type: ignore[return-value]
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    return q, k, v
 
 
-def _job(plan: Plan, z: Sizes, dtype: torch.dtype, rank: int) -> Job:
+def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
     """A job for one rank of a ring on paper."""
-    outer = plan.sub.p if plan.sub is not None else plan.p
-    mesh = Mesh({"outer": outer, "inner": plan.p // outer}, kind="record", device="meta")
-    mesh.coord = dict(zip(("outer", "inner"), divmod(rank, plan.p // outer), strict=True))
+    case, z = plan.case, plan.case.sizes
+    mesh = Mesh(dict(case.mesh), kind="record", device="meta")
+    mesh.coord = dict.fromkeys(mesh.axes, 0)
+    for axis in reversed(case.axes):
+        rank, mesh.coord[axis] = divmod(rank, mesh.axes[axis])
     at = At(torch.arange(z.b), torch.arange(z.h))
-    s, t = (sum(run.length for runs in share for run in runs) for share in (plan.q_runs, plan.k_runs))
-    q, _, v = _blocks(z, dtype)
-    kernel = pick(q, v, plan.mask.biased or not isinstance(plan.mask, Full), False)
-    return Job(mesh, ("outer", "inner"), plan, plan.mask, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))
+    s, t = (sum(map(length, runs)) for runs in (case.q_runs, case.k_runs))
+    kernel = pick(q, v, type(case.mask) is not Full, False)
+    return Job(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

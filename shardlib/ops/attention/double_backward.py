@@ -6,27 +6,12 @@ Runs only where a gradient of a gradient is asked for; it then holds every score
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, unwrap, wrap
-from shardlib.layouts.orders import Run
-from shardlib.mesh import bind
-from shardlib.ops.attention.executor import Given, Job, Local, locals_of, positions
+from shardlib.ops.attention.case import length
+from shardlib.ops.attention.engine import Given, Job
+from shardlib.ops.attention.local import LocalQueries, gathered, local_queries
 from shardlib.ops.attention.pieces import Piece
 
-__all__ = ["gradients", "whole"]
-
-
-def whole(job: Job, x: Tensor, runs: tuple[tuple[Run, ...], ...], dim: int = 2) -> Tensor:
-    """Gathered over the ring, in the order of positions, without padding.  Differentiable."""
-    with bind(job.mesh):
-        x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
-    at = dim - x.ndim + (1 if job.mesh.kind == "stacked" else 0)
-    room = x.shape[at] // len(runs)
-    row = [0] * sum(run.length for share in runs for run in share)
-    for owner, share in enumerate(runs):
-        held = [i for run in share for i in run.positions]
-        for n, i in enumerate(held):
-            row[i] = owner * room + n
-    return x.index_select(at, torch.tensor(row, device=x.device))
+__all__ = ["gradients"]
 
 
 def gradients(
@@ -37,7 +22,8 @@ def gradients(
     out, lse = _forward(job, *inputs)
     wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
     outs, cots = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    found = torch.autograd.grad(outs, [inputs[i] for i in wanted], cots, create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    leaves = [inputs[i] for i in wanted]
+    found = torch.autograd.grad(outs, leaves, cots, create_graph=True, allow_unused=True)  # type: ignore[arg-type]
     grads = dict(zip(wanted, found, strict=True))
     return tuple(grads.get(i) for i in range(5))
 
@@ -46,13 +32,15 @@ def _forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     runs = job.plan.k_runs
-    split = len(runs) > 1 and runs[0] != runs[1]  # else every rank holds all keys
-    keys, values = (whole(job, x, runs) if split else x for x in (k, v))
-    t = sum(run.length for share in (runs if split else runs[:1]) for run in share)
+    split = len(runs) > 1 and bool(job.plan.case.rows)  # else every rank holds all keys
+    keys, values = (gathered(job, x, runs) if split else x for x in (k, v))
+    t = sum(map(length, runs if split else runs[:1]))
     k_at, outs, lses = torch.arange(t, device=q.device), [], []
-    for i, local, view in locals_of(job, q, bias):
-        o, n = _one(local, view(keys)[:, :, :t], view(values)[:, :, :t], k_at, None if sink is None else view(sink))
-        spare = q.shape[-2] - len(positions(job.plan.q_runs[i], q.device))
+    for rank in local_queries(job, q, bias):
+        view = rank.view
+        mine = None if sink is None else view(sink)
+        o, n = _one(rank, view(keys)[:, :, :t], view(values)[:, :, :t], k_at, mine)
+        spare = q.shape[-2] - len(rank.q_at)
         outs.append(torch.nn.functional.pad(o, (0, 0, 0, spare)))
         lses.append(torch.nn.functional.pad(n, (0, spare), value=float("-inf")))
     if job.mesh.kind == "stacked":
@@ -60,9 +48,9 @@ def _forward(
     return outs[0], lses[0]
 
 
-def _one(local: Local, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    n, g = len(local.q_at), k.shape[1]
-    block = local.block(Piece(0, n, 0, len(k_at), "masked"), k, v, k_at)
+def _one(rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    n, g = len(rank.q_at), k.shape[1]
+    block = rank.block(Piece(0, n, 0, len(k_at), "masked"), k, v, k_at)
     q = block.q.unflatten(1, (g, -1)) * block.scale
     s = torch.matmul(q, k.unsqueeze(2).mT).flatten(1, 2)
     s = s if block.bias is None else s + block.bias
@@ -72,4 +60,4 @@ def _one(local: Local, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None) 
     after = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
     p = (s - after.masked_fill(empty, 0.0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0.0)
     p = p if block.keep is None else p * block.keep(0, n)
-    return torch.matmul(p.unflatten(1, (g, -1)), v.unsqueeze(2)).flatten(1, 2).to(local.q.dtype), after
+    return torch.matmul(p.unflatten(1, (g, -1)), v.unsqueeze(2)).flatten(1, 2).to(rank.q.dtype), after

@@ -1,0 +1,56 @@
+"""A bias and a sink laid out as the scores of this rank's queries."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.ops.attention.case import true_shape
+from shardlib.ops.elementwise import aligned
+from shardlib.tensor import ShardedTensor, replicated, typeof
+
+__all__ = ["aligned_bias", "aligned_sink"]
+
+
+def aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
+    """The rows of a bias [.., s, t] for this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
+    s, t = true_shape(q)[2], true_shape(k)[2]
+    fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
+    if not fits:
+        raise ShardError(
+            f"a bias is [.., {s}, {t}], broadcast over batch and heads, not {list(bias.shape)}",
+            op="ring_attention",
+            operands={"q": typeof(q), "k": typeof(k), "bias": typeof(bias)},
+            mesh=q.mesh,
+            fix=f"sl.ring_attention(q, k, v, bias=torch.zeros({s}, {t}))",
+        )
+    if not isinstance(bias, ShardedTensor):
+        if bias.shape[-2] not in (1, q.size_[2]):
+            bias = F.pad(bias, (0, 0, 0, q.size_[2] - s))
+        bias = replicated(bias, q.mesh)
+    bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
+    (_, raw), *_ = aligned("ring_attention", [_scores(q, max(t, 2)), bias])  # type: ignore[list-item]
+    return raw
+
+
+def aligned_sink(q: ShardedTensor, sink: Tensor) -> Tensor:
+    """One score per local head: [1, h, 1], with a leading dimension of ranks under simulate."""
+    h = q.size_[1]
+    if tuple(sink.shape) != (h,):
+        raise ShardError(
+            f"a sink is one score for each of {h} heads, not {list(sink.shape)}",
+            op="ring_attention",
+            operands={"q": typeof(q), "sink": typeof(sink)},
+            mesh=q.mesh,
+            fix=f"sl.ring_attention(q, k, v, sink=torch.zeros({h}))",
+        )
+    sink = sink if isinstance(sink, ShardedTensor) else replicated(sink, q.mesh)
+    (_, raw), *_ = aligned("ring_attention", [_scores(q, 2), sink[:, None, None]])  # type: ignore[list-item]
+    return raw.squeeze(-1).unsqueeze(-3)
+
+
+def _scores(q: ShardedTensor, last: int) -> ShardedTensor:
+    """A value laid out as the scores [b, h, s, last]."""
+    layout = Layout((*q.sharding.resolve(4).dims[:3], Dim()))
+    return ShardedTensor(q.raw[..., :1], layout, torch.Size((*q.size_[:3], last)), q.mesh, q.deferred)

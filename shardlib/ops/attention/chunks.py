@@ -1,0 +1,86 @@
+"""Routes: where a stretch of rows stops on its way from rank to rank, as a value.
+
+A *chunk* is a stretch of rows of every rank's block that travels.  Its route says where each
+owner's chunk is at each step.  What is summed on the way (the gradient of keys) makes the same
+stops one step later and then goes home, so that both ways take one hop per stop, and a full ring
+3 (p - 1) transfers in all.  Ring, zigzag both ways round, double ring and halo are routes.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["Chunk", "Pairs", "once_round"]
+
+Pairs = tuple[tuple[int, int], ...]
+"""(source, destination) of one transfer, as places on the ring."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows lo:hi of each owner's block, and where they stop.
+
+    ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None where they are done.
+    ``since[t - 1]``      the step at which that rank's sender had them: t - 1, or earlier where they
+                          go out in two directions.
+    """
+
+    lo: int
+    hi: int
+    at: tuple[tuple[int | None, ...], ...]
+    since: tuple[int, ...]
+
+    def place(self, step: int, owner: int) -> int | None:
+        """Name the rank that holds an owner's rows at a step."""
+        if step == 0:
+            return owner
+        return self.at[step - 1][owner] if step <= len(self.at) else None
+
+    def owner(self, step: int, rank: int) -> int | None:
+        """Name the owner of the rows that a rank holds at a step."""
+        places = self.at[step - 1] if step else range(len(self.at[0]))
+        return next((j for j, r in enumerate(places) if r == rank), None)
+
+    def hops(self, step: int) -> Pairs:
+        """List the transfers by which rows arrive at ``step``."""
+        return self._pairs(self.since[step - 1], step)
+
+    def sum_hops(self, step: int) -> Pairs:
+        """List the transfers by which sums go on to the stop of ``step``."""
+        return self._pairs(step - 1, step) if 1 < step <= len(self.at) else ()
+
+    def home_hops(self, step: int) -> Pairs:
+        """List the transfers by which sums go home at ``step``, having made their last stop."""
+        out = []
+        for owner in range(len(self.at[0])) if self.at else ():
+            source = self.place(step - 1, owner)
+            if step > 1 and source is not None and self.place(step, owner) is None:
+                out.append((source, owner))
+        return tuple(out)
+
+    def _pairs(self, before: int, step: int) -> Pairs:
+        out = []
+        for owner, target in enumerate(self.at[step - 1]):
+            source = self.place(before, owner)
+            if target is not None and source is not None:
+                out.append((source, target))
+        return tuple(out)
+
+
+def once_round(p: int, rows: int, inner: int | None = None) -> tuple[Chunk, ...]:
+    """Send whole blocks once round a ring of p ranks; nothing where there is nothing to send.
+
+    Round rings of ``inner`` ranks first, then on to the next of p / inner such rings: one hop in
+    ``inner`` crosses between rings, and it is posted while the inner ring turns.
+
+    >>> once_round(3, 8)[0].at
+    ((1, 2, 0), (2, 0, 1))
+    >>> [chunk.since for chunk in once_round(4, 8, inner=2)]
+    [(0, 0, 2)]
+    """
+    inner = p if inner is None else inner
+    at, since = [], []
+    for step in range(1, p):
+        outer, turn = divmod(step, inner)
+        rings = p // inner
+        at.append(tuple((j // inner + outer) % rings * inner + (j % inner + turn) % inner for j in range(p)))
+        since.append(step - 1 if turn else step - inner)
+    return (Chunk(0, rows, tuple(at), tuple(since)),) if at and rows else ()

@@ -1,0 +1,222 @@
+"""The contract of an attention engine: what it plans, moves, computes and gives back.
+
+An *engine* is a way to carry out one attention whose sequence is split: a frozen value with five
+methods and its arguments as fields, in one file that ends with its registration.  ``plan`` looks at a
+case (positions, mask, sizes) and answers with a *plan*, a value that states its price before anything
+runs; ``forward`` and ``backward`` carry a plan out as a *job*, on raw blocks.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardlib.cost import Cost, moving
+from shardlib.mesh import Link, Mesh
+from shardlib.ops.attention.case import AttentionCase, Runs
+from shardlib.ops.attention.chunks import Chunk
+from shardlib.ops.attention.kernels import Kernel
+from shardlib.ops.attention.masks import At, Mask
+from shardlib.ops.attention.pieces import pieces
+
+__all__ = ["Areas", "Engine", "Given", "Gradients", "Job", "Move", "Moves", "Outputs", "Plan", "Saved"]
+
+Saved = tuple[Tensor, ...]
+"""What forward keeps for backward; q, k and v come first where the engine ``saves_operands``."""
+
+Outputs = tuple[Tensor, Tensor, Saved]
+"""(out [.., h, lq, e], lse [.., h, lq], saved): out and lse in the dtype of sums."""
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""(dq, dk, dv, dbias) in the dtype of sums; dbias None where it was not asked for."""
+
+Given = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""(dout, dlse, out, lse) of a rank's rows; dlse None where lse has no gradient."""
+
+Areas = tuple[tuple[int, ...], ...]
+"""Per step and rank, the scores that are computed for each head."""
+
+
+class Move(NamedTuple):
+    """One transfer: bytes that a rank receives (the mean over the ring), and messages."""
+
+    bytes: Fraction | int
+    messages: int
+
+
+class Moves(NamedTuple):
+    """The transfers of both passes."""
+
+    forward: list[Move]
+    backward: list[Move]
+
+
+class Engine(Protocol):
+    """How one attention over a split sequence is carried out.
+
+    ``name``            what ``sl.algorithm(attention=name)`` pins and ``sl.why`` lists.
+    ``saves_operands``  whether what forward saves begins with q, k and v as they lay, which a gradient
+                        of the gradient needs; it is refused where they are not there.
+
+    An engine is hashable, and equal to engines that do the same.  Storage is raw (``[ranks, *block]``
+    under simulate): ``local_queries`` lists the ranks that are played in this process and how to see the
+    block of each.  Rows that see nothing have out 0 and lse -inf.  ``sl.testing.check_engine`` holds an
+    engine to all of this; ``sl.extend`` has an example.
+    """
+
+    name: str
+    saves_operands: bool = True
+
+    @abstractmethod
+    def plan(self, case: AttentionCase) -> "Plan | str":
+        """Plan a case; or say why the engine does not fit it."""
+
+    @abstractmethod
+    def moves(self, plan: "Plan") -> Moves:
+        """State what will be transferred; ``check_engine`` counts it."""
+
+    @abstractmethod
+    def forward(self, job: "Job", q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+        """Attend.  A bias has this rank's rows and all keys; a sink is [1, h, 1]."""
+
+    @abstractmethod
+    def backward(
+        self,
+        job: "Job",
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
+    ) -> Gradients:
+        """Give the gradients; that of the sink follows from out and lse and is not the engine's."""
+
+    def areas(self, plan: "Plan") -> Areas:
+        """Count the scores computed; unless overridden, one step that computes what the mask needs."""
+        case = plan.case
+        return (tuple(sum(c.area for k in case.k_runs for c in pieces(q, k, case.mask)) for q in case.q_runs),)
+
+    def seconds(self, plan: "Plan", link: Link, flops: float) -> float:
+        """Estimate forward and backward; unless overridden, transfers and computing take turns."""
+        moved = plan.forward + plan.backward
+        return 3.5 * plan.computing(flops) + link.alpha * moved.messages + link.beta * float(moved.bytes)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """One attention before any of it is done: what an engine makes of a case.
+
+    ``chunks``  of rows that travel, with their routes, where some do.
+    ``inner``   the plan that runs while the sequence is less split (ulysses, usp).
+    ``note``    what ``sl.why`` adds to the price.
+
+    >>> import shardlib as sl
+    >>> with sl.record(s=4):
+    ...     q = sl.shard(torch.empty(1, 8, 64, 32, device="meta"), sl.Ring("s", 2, "zigzag"))
+    ...     full, less = (sl.attention_plan(q, q, q, sl.Causal(), name) for name in ("ring", "ring_bidirectional"))
+    >>> full.steps, less.forward.bytes / full.forward.bytes, set(full.flops)
+    (3, Fraction(3, 4), {532480})
+    >>> full
+    Plan(ring of 4 ranks, 3 steps)
+    """
+
+    engine: Engine
+    case: AttentionCase
+    chunks: tuple[Chunk, ...] = ()
+    inner: "Plan | None" = None
+    note: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        return self.engine.name
+
+    @property
+    def p(self) -> int:
+        """Ranks of the ring."""
+        return self.case.p
+
+    @property
+    def q_runs(self) -> Runs:
+        return self.case.q_runs
+
+    @property
+    def k_runs(self) -> Runs:
+        return self.case.k_runs
+
+    @property
+    def mask(self) -> Mask:
+        return self.case.mask
+
+    @property
+    def steps(self) -> int:
+        """Stops that the chunks make."""
+        return max((len(chunk.at) for chunk in self.chunks), default=0)
+
+    @property
+    def forward(self) -> Cost:
+        """Bytes and messages of the forward pass."""
+        return self._cost(self.engine.moves(self).forward)
+
+    @property
+    def backward(self) -> Cost:
+        """Bytes and messages of the backward pass."""
+        return self._cost(self.engine.moves(self).backward)
+
+    def _cost(self, moves: list[Move]) -> Cost:
+        return sum((moving(self.case.axes, nbytes, messages) for nbytes, messages in moves), Cost())
+
+    @property
+    def areas(self) -> Areas:
+        """Per step and rank, the scores that are computed for each head."""
+        return self.engine.areas(self)
+
+    @property
+    def flops(self) -> tuple[int, ...]:
+        """Per rank, of the forward pass; the backward pass takes five products for these two."""
+        z = self.case.sizes
+        per_score = z.b * z.h * 2 * (z.d + z.e)
+        return tuple(sum(areas) * per_score for areas in zip(*self.areas, strict=True))
+
+    def computing(self, flops: float) -> float:
+        """Estimate the seconds that the busiest rank computes in the forward pass."""
+        return max(self.flops) / flops
+
+    def __repr__(self) -> str:
+        return f"Plan({self.algorithm} of {self.p} ranks, {self.steps} steps)"
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A plan with all that it takes to carry it out but the tensors.
+
+    ``at``     a rank's coordinate -> the global batch entries and heads of its block.
+    ``whole``  (heads, length of q, length of k) of the global tensors, which dropout is keyed by.
+    """
+
+    mesh: Mesh
+    plan: Plan
+    scale: float
+    kernel: Kernel
+    at: Callable[[dict[str, int]], At]
+    whole: tuple[int, int, int]
+    dropout: float = 0.0
+    seed: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the ring, major first."""
+        return self.plan.case.axes
+
+    @property
+    def mask(self) -> Mask:
+        return self.plan.case.mask
+
+    def place(self, coord: dict[str, int], axes: tuple[str, ...] | None = None) -> int:
+        """Give a rank's place on the ring, or on some axes."""
+        out = 0
+        for a in self.axes if axes is None else axes:
+            out = out * self.mesh.axes[a] + coord[a]
+        return out

@@ -1,0 +1,13 @@
+"""The attention engines, one file each: it ends with its registration, and their order means nothing."""
+
+from shardlib.ops.attention.engines.allgather import AllGather
+from shardlib.ops.attention.engines.both_ways import BothWays
+from shardlib.ops.attention.engines.canonical import Canonical
+from shardlib.ops.attention.engines.double_ring import DoubleRing
+from shardlib.ops.attention.engines.halo import Halo
+from shardlib.ops.attention.engines.pass_q import PassQ
+from shardlib.ops.attention.engines.ring import OneWay
+from shardlib.ops.attention.engines.rsa import RSA
+from shardlib.ops.attention.engines.ulysses import Ulysses
+
+__all__ = ["RSA", "AllGather", "BothWays", "Canonical", "DoubleRing", "Halo", "OneWay", "PassQ", "Ulysses"]

@@ -1,0 +1,90 @@
+"""Keys both ways along the ring, as far as the mask has need of them.
+
+With zigzag and a causal mask the early rows go all round and the late ones only to the ranks
+before: three quarters of the bytes.  Without a mask, half way round in each direction.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardlib.ops.attention.case import AttentionCase, Runs
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.chunks import Chunk
+from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engines.routes import Routes
+from shardlib.ops.attention.masks import Mask
+from shardlib.ops.attention.pieces import pieces
+
+__all__ = ["BothWays", "both_ways"]
+
+
+@dataclass(frozen=True)
+class BothWays(Routes):
+    """Each stretch of rows in both directions, to the ranks that need it."""
+
+    name = "ring_bidirectional"
+
+    def plan(self, case: AttentionCase) -> Plan:
+        return Plan(self, case, both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
+
+
+@lru_cache(maxsize=256)
+def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk, ...]:
+    """Send each stretch of rows both ways along the ring, as far as the mask has need of it."""
+    p = len(q_runs)
+    if not rows:  # keys are whole everywhere
+        return ()
+    hulls = {}
+    for rank, owner in itertools.product(range(p), range(p)):
+        calls = pieces(q_runs[rank], k_runs[owner], mask) if rank != owner else ()
+        if calls:
+            hulls[rank, owner] = min(c.k0 for c in calls), max(c.k1 for c in calls)
+    edges = sorted({0, rows, *(n for hull in hulls.values() for n in hull)})
+    if len(edges) > 9:  # more chunks than their messages are worth
+        edges = [0, rows]
+    chunks = []
+    for lo, hi in itertools.pairwise(edges):
+        needed = [
+            [r for r in range(p) if (r, j) in hulls and hulls[r, j][0] < hi and hulls[r, j][1] > lo] for j in range(p)
+        ]
+        reach = [_reach([(r - j) % p for r in need], p, len(edges) > 2) for j, need in enumerate(needed)]
+        for way, far in ((1, [f for f, _ in reach]), (-1, [b for _, b in reach])):
+            at = tuple(
+                tuple((j + way * t) % p if t <= far[j] else None for j in range(p)) for t in range(1, max(far) + 1)
+            )
+            if at:
+                chunks.append(Chunk(lo, hi, at, tuple(range(len(at)))))
+    return _joined(chunks)
+
+
+def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
+    """(forward, backward) hops that reach every distance ahead with the fewest hops.
+
+    Ties: evenly, or, where ``others`` go the other way meanwhile, all forward.
+    """
+    ahead = sorted(distances)
+    best = min(
+        (
+            (f + b, max(f, b) if not others else b, f, b)
+            for i in range(len(ahead) + 1)
+            for f, b in [(ahead[i - 1] if i else 0, p - ahead[i] if i < len(ahead) else 0)]
+        ),
+        default=(0, 0, 0, 0),
+    )
+    return best[2], best[3]
+
+
+def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:
+    """Neighbouring rows that take the same route are one chunk."""
+    out: list[Chunk] = []
+    for chunk in chunks:
+        same = next((i for i, o in enumerate(out) if o.hi == chunk.lo and o.at == chunk.at), -1)
+        if same >= 0:
+            out[same] = replace(out[same], hi=chunk.hi)
+        else:
+            out.append(chunk)
+    return tuple(out)
+
+
+register(BothWays(), order=1)

@@ -1,0 +1,141 @@
+"""Everything gathered and computed in tiles, in global order: bitwise the same for any number of ranks.
+
+Every rank computes whole tiles of rows, and the gradients of its keys from gathered queries: the same
+kernel calls on the same numbers for every ring and layout, at twice the work.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlib.layouts.orders import Run
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.engine import (
+    Areas,
+    Engine,
+    Given,
+    Gradients,
+    Job,
+    Move,
+    Moves,
+    Outputs,
+    Plan,
+    Saved,
+)
+from shardlib.ops.attention.local import (
+    LocalQueries,
+    add_sink,
+    gathered,
+    local_queries,
+    positions,
+    started,
+    sums_like,
+    viewed,
+)
+from shardlib.ops.attention.pieces import Piece, pieces
+
+__all__ = ["Canonical"]
+
+
+@dataclass(frozen=True)
+class Canonical(Engine):
+    """Gather all, compute whole tiles of ``tile`` rows."""
+
+    tile: int = 64
+
+    name = "canonical"
+
+    def plan(self, case: AttentionCase) -> Plan | str:
+        if case.biased:
+            return "a bias is held by the rows of its ring, and here all rows are gathered; ALiBi is a mask"
+        return case.unsplit() or Plan(self, case)
+
+    def moves(self, plan: Plan) -> Moves:
+        if plan.p == 1:
+            return Moves([], [])
+        z, n = plan.case.sizes, plan.p - 1
+        q, k = n * z.b * z.h * z.lq, n * z.b * z.g * z.lk
+        out = [Move(words * z.itemsize, n) for words in (q * z.d, k * z.d, k * z.e)]
+        rows = [Move(q * z.e * z.itemsize, n)] * 2  # dout and out
+        return Moves(out, [*out, *rows, Move(q * z.acc_itemsize, n)])
+
+    def areas(self, plan: Plan) -> Areas:
+        """What the mask needs, twice: for the rows of queries and again for those of keys."""
+        return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+        """Whole tiles of queries against all tiles of keys, in order."""
+        plan = job.plan
+        qs, ks, vs = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        s, t = qs.shape[-2], ks.shape[-2]
+        out, lse = started(q, v.shape[-1])
+        for rank in local_queries(job, q):
+            view, every = rank.view, rank.of(rank.view(qs), (Run(0, 1, s),))
+            all_out, all_lse = started(view(qs), v.shape[-1])
+            k_at = torch.arange(t)
+            for calls in self._calls(every, plan.q_runs[rank.place], s, (Run(0, 1, t),), t):
+                every.attend(calls, view(ks), view(vs), k_at, all_out, all_lse)
+            at = positions(plan.q_runs[rank.place], q.device)
+            view(out)[:, :, : len(at)] = all_out[:, :, at]
+            view(lse)[:, :, : len(at)] = all_lse[:, :, at]
+        return out, add_sink(out, lse, sink), (q, k, v)
+
+    def backward(
+        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+    ) -> Gradients:
+        """dq from all tiles of keys, dk and dv from all tiles of queries: each sum in global order, on its owner."""
+        (q, k, v), plan = saved, job.plan
+        qs, ks, vs = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        dout, dlse, out, lse = given
+        dlses = None if dlse is None else gathered(job, dlse, plan.q_runs)
+        rows = gathered(job, dout, plan.q_runs), dlses, gathered(job, out, plan.q_runs), gathered(job, lse, plan.q_runs)
+        s, t = qs.shape[-2], ks.shape[-2]
+        dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
+        for rank in local_queries(job, q):
+            view, q_runs, k_runs = rank.view, plan.q_runs[rank.place], plan.k_runs[rank.place]
+            every = rank.of(view(qs), (Run(0, 1, s),))
+
+            def sums(q_runs: tuple[Run, ...], k_runs: tuple[Run, ...], every=every, view=view) -> Saved:
+                """dq, dk and dv of all positions, from the tiles that hold some of these."""
+                into, k_at = [sums_like(view(x)) for x in (qs, ks, vs)], torch.arange(t)
+                for calls in self._calls(every, q_runs, s, k_runs, t):
+                    every.attend_back(
+                        calls,
+                        view(ks),
+                        view(vs),
+                        k_at,
+                        viewed(rows, view),
+                        into[0],
+                        lambda into=into: (into[1], into[2]),
+                    )
+                return tuple(into)
+
+            at = positions(q_runs, q.device)
+            view(dq)[:, :, : len(at)] = sums(q_runs, (Run(0, 1, t),))[0][:, :, at]
+            at, (_, dks, dvs) = positions(k_runs, q.device), sums((Run(0, 1, s),), k_runs)
+            view(dk)[:, :, : len(at)], view(dv)[:, :, : len(at)] = dks[:, :, at], dvs[:, :, at]
+        return dq, dk, dv, None
+
+    def _calls(
+        self, every: LocalQueries, q_runs: tuple[Run, ...], s: int, k_runs: tuple[Run, ...], t: int
+    ) -> list[tuple[Piece, ...]]:
+        """The kernel calls of each pair of tiles, rows counted from position 0."""
+        tiles = _tiles(k_runs, t, self.tile)
+        return [
+            _from_zero(pieces((a,), (b,), every.job.mask), a, b) for a in _tiles(q_runs, s, self.tile) for b in tiles
+        ]
+
+
+def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
+    """The tiles of 0..n that hold some of these positions."""
+    wanted = sorted({i // size for run in runs for i in run.positions})
+    return [Run(t * size, 1, min(size, n - t * size)) for t in wanted]
+
+
+def _from_zero(calls: tuple[Piece, ...], a: Run, b: Run) -> tuple[Piece, ...]:
+    return tuple(c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start) for c in calls)
+
+
+register(Canonical(), order=9)

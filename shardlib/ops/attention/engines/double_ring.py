@@ -1,0 +1,43 @@
+"""Keys round rings within the ring: only one hop in ``inner`` crosses between them.
+
+Source: Gu et al., LoongTrain, arXiv 2406.18485, section 4.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shardlib.errors import Unsupported
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.chunks import once_round
+from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engines.routes import Routes
+
+__all__ = ["DoubleRing"]
+
+
+@dataclass(frozen=True)
+class DoubleRing(Routes):
+    """Keys round rings of ``inner`` ranks, then on to the next ring; None: the largest up to the root of p."""
+
+    inner: int | None = None
+
+    name = "double_ring"
+
+    def plan(self, case: AttentionCase) -> Plan | str:
+        p, inner = case.p, self.inner
+        if inner is None:
+            inner = max((i for i in range(2, math.isqrt(p) + 1) if p % i == 0), default=0)
+            if not inner:
+                return f"a ring of {p} has no rings within"
+        if inner < 1 or p % inner:
+            better = next(i for i in range(max(1, min(inner, p)), 0, -1) if p % i == 0)
+            raise Unsupported(
+                f"an inner ring of {inner} does not divide a ring of {p}",
+                op="ring_attention",
+                fix=f"sl.ring_attention(q, k, v, algorithm=sl.ops.attention.engines.DoubleRing({better}))",
+            )
+        return Plan(DoubleRing(inner), case, once_round(p, case.rows, inner), note=f"of {inner}")
+
+
+register(DoubleRing(), order=3)

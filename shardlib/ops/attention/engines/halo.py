@@ -1,0 +1,28 @@
+"""Only the rows that the neighbours' windows reach, whatever the number of ranks."""
+
+from dataclasses import dataclass
+
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engines.both_ways import both_ways
+from shardlib.ops.attention.engines.routes import Routes
+
+__all__ = ["Halo"]
+
+
+@dataclass(frozen=True)
+class Halo(Routes):
+    """The routes of both ways, where none goes all round the ring."""
+
+    name = "halo"
+
+    def plan(self, case: AttentionCase) -> Plan | str:
+        p, chunks = case.p, both_ways(case.q_runs, case.k_runs, case.mask, case.rows)
+        everywhere = [None not in chunk.at[-1] and len(chunk.at) >= p // 2 for chunk in chunks]
+        if p > 2 and any(everywhere):
+            return "a halo needs a mask that ends near the diagonal, and neighbours that hold neighbouring positions"
+        return Plan(self, case, chunks)
+
+
+register(Halo(), order=2)

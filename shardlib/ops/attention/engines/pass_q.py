@@ -1,0 +1,174 @@
+"""Queries travel, with what they have gathered so far; keys stay.
+
+For few queries and many keys (cross attention, decoding): each rank's queries stop once at every
+other rank, which folds in what its own keys add, and come home.
+
+Source: TokenRing, arXiv 2412.20501; pass-Q ring attention, arXiv 2411.01783.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.chunks import once_round
+from shardlib.ops.attention.engine import (
+    Areas,
+    Engine,
+    Given,
+    Gradients,
+    Job,
+    Move,
+    Moves,
+    Outputs,
+    Plan,
+    Saved,
+)
+from shardlib.ops.attention.kernels import acc_dtype, merge
+from shardlib.ops.attention.local import (
+    LocalQueries,
+    add_sink,
+    local_queries,
+    positions,
+    started,
+    sums_like,
+    viewed,
+)
+from shardlib.ops.attention.pieces import Piece, pieces
+from shardlib.ops.attention.transfers import Leaving, send
+
+__all__ = ["PassQ"]
+
+
+@dataclass(frozen=True)
+class PassQ(Engine):
+    """Each rank's queries once round the ring."""
+
+    name = "pass_q"
+
+    def plan(self, case: AttentionCase) -> Plan | str:
+        if case.biased:
+            return "a bias is held by the rows of its ring, and here rows travel; ALiBi is a mask"
+        return case.unsplit() or Plan(self, case, once_round(case.p, 1))
+
+    def moves(self, plan: Plan) -> Moves:
+        z, n = plan.case.sizes, plan.p - 1
+        rows = z.b * z.h * z.lq
+        out = [Move(rows * z.d * z.itemsize, 1), Move(rows * (z.e + 1) * z.acc_itemsize, 1)]
+        packed = Move(rows * (z.d + 2 * z.e) * z.itemsize, 1)  # q, dout and out
+        back = [packed, Move(rows * z.acc_itemsize, 1), Move(rows * z.d * z.acc_itemsize, 1)]
+        return Moves(out * n, back * n)
+
+    def areas(self, plan: Plan) -> Areas:
+        def area(rank: int, step: int) -> int:
+            owner = (rank - step) % plan.p
+            return sum(c.area for c in pieces(plan.q_runs[owner], plan.k_runs[rank], plan.mask))
+
+        return tuple(tuple(area(r, t) for r in range(plan.p)) for t in range(plan.p))
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+        """out and lse travel as one, in the sums' dtype."""
+        out, lse = started(q, v.shape[-1])
+        ranks = local_queries(job, q)
+        for rank in ranks:
+            view, runs = rank.view, job.plan.k_runs[rank.place]
+            rank.attend(rank.calls(runs), view(k), view(v), positions(runs, q.device), view(out), view(lse))
+        travel, before = _Travel(job, q), None
+        for step, (block,) in travel:
+            part, part_lse = started(block, v.shape[-1])
+            for rank, foreign, calls, k_at in travel.calls(step, ranks, block):
+                view = rank.view
+                foreign.attend(calls, view(k), view(v), k_at, view(part), view(part_lse))
+            if before is not None:
+                _merge(part, part_lse, before())
+            before = travel.send_on(step, torch.cat([part, part_lse.unsqueeze(-1)], -1))
+        if before is not None:
+            _merge(out, lse, before())
+        return out, add_sink(out, lse, sink), (q, k, v)
+
+    def backward(
+        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+    ) -> Gradients:
+        """q, dout and out travel together, then lse (and dlse); dq is gathered on the way."""
+        (q, k, v), (dout, dlse, out, lse) = saved, given
+        d, e, dtype = q.shape[-1], v.shape[-1], acc_dtype(q.dtype)
+        dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
+        ranks = local_queries(job, q)
+
+        def attend_back(
+            rank: LocalQueries, queries: LocalQueries, calls: Calls, k_at: Tensor, given: Given, dq: Tensor
+        ) -> None:
+            view = rank.view
+            queries.attend_back(calls, view(k), view(v), k_at, given, dq, lambda: (view(dk), view(dv)))
+
+        for rank in ranks:
+            runs = job.plan.k_runs[rank.place]
+            at, mine = positions(runs, q.device), viewed(given, rank.view)
+            attend_back(rank, rank, rank.calls(runs), at, mine, rank.view(dq))
+        numbers = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
+        travel, before = _Travel(job, torch.cat([q, dout, out], -1), numbers), None
+        for step, (block, row) in travel:
+            part = torch.zeros_like(block[..., :d], dtype=dtype, memory_format=torch.contiguous_format)
+            for rank, foreign, calls, k_at in travel.calls(step, ranks, block[..., :d]):
+                packed, lses = rank.view(block), rank.view(row)
+                theirs = (
+                    packed[..., d : d + e],
+                    None if dlse is None else lses[..., 1],
+                    packed[..., d + e :],
+                    lses[..., 0],
+                )
+                attend_back(rank, foreign, calls, k_at, theirs, rank.view(part))
+            if before is not None:
+                part += before()
+            before = travel.send_on(step, part)
+        if before is not None:
+            dq += before()
+        return dq, dk, dv, None
+
+
+Calls = tuple[Piece, ...]
+
+
+class _Travel:
+    """Queries on their way round the ring, stop by stop, and what goes on with them."""
+
+    def __init__(self, job: Job, *travelling: Tensor) -> None:
+        self.job, self.chunks, self.now = job, job.plan.chunks, list(travelling)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """(step, the blocks that came) of every stop."""
+        for chunk in self.chunks:
+            for step in range(1, len(chunk.at) + 1):
+                keys = [(str(i), 0, step) for i in range(len(self.now))]
+                pairs = chunk.hops(step)
+                coming = send(self.job, [Leaving(key, x, pairs) for key, x in zip(keys, self.now, strict=True)])
+                self.now = [coming[key]() for key in keys]
+                yield step, self.now
+
+    def send_on(self, step: int, sums: Tensor) -> Callable[[], Tensor]:
+        """Send sums to the queries' next stop, or home from the last."""
+        (chunk,) = self.chunks
+        pairs = chunk.sum_hops(step + 1) or chunk.home_hops(step + 1)
+        return send(self.job, [Leaving(("sums", 0, step), sums, pairs)])["sums", 0, step]
+
+    def calls(
+        self, step: int, ranks: list[LocalQueries], block: Tensor
+    ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
+        """Of every rank played here: itself, the queries that stop there, their calls on its keys, the keys' positions."""
+        plan = self.job.plan
+        for rank in ranks:
+            owner = self.chunks[0].owner(step, rank.place)
+            assert owner is not None, "the queries of some rank stop at every rank at every step"
+            runs, k_runs = plan.q_runs[owner], plan.k_runs[rank.place]
+            foreign = rank.of(rank.view(block), runs)
+            yield rank, foreign, pieces(runs, k_runs, plan.mask), positions(k_runs, block.device)
+
+
+def _merge(out: Tensor, lse: Tensor, came: Tensor) -> None:
+    merge(out, lse, came[..., :-1], came[..., -1])
+
+
+register(PassQ(), order=7)

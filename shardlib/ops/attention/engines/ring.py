@@ -1,0 +1,27 @@
+"""Whole blocks of keys once round the ring, whatever the mask.
+
+Source: Liu et al., arXiv 2310.01889.
+"""
+
+from dataclasses import dataclass
+
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.chunks import once_round
+from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engines.routes import Routes
+
+__all__ = ["OneWay"]
+
+
+@dataclass(frozen=True)
+class OneWay(Routes):
+    """Each block of keys to every other rank, neighbour by neighbour."""
+
+    name = "ring"
+
+    def plan(self, case: AttentionCase) -> Plan:
+        return Plan(self, case, once_round(case.p, case.rows))
+
+
+register(OneWay(), order=0)

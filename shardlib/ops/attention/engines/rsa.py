@@ -1,0 +1,190 @@
+"""Ring Self-Attention as published: keys once round for all scores, softmax, values once round.
+
+Every rank holds the scores of its queries with the whole sequence.  Here their gradients are the
+dense ones, and those of keys and values are scattered rather than summed whole.
+
+Source: Li et al., arXiv 2105.13120, section 3.2.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import psum_scatter, unwrap, wrap
+from shardlib.mesh import bind
+from shardlib.ops.attention.case import AttentionCase, length
+from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.chunks import once_round
+from shardlib.ops.attention.engine import (
+    Areas,
+    Engine,
+    Given,
+    Gradients,
+    Job,
+    Move,
+    Moves,
+    Outputs,
+    Plan,
+    Saved,
+)
+from shardlib.ops.attention.kernels import acc_dtype
+from shardlib.ops.attention.local import LocalQueries, add_sink, local_queries, positions, sums_like
+from shardlib.ops.attention.pieces import Piece
+from shardlib.ops.attention.transfers import Leaving, send
+
+__all__ = ["RSA"]
+
+
+@dataclass(frozen=True)
+class RSA(Engine):
+    """Two rounds, of keys and of values; all scores of a rank's queries are held."""
+
+    name = "rsa"
+
+    def plan(self, case: AttentionCase) -> Plan | str:
+        return case.unsplit() or Plan(self, case, once_round(case.p, 1))
+
+    def moves(self, plan: Plan) -> Moves:
+        z, n = plan.case.sizes, plan.p - 1
+        rows = z.b * z.g * z.lk
+        rounds = [Move(rows * z.d * z.itemsize, 1), Move(rows * z.e * z.itemsize, 1)] * n
+        widths = (z.d, z.e) if n else ()
+        return Moves(rounds, [*rounds, *(Move(n * rows * width * z.acc_itemsize, n) for width in widths)])
+
+    def areas(self, plan: Plan) -> Areas:
+        """All scores, whatever the mask."""
+        keys = sum(map(length, plan.k_runs))
+        return (tuple(length(runs) * keys for runs in plan.q_runs),)
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+        """Saves q, k, v and the probabilities [b, h, lq, p lk]."""
+        dtype, g, ranks = acc_dtype(q.dtype), k.shape[-3], local_queries(job, q, bias)
+        scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
+        for step, block in _round(job, k):
+            for rank in ranks:
+                part = _Part(rank, step, k.shape[-2])
+                part.of(scores).copy_(part.scores(rank.view(block), dtype))
+        lse = torch.logsumexp(scores, -1)
+        probs = scores.sub_(lse.masked_fill(lse == -float("inf"), 0.0).unsqueeze(-1)).exp_().to(q.dtype)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        for step, block in _round(job, v):
+            for rank in ranks:
+                part = _Part(rank, step, k.shape[-2])
+                used = part.kept(part.of(probs).to(dtype))
+                part.rows(out).add_(torch.matmul(_grouped(used, g), part.keys(block, dtype)).flatten(1, 2))
+        return out, add_sink(out, lse, sink), (q, k, v, probs)
+
+    def backward(
+        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+    ) -> Gradients:
+        """Values round for the scores' gradient, keys round for the queries'; whole dk and dv, then scattered."""
+        (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
+        if sink is not None:  # what is left of each softmax beside the sink's share
+            probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
+        ranks, p = local_queries(job, q, bias), job.plan.p
+        dscores = torch.zeros_like(probs, dtype=dtype)
+        dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
+        dks, dvs = (x.new_zeros((*x.shape[:-2], p * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v))
+        _values_round(job, ranks, v, probs, given, dscores, dvs)
+        _keys_round(job, ranks, k, dscores, dq, dks, dbias)
+        with bind(job.mesh):
+            dk, dv = (unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if p > 1 else x for x in (dks, dvs))
+        return dq, dk, dv, dbias
+
+
+def _values_round(
+    job: Job, ranks: list[LocalQueries], v: Tensor, probs: Tensor, given: Given, dscores: Tensor, dvs: Tensor
+) -> None:
+    """Fill the gradients of the scores and of all values."""
+    dout, dlse, out, _ = given
+    dtype, g = dscores.dtype, v.shape[-3]
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    for step, block in _round(job, v):
+        for rank in ranks:
+            part = _Part(rank, step, v.shape[-2])
+            p, grad = part.of(probs).to(dtype), part.rows(dout).to(dtype)
+            part.cols(dvs).add_(torch.matmul(_grouped(part.kept(p), g).mT, _grouped(grad, g)).sum(2))
+            dp = part.kept(torch.matmul(_grouped(grad, g), part.keys(block, dtype).mT).flatten(1, 2))
+            part.of(dscores).copy_(p * (dp - part.rows(delta.unsqueeze(-1))))
+
+
+def _keys_round(
+    job: Job,
+    ranks: list[LocalQueries],
+    k: Tensor,
+    dscores: Tensor,
+    dq: Tensor,
+    dks: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Fill the gradients of the queries, of all keys and of the bias."""
+    dtype, g = dscores.dtype, k.shape[-3]
+    for step, block in _round(job, k):
+        for rank in ranks:
+            part = _Part(rank, step, k.shape[-2])
+            ds, queries = part.of(dscores), rank.q[:, :, : part.n].to(dtype)
+            part.rows(dq).add_(torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2) * job.scale)
+            part.cols(dks).add_(torch.matmul(_grouped(ds, g).mT, _grouped(queries, g)).sum(2) * job.scale)
+            if dbias is not None:
+                rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
+
+
+def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's block once: (step, block), the next one under way."""
+    chunks, p = job.plan.chunks, job.plan.p
+    for step in range(p if chunks else 1):
+        pairs = chunks[0].hops(step + 1) if chunks and step < p - 1 else ()
+        coming = send(job, [Leaving(("block", 0, step), x, pairs)])
+        yield step, x
+        x = coming["block", 0, step]() if coming else x
+
+
+class _Part:
+    """The scores of a rank's n queries with the m keys of the owner whose block it holds at a step."""
+
+    def __init__(self, rank: LocalQueries, step: int, lk: int) -> None:
+        owner = (rank.place - step) % rank.job.plan.p
+        self.rank, self.n = rank, len(rank.q_at)
+        self.k_at = positions(rank.job.plan.k_runs[owner], rank.q.device)
+        self.m, self.first = len(self.k_at), owner * lk
+
+    def of(self, scores: Tensor) -> Tensor:
+        """[b, h, n, m] of a storage of all scores."""
+        return self.rank.view(scores)[:, :, : self.n, self.first : self.first + self.m]
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.rank.view(x)[:, :, : self.n]
+
+    def cols(self, x: Tensor) -> Tensor:
+        """Of a storage of all keys, the owner's."""
+        return self.rank.view(x)[:, :, self.first : self.first + self.m]
+
+    def keys(self, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """[b, g, 1, m, d] of what came."""
+        return self.rank.view(block)[:, :, : self.m].to(dtype).unsqueeze(2)
+
+    def scores(self, k: Tensor, dtype: torch.dtype) -> Tensor:
+        block = self.rank.block(Piece(0, self.n, 0, self.m, "masked"), k, k, self.k_at)
+        q = _grouped(block.q.to(dtype) * block.scale, k.shape[1])
+        s = torch.matmul(q, block.k.to(dtype).unsqueeze(2).mT).flatten(1, 2)
+        return s if block.bias is None else s + block.bias
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Probabilities, or their gradient, after dropout."""
+        if not self.rank.job.dropout:
+            return x
+        q = self.rank.q
+        keep = self.rank.block(Piece(0, self.n, 0, self.m, "full"), q, q, self.k_at).keep
+        assert keep is not None
+        return x * keep(0, self.n)
+
+
+def _grouped(x: Tensor, g: int) -> Tensor:
+    """[b, h, m, n] -> [b, g, h / g, m, n]."""
+    return x.unflatten(1, (g, x.shape[1] // g))
+
+
+register(RSA(), order=8)

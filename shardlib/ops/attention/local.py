@@ -1,0 +1,238 @@
+"""What one rank computes of its own queries: kernel calls with their masks, biases and dropout, merged.
+
+Storage here is raw (``[ranks, *block]`` under simulate), so that each rank makes its own calls.
+Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import all_gather, each_rank, unwrap, wrap
+from shardlib.errors import BadArgument
+from shardlib.layouts.orders import Run
+from shardlib.mesh import bind
+from shardlib.ops.attention.case import Runs, length
+from shardlib.ops.attention.engine import Given, Job
+from shardlib.ops.attention.kernels import Block, acc_dtype, merge
+from shardlib.ops.attention.masks import At
+from shardlib.ops.attention.pieces import Piece, pieces
+from shardlib.ops.keyed import keep_mask
+
+__all__ = ["LocalQueries", "add_sink", "gathered", "local_queries", "positions", "started", "sums_like", "viewed"]
+
+
+@lru_cache(maxsize=1024)
+def _positions(runs: tuple[Run, ...]) -> Tensor:
+    parts = [torch.arange(r.start, r.last + 1, r.stride) for r in runs]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """The global positions of a block's rows; the caller's own."""
+    return _positions(runs).to("cpu" if device.type == "meta" else device, copy=True)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalQueries:
+    """The queries of one rank that is played in this process.
+
+    ``coord``  of the rank on the mesh, ``place`` on the ring.
+    ``view``   of a storage: this rank's block.
+    ``q_at``   global positions of the rows of ``q``.
+    ``bias``   of these rows, if one is given.
+    ``only``   which of the rank's heads of queries these are, if not all.
+    """
+
+    job: Job
+    coord: dict[str, int]
+    place: int
+    view: Callable[[Tensor], Tensor]
+    q: Tensor
+    q_at: Tensor
+    bias: Tensor | None = None
+    only: tuple[int, int] | None = None
+
+    def of(self, q: Tensor, runs: tuple[Run, ...]) -> "LocalQueries":
+        """Other queries that this rank attends for: a block, and the positions of its rows."""
+        return replace(self, q=q, q_at=positions(runs, q.device), bias=None)
+
+    def heads(self, lo: int, hi: int) -> "LocalQueries":
+        """The queries of some heads alone."""
+        bias = self.bias
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias[:, lo:hi]
+        return replace(self, q=self.q[:, lo:hi], bias=bias, only=(lo, hi))
+
+    def at(self) -> At:
+        """The global batch entries and heads."""
+        at = self.job.at(self.coord)
+        return at if self.only is None else At(at.batch, at.heads[slice(*self.only)])
+
+    def calls(self, k_runs: tuple[Run, ...]) -> tuple[Piece, ...]:
+        """The kernel calls of these rows with the keys at some positions."""
+        return pieces(self.job.plan.q_runs[self.place], k_runs, self.job.mask)
+
+    # ------------------------------------------------------------ one kernel call
+
+    def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
+        """The block of a piece; k, v and their positions k_at from the row that the piece counts from."""
+        q0, q1, k0, k1, kind = piece
+        q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
+        bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
+        keep = self._keep(q_at, k_at) if self.job.dropout else None
+        q, k, v = self.q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+        return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
+
+    def _keep(self, q_at: Tensor, k_at: Tensor) -> Callable[[int, int], Tensor]:
+        """What dropout multiplies the probabilities of some rows with: drawn by global position."""
+        batch, heads = self.at()
+        all_heads, s, t = self.job.whole
+        row = (batch[:, None] * all_heads + heads)[:, :, None, None] * s + q_at[:, None]
+        p, seed, dtype = self.job.dropout, self.job.seed, acc_dtype(self.q.dtype)
+
+        def kept_rows(r0: int, r1: int) -> Tensor:
+            if self.q.is_meta:  # positions are on the CPU there, and nothing is drawn
+                return self.q.new_empty((len(batch), len(heads), r1 - r0, len(k_at)), dtype=dtype)
+            kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, p)
+            return kept.to(dtype).div_(1 - p) if p < 1 else kept.to(dtype).zero_()
+
+        return kept_rows
+
+    def _bias(self, q0: int, q1: int, q_at: Tensor, k_at: Tensor, masked: bool) -> Tensor | None:
+        """The bias tensor, the mask's scores and -inf where the mask does not allow, added up."""
+        mask, dtype = self.job.mask, acc_dtype(self.q.dtype)
+        out = None
+        if self.bias is not None:
+            rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., q0:q1, :]
+            out = rows if rows.shape[-1] == 1 else rows.index_select(-1, k_at)
+            out = _additive(out, dtype) if out.dtype == torch.bool else out.to(dtype)
+        if not masked and not mask.biased:
+            return out
+        at = self.at()
+        scores = mask.scores(q_at.clone(), k_at.clone(), at)
+        if scores is not None:
+            scores = scores.to(self.q.device, dtype)
+            out = scores if out is None else out + scores
+        allowed = mask.allowed(q_at.clone(), k_at.clone(), at) if masked else None
+        if allowed is not None:
+            allowed = _booleans(mask, allowed, len(q_at), len(k_at)).to(self.q.device)
+            out = _additive(allowed, dtype) if out is None else out.masked_fill(~allowed, float("-inf"))
+        return out
+
+    # ------------------------------------------------------------ several, merged
+
+    def attend(self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fold the calls' results into out and lse."""
+        for piece in calls:
+            o, new = self.job.kernel.forward(self.block(piece, k, v, k_at))
+            merge(out[:, :, piece.q0 : piece.q1], lse[:, :, piece.q0 : piece.q1], o, new.to(lse.dtype))
+
+    def attend_back(
+        self,
+        calls: tuple[Piece, ...],
+        k: Tensor,
+        v: Tensor,
+        k_at: Tensor,
+        given: Given,
+        dq: Tensor,
+        keys: Callable[[], tuple[Tensor, Tensor]],
+        dbias: Tensor | None = None,
+    ) -> None:
+        """Add the calls' gradients to dq, to (dk, dv) = keys() and to dbias.
+
+        ``keys`` is called after the first kernel call: what it gives may still travel until then.
+        """
+        for piece in calls:
+            q0, q1, k0, k1, _ = piece
+            dout, dlse, out, lse = (None if x is None else x[:, :, q0:q1] for x in given)
+            block = self.block(piece, k, v, k_at)
+            g = self.job.kernel.backward(block, dout, dlse, out, lse, dbias is not None)
+            dq[:, :, q0:q1] += g.q
+            if dbias is not None and g.bias is not None:
+                self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
+            new_dk, new_dv = g.k, g.v
+            del g  # dq and dbias are added: make room before more comes
+            dk, dv = keys()
+            dk[:, :, k0:k1] += new_dk
+            dv[:, :, k0:k1] += new_dv
+
+    def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
+        """Add the gradient of some rows' scores with the keys at ``k_at``."""
+        into = dbias if dbias.shape[-2] == 1 else dbias[..., rows, :]
+        at = torch.zeros(1, dtype=torch.int64) if into.shape[-1] == 1 else k_at
+        summed = grad.sum_to_size(*into.shape[:-1], len(at)).to(into.dtype)
+        into.index_add_(-1, at.to(into.device), summed)
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill_(~allowed, float("-inf"))
+
+
+def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
+    """What a mask answered, if it is booleans for m queries and n keys."""
+    fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and allowed.ndim <= 4
+    if fits and all(have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)):
+        return allowed
+    found = f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else repr(allowed)
+    raise BadArgument(
+        f"`allowed` of {type(mask).__name__} gives booleans that broadcast to [b, h, {m}, {n}], not {found}",
+        op="ring_attention",
+        fix="sl.ring_attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
+    )
+
+
+def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
+    """The queries of every rank that is played in this process."""
+    out = []
+    for coord, view in each_rank(job.mesh):
+        place = job.place(coord)
+        q_at = positions(job.plan.q_runs[place], q.device)
+        mine = None if bias is None else view(bias)
+        out.append(LocalQueries(job, coord, place, view, view(q), q_at, mine))
+    return out
+
+
+def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows that have seen nothing yet."""
+    dtype = acc_dtype(q.dtype)
+    return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
+
+
+def sums_like(x: Tensor) -> Tensor:
+    """Zeros to add gradients to."""
+    return torch.zeros_like(x, dtype=acc_dtype(x.dtype), memory_format=torch.contiguous_format)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """Give the sink its share of each softmax, once, after all merges: out shrinks in place; return the new lse."""
+    if sink is None:
+        return lse
+    both = torch.logaddexp(lse, sink.to(lse.dtype))
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    return both
+
+
+def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
+    """One rank's rows of them."""
+    dout, dlse, out, lse = given
+    return view(dout), None if dlse is None else view(dlse), view(out), view(lse)
+
+
+def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
+    """Gather a block over the ring, in the order of positions, without padding.  Differentiable."""
+    with bind(job.mesh):
+        x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
+    at = dim - x.ndim + (1 if job.mesh.kind == "stacked" else 0)
+    block = x.shape[at] // len(runs)
+    row = [0] * sum(map(length, runs))
+    for owner, share in enumerate(runs):
+        held = [i for run in share for i in run.positions]
+        for n, i in enumerate(held):
+            row[i] = owner * block + n
+    return x.index_select(at, torch.tensor(row, device=x.device))

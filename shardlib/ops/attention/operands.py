@@ -1,0 +1,177 @@
+"""What ``ring_attention`` is given: DTensors, local blocks or sharded tensors, checked as one kind of value."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardlib.border import as_dtensor, from_dtensor
+from shardlib.collectives import Stacked, unwrap
+from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
+from shardlib.layouts import Dim, Layout, Ring
+from shardlib.mesh import current_mesh
+from shardlib.ops.attention.case import AttentionCase, case_of_values, true_shape
+from shardlib.ops.attention.masks import Mask, as_mask
+from shardlib.ops.registry import case_of
+from shardlib.tensor import ShardedTensor, partial_escape, typeof
+
+__all__ = ["Operands", "attention_case", "check", "entered"]
+
+
+class Operands(NamedTuple):
+    """q, k and v as sharded tensors, and the way back to the kind of value that was given."""
+
+    q: ShardedTensor
+    k: ShardedTensor
+    v: ShardedTensor
+    leave: Callable[[ShardedTensor], Tensor]
+
+
+def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Operands:
+    """Take sharded tensors, DTensors, or local blocks whose sequence is split as the layouts say.
+
+    Raises: PlainTensor, RankMismatch, ImplicitCommunication and their kin for what does not fit.
+    """
+    keys_layout = layout if kv_layout is None else kv_layout
+    if any(isinstance(t, DTensor) for t in (q, k, v)):
+        values = [from_dtensor(t) if isinstance(t, DTensor) else t for t in (q, k, v)]
+        leave: Callable[[ShardedTensor], Tensor] = as_dtensor
+    elif isinstance(q, ShardedTensor):
+        values, leave = [q, k, v], _same
+    else:
+        values, leave = _placed(q, k, v, layout, keys_layout), _local
+        layout = keys_layout = None
+    check(*values)
+    _check_layout("q", values[0], layout)
+    _check_layout("k", values[1], keys_layout)
+    return Operands(*values, leave)  # type: ignore[arg-type]  # all of them sharded: check
+
+
+def _same(x: ShardedTensor) -> ShardedTensor:
+    return x
+
+
+def _local(x: ShardedTensor) -> Tensor:
+    return x.local
+
+
+@case_of("attention")
+def attention_case(
+    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, biased: bool = False
+) -> AttentionCase:
+    """Describe three operands to the engines."""
+    check(q, k, v)
+    return case_of_values(q, k, v, as_mask(mask), biased)
+
+
+def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tensor]:
+    """Local blocks as values."""
+    if layout is None:
+        axis = next(iter(current_mesh().axes))
+        raise PlainTensor(
+            "local blocks need their layout; a whole tensor is sharded first",
+            op="ring_attention",
+            operands={"q": typeof(q)},
+            fix=f"sl.ring_attention(*(sl.shard(t, sl.Ring({axis!r}, dim=2)) for t in (q, k, v)))",
+        )
+    mesh = q.mesh if type(q) is Stacked else current_mesh()
+    out: list[Tensor] = []
+    for x, asked in ((q, layout), (k, keys_layout), (v, keys_layout)):
+        token = _token(asked)
+        size = list(x.shape)
+        size[2] *= mesh.axis_size(token.axes) if token.axes else 1
+        out.append(ShardedTensor(unwrap(x), Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh))
+    return out
+
+
+def _token(layout: Any) -> Dim:
+    """How a layout splits the sequence: a Ring over whatever dimension, or dimension 2 of a Layout."""
+    if isinstance(layout, Ring):
+        return layout.layout.dims[-1]
+    return (Layout.parse(layout) if isinstance(layout, str) else layout).resolve(4).dims[2]
+
+
+def _check_layout(name: str, x: Any, asked: Any) -> None:
+    if asked is None:
+        return
+    dims, want = x.sharding.resolve(4).dims, _token(asked)
+    if want != dims[2]:
+        b, h, s, d = map(str, dims)
+        raise ImplicitCommunication(
+            f"{name}'s sequence is split {s}, not {want}",
+            op="ring_attention",
+            operands={name: typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.reshard({name}, {' '.join([b, h, str(want), d])!r})",
+        )
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check(q: Any, k: Any, v: Any) -> None:
+    """Raise what is wrong with the operands."""
+    operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
+    about = {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
+    _check_kinds(q, k, v, about)
+    _check_sizes(q, k, v, about)
+    _check_layouts(q, k, v, about)
+
+
+def _check_kinds(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, ShardedTensor):
+            fix = f"sl.shard({name}, {str(q.sharding)!r})"
+            raise PlainTensor(f"{name} is a plain tensor and q is sharded", **about, fix=fix)
+        if len(t.size_) != 4:
+            raise RankMismatch(
+                f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
+                **about,
+                fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
+            )
+        if t.sharding.partial:
+            raise partial_escape("ring_attention", t)
+    if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
+        fix = "sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))"
+        raise ShardError("q, k and v have different dtypes", **about, fix=fix)
+
+
+def _check_sizes(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
+    (b, h, _, d), (kb, g, t, kd), (vb, vg, vt, _) = (true_shape(x) for x in (q, k, v))
+    alike = b == kb == vb and (g, t) == (vg, vt) and d == kd
+    if not alike or g == 0 or h % g:
+        raise ShardError(
+            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
+            **about,
+            fix="sl.ring_attention(q, q, q)",
+        )
+
+
+def _check_layouts(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
+    mesh = q.mesh
+    (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
+    want = " ".join([str(qb), str(qh), str(ks), "."])
+    whole = not (qd.is_split or kd.is_split or ve.is_split)
+    if not whole or not (qb == kb == vb and qh == kh == vh and ks == vs):
+        raise ImplicitCommunication(
+            "batch and heads must be split alike, keys and values too, and the head size be whole",
+            **about,
+            fix=f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
+        )
+    grouped = qs.groups.parts or ks.groups.parts
+    if grouped or (ks.is_split and ks.axes != qs.axes):
+        raise ImplicitCommunication(
+            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same axes",
+            **about,
+            fix=f"sl.reshard(q, {want!r})",
+        )
+    n = math.prod(mesh.axes[a] for a in qh.axes)
+    if (q.size_[1] // n) % max(1, k.size_[1] // n):
+        raise ImplicitCommunication(
+            "each rank's heads of queries must share its heads of keys",
+            **about,
+            fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
+        )
