@@ -27,7 +27,6 @@ from torch import Tensor
 import shardlib as sl
 from benchmarks import rig
 from shardlib.layouts import Ring
-from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.peak import peak
 
 CASES = [  # name, order, causal, algorithm
@@ -86,8 +85,7 @@ def _paper(case: tuple[str, str, bool, str], length: int, heads: int, size: int)
     with sl.record(s=dist.get_world_size()):
         x = sl.shard(torch.empty(1, heads, length, size, device="meta"), Ring("s", 2, order))
         mask = sl.Causal() if causal else sl.Full()
-        at = attention_case(x, x, x, mask)
-        found = peak(sl.attention_plan(x, x, x, mask, algorithm), at.sizes, torch.float32, dist.get_rank())
+        found = peak(sl.attention_plan(x, x, x, mask, algorithm), torch.float32, dist.get_rank())
     block = heads * length // dist.get_world_size() * size * 4
     return max(found.forward, found.backward + block)  # the cotangent of ones
 

@@ -1,14 +1,34 @@
-"""What an author of an algorithm needs; ``docs/writing_an_algorithm.md`` writes one.
+"""What an author of an algorithm, an engine or a mask needs; ``docs/writing_an_algorithm.md`` writes one.
 
 An *operator* has one implementation and, for matmul and attention, several *algorithms*.  Each
 looks at a case and answers with a ``Match`` (the result's layout, its price, what runs) or with a
-sentence saying why it does not fit.
+sentence saying why it does not fit.  An algorithm of matmul runs a ``Schedule``; one of attention
+is an ``Engine``, a value that plans, states what it moves, and carries its plans out.
 """
 
 from shardlib.cost import Cost, moving, summing
-from shardlib.ops.attention.masks import Mask
+from shardlib.layouts.orders import Run
+from shardlib.ops.attention.case import AttentionCase
+from shardlib.ops.attention.choose import register_engine
+from shardlib.ops.attention.engine import Engine, Job, Move, Moves, Plan
+from shardlib.ops.attention.local import (
+    LocalQueries,
+    add_sink,
+    gathered,
+    local_queries,
+    positions,
+    scattered,
+    started,
+    sums_like,
+    viewed,
+)
+from shardlib.ops.attention.masks import At, Mask, Relation
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 
-__all__ = ["Cost", "Mask", "Match", "MatmulCase", "Schedule", "algorithm", "moving", "remove", "summing"]
+__all__ = [
+    "At", "AttentionCase", "Cost", "Engine", "Job", "LocalQueries", "Mask", "Match", "MatmulCase", "Move", "Moves",
+    "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving",
+    "positions", "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
+]  # fmt: skip

@@ -61,6 +61,7 @@ ORDER = [  # each may import from those before it
     "plan",
     "explain",
     "visualize",
+    "testing",
 ]
 
 OPTIONAL = {"matplotlib", "numpy", "transformers"}  # imported inside functions only

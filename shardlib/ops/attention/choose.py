@@ -9,15 +9,15 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Link
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.engine import Engine
-from shardlib.ops.registry import Match, choose
-from shardlib.ops.registry import algorithm as pinned
+from shardlib.ops.registry import Match, choose, pinned
+from shardlib.ops.registry import algorithm as enter
 
-__all__ = ["planned", "register"]
+__all__ = ["planned", "register_engine"]
 
 E = TypeVar("E", bound=Engine)
 
 
-def register(engine: E, order: int | None = None) -> E:
+def register_engine(engine: E, order: int | None = None) -> E:
     """Enter an engine under its name; one of the same name is replaced.
 
     ``order``  of equally cheap ones, the lowest runs; the library's own are below 100.

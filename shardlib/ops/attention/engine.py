@@ -64,7 +64,52 @@ class Engine(Protocol):
     An engine is hashable, and equal to engines that do the same.  Storage is raw (``[ranks, *block]``
     under simulate): ``local_queries`` lists the ranks that are played in this process and how to see the
     block of each.  Rows that see nothing have out 0 and lse -inf.  ``sl.testing.check_engine`` holds an
-    engine to all of this; ``sl.extend`` has an example.
+    engine to all of this.  This one gathers all keys at once:
+
+    >>> from dataclasses import dataclass
+    >>> import torch, shardlib as sl
+    >>> from shardlib.extend import *
+    >>> @dataclass(frozen=True)
+    ... class GatherAll(Engine):
+    ...     name = "gather_all"
+    ...
+    ...     def plan(self, case):
+    ...         return case.unsplit() or Plan(self, case)
+    ...
+    ...     def moves(self, plan):
+    ...         z, n = plan.case.sizes, plan.p - 1  # keys, then values, from n ranks each
+    ...         words = [n * z.b * z.g * z.lk * width for width in (z.d, z.e)]
+    ...         gathers = [Move(w * z.itemsize, n) for w in words]
+    ...         return Moves(gathers, gathers + [Move(w * z.acc_itemsize, n) for w in words])
+    ...
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         keys, values = (gathered(job, x, job.plan.k_runs) for x in (k, v))
+    ...         every = (Run(0, 1, keys.shape[-2]),)  # the positions of all keys
+    ...         out, lse = started(q, v.shape[-1])
+    ...         for rank in local_queries(job, q, bias):
+    ...             view, at = rank.view, positions(every, q.device)
+    ...             rank.attend(rank.calls(every), view(keys), view(values), at, view(out), view(lse))
+    ...         return out, add_sink(out, lse, sink), (q, k, v)
+    ...
+    ...     def backward(self, job, saved, bias, sink, given, wants_bias):
+    ...         (q, k, v), runs = saved, job.plan.k_runs
+    ...         keys, values = (gathered(job, x, runs) for x in (k, v))
+    ...         every = (Run(0, 1, keys.shape[-2]),)
+    ...         dq, dk, dv = (sums_like(x) for x in (q, keys, values))
+    ...         dbias = sums_like(bias) if wants_bias else None
+    ...         for rank in local_queries(job, q, bias):
+    ...             view, at = rank.view, positions(every, q.device)
+    ...             rank.attend_back(
+    ...                 rank.calls(every), view(keys), view(values), at, viewed(given, view), view(dq),
+    ...                 lambda: (view(dk), view(dv)), None if dbias is None else view(dbias))
+    ...         rows = k.shape[-2]
+    ...         return dq, scattered(job, dk, runs, rows), scattered(job, dv, runs, rows), dbias
+    >>> sl.testing.check_engine(GatherAll())  # dense values and gradients, the stated bytes
+    >>> _ = register_engine(GatherAll())
+    >>> with sl.simulate(s=4):
+    ...     q = sl.shard(torch.randn(1, 2, 8, 4), sl.Ring("s", dim=2))
+    ...     out = sl.ring_attention(q, q, q, algorithm="gather_all")
+    >>> remove("attention", "gather_all")
     """
 
     name: str
@@ -113,7 +158,7 @@ class Plan:
     ``inner``   the plan that runs while the sequence is less split (ulysses, usp).
     ``note``    what ``sl.why`` adds to the price.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl
     >>> with sl.record(s=4):
     ...     q = sl.shard(torch.empty(1, 8, 64, 32, device="meta"), sl.Ring("s", 2, "zigzag"))
     ...     full, less = (sl.attention_plan(q, q, q, sl.Causal(), name) for name in ("ring", "ring_bidirectional"))

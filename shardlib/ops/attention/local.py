@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, each_rank, unwrap, wrap
+from shardlib.collectives import all_gather, each_rank, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.layouts.orders import Run
 from shardlib.mesh import bind
@@ -23,7 +23,17 @@ from shardlib.ops.attention.masks import At
 from shardlib.ops.attention.pieces import Piece, pieces
 from shardlib.ops.keyed import keep_mask
 
-__all__ = ["LocalQueries", "add_sink", "gathered", "local_queries", "positions", "started", "sums_like", "viewed"]
+__all__ = [
+    "LocalQueries",
+    "add_sink",
+    "gathered",
+    "local_queries",
+    "positions",
+    "scattered",
+    "started",
+    "sums_like",
+    "viewed",
+]
 
 
 @lru_cache(maxsize=1024)
@@ -228,11 +238,28 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     """Gather a block over the ring, in the order of positions, without padding.  Differentiable."""
     with bind(job.mesh):
         x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
-    at = dim - x.ndim + (1 if job.mesh.kind == "stacked" else 0)
-    block = x.shape[at] // len(runs)
+    at = _storage_dim(job, x, dim)
+    return x.index_select(at, _rows(runs, x.shape[at] // len(runs)).to(x.device))
+
+
+def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
+    """Sum what ``gathered`` would give over the ring; each rank keeps its block of ``rows`` rows."""
+    at = _storage_dim(job, x, dim)
+    padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))
+    padded.index_copy_(at, _rows(runs, rows).to(x.device), x)
+    with bind(job.mesh):
+        return unwrap(psum_scatter(wrap(padded, job.mesh), job.axes, dim))
+
+
+def _storage_dim(job: Job, x: Tensor, dim: int) -> int:
+    return dim + 1 if job.mesh.kind == "stacked" else dim
+
+
+def _rows(runs: Runs, rows: int) -> Tensor:
+    """Per position, its row among the blocks of all ranks, which have ``rows`` rows each."""
     row = [0] * sum(map(length, runs))
     for owner, share in enumerate(runs):
         held = [i for run in share for i in run.positions]
         for n, i in enumerate(held):
-            row[i] = owner * block + n
-    return x.index_select(at, torch.tensor(row, device=x.device))
+            row[i] = owner * rows + n
+    return torch.tensor(row, dtype=torch.int64)

@@ -14,7 +14,7 @@ from shardlib.layouts import Ring
 from shardlib.ops.attention import kernels
 from shardlib.ops.attention.kernels import KERNELS, Block, merge, pick, unfit
 from shardlib.ops.attention.masks import Full
-from tests.ops.attention.dense import attention
+from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 
 
@@ -41,7 +41,7 @@ def test_a_kernel_equals_dense(name: str, bias: tuple[int, ...] | None) -> None:
 def test_rows_that_see_nothing_give_zero_and_minus_infinity(name: str, dtype: torch.dtype) -> None:
     """And a gradient of zero: never NaN."""
     q, k, v = (x.to(dtype) for x in blocks())
-    bias = torch.zeros(5, 7, dtype=kernels.wide(dtype))
+    bias = torch.zeros(5, 7, dtype=kernels.acc_dtype(dtype))
     bias[2] = -math.inf
     block = Block(q, k, v, False, bias, 0.3)
     out, lse = KERNELS[name].forward(block)

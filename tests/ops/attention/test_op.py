@@ -11,15 +11,16 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.choose import planned
+from shardlib.ops.attention.engines import AllGather, Canonical, DoubleRing
 from shardlib.ops.attention.masks import Full
+from shardlib.ops.attention.operands import attention_case
 from shardlib.random import next_key
-from tests.ops.attention.dense import attention
+from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_pieces import masks
 
-ALGORITHMS = ["ring", "ring_bidirectional", "double_ring", "allgather", "allgather(1)", "ulysses", "usp", "pass_q",
-              "rsa", "canonical(8)", "auto"]  # fmt: skip
+ALGORITHMS = ["ring", "ring_bidirectional", "double_ring", "allgather", AllGather(1), "ulysses", "usp", "pass_q",
+              "rsa", Canonical(8), "auto"]  # fmt: skip
 SCHEDULES = ["contiguous", "zigzag", "striped", "documents", "runs"]
 
 
@@ -77,10 +78,10 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     p_drop = draw(st.sampled_from([0.0, 0.0, 0.3]))
     algorithm = draw(st.sampled_from(ALGORITHMS))
     if algorithm == "double_ring":
-        algorithm = f"double_ring({draw(st.sampled_from([i for i in range(1, p + 1) if p % i == 0]))})"
+        algorithm = DoubleRing(draw(st.sampled_from([i for i in range(1, p + 1) if p % i == 0])))
     if algorithm == "usp" and len(mesh) < 2:
         algorithm = "ulysses"
-    if bias is not None and algorithm in ("usp", "ulysses", "pass_q", "canonical(8)"):
+    if bias is not None and algorithm in ("usp", "ulysses", "pass_q", Canonical(8)):
         algorithm = "auto"
 
     torch.manual_seed(0)
@@ -105,7 +106,7 @@ def test_ring_attention_equals_dense(data: Any) -> None:
                                          algorithm=algorithm)  # fmt: skip
         case = attention_case(*xs, mask, bias is not None)
         plan = planned(case, algorithm).run
-        cost = plan.forward(case.sizes)
+        cost = plan.forward
         assert (cost.bytes, cost.messages) == (forward.bytes, forward.messages)
         total = (out * sl.shard(c, ours, pad=True)).sum()
         if lse_too:
@@ -115,7 +116,7 @@ def test_ring_attention_equals_dense(data: Any) -> None:
         with sl.trace() as backward:
             total.backward()
         got = [sl.unshard(x.grad) for x in xs] + [x.grad for x in extra if x is not None and x.requires_grad]
-        cost = plan.backward(case.sizes)
+        cost = plan.backward
         if bias is None and sink is None and not lse_too:
             assert (cost.bytes, cost.messages) == (backward.bytes, backward.messages)
         assert gap(sl.unshard(out), want.detach()) < 1e-12

@@ -10,25 +10,24 @@ from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
 from shardlib.live import Live
 from shardlib.mesh import as_mesh, bind
-from shardlib.ops.attention import routes
-from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.case import Sizes, case_on_paper
 from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.executor import Job
+from shardlib.ops.attention.engine import Job
+from shardlib.ops.attention.engines import AllGather, DoubleRing
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At
-from shardlib.ops.attention.op import ENGINES
+from shardlib.ops.attention.operands import attention_case
 from shardlib.ops.attention.peak import peak
-from shardlib.ops.attention.plan import Sizes
 
 CASES = [
     ("contiguous", "ring", False), ("zigzag", "ring", True), ("zigzag", "ring_bidirectional", True),
-    ("striped", "ring", True), ("contiguous", "double_ring(2)", False), ("contiguous", "allgather", True),
-    ("contiguous", "allgather(1)", False), ("zigzag", "ulysses", True), ("contiguous", "pass_q", False),
+    ("striped", "ring", True), ("contiguous", DoubleRing(2), False), ("contiguous", "allgather", True),
+    ("contiguous", AllGather(1), False), ("zigzag", "ulysses", True), ("contiguous", "pass_q", False),
     ("contiguous", "rsa", True), ("zigzag", "canonical", True),
 ]  # fmt: skip
 
 
-def counted(schedule: str, algorithm: str, causal: bool, dtype: torch.dtype) -> tuple[Any, Any]:
+def counted(schedule: str, algorithm: Any, causal: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     """(planned, counted) peaks of forward and backward on this rank of the mesh in scope."""
     mesh = as_mesh(None)
     lay, mask = Ring("s", 2, schedule), sl.Causal() if causal else sl.Full()
@@ -37,9 +36,9 @@ def counted(schedule: str, algorithm: str, causal: bool, dtype: torch.dtype) -> 
     plan = planned(case, algorithm).run
     q, k, v = (x.raw for x in xs)
     at = At(torch.arange(1), torch.arange(4))
-    job = Job(mesh, ("s",), plan, mask, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
-    forward, backward = ENGINES[plan.engine]
-    on_paper = peak(plan, case.sizes, dtype, mesh.coord["s"])
+    job = Job(mesh, plan, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
+    forward, backward = plan.engine.forward, plan.engine.backward
+    on_paper = peak(plan, dtype, mesh.coord["s"])
     found = []
     for _ in range(5):  # gloo's threads let go of a finished collective's blocks when they get to it
         with bind(mesh), torch.no_grad(), Live() as live:
@@ -66,7 +65,7 @@ def test_what_a_ring_keeps_does_not_grow_with_the_ring() -> None:
     found = set()
     for p in (2, 8, 64):
         runs, sizes = dealt("contiguous", 128 * p, p), Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
-        found.add(peak(routes.ring(runs, runs, sl.Full()), sizes, torch.float32)[1:])
+        found.add(peak(planned(case_on_paper(runs, runs, sizes=sizes), "ring").run, torch.float32)[1:])
     assert len(found) <= 2, found  # a ring of 2 has no second stop to hold
 
 
@@ -75,5 +74,6 @@ def test_an_all_gather_does() -> None:
     grown = []
     for p in (4, 16):
         runs = dealt("contiguous", 128 * p, p)
-        grown.append(peak(routes.allgather(runs, runs, sl.Full(), 4), sizes, torch.float32).backward)
+        plan = planned(case_on_paper(runs, runs, sizes=sizes), "allgather").run
+        grown.append(peak(plan, torch.float32).backward)
     assert grown[1] > 2 * grown[0]

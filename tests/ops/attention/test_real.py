@@ -6,9 +6,10 @@ import torch
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.choose import planned
-from tests.ops.attention.dense import attention
+from shardlib.ops.attention.engines import AllGather, DoubleRing
+from shardlib.ops.attention.operands import attention_case
+from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 
 LENGTHS = (1, 3, 7, 64, 2999)
@@ -23,14 +24,14 @@ CASES = [
     *((s, m, n, a) for s in ("contiguous", "zigzag", "striped") for m in MASKS for n in (7, 64)
       for a in ("ring", "ring_bidirectional")),
     *(("zigzag", "causal", n, a) for n in LENGTHS for a in ("ring", "auto")),
-    *(("zigzag", "causal", 64, a) for a in ("double_ring(2)", "allgather(1)", "ulysses", "usp", "pass_q", "rsa",
+    *(("zigzag", "causal", 64, a) for a in (DoubleRing(2), AllGather(1), "ulysses", "usp", "pass_q", "rsa",
                                             "canonical")),
     ("contiguous", "window", 64, "halo"),
     ("documents", "documents", 50, "ring_bidirectional"),
 ]  # fmt: skip
 
 
-def worst(cases: list[tuple[str, str, int, str]]) -> list[tuple[Any, ...]]:
+def worst(cases: list[tuple[str, str, int, Any]]) -> list[tuple[Any, ...]]:
     """(case, error, planned and counted bytes and messages of both passes) on the mesh in scope."""
     mesh, out = sl.current_mesh(), []
     for schedule, name, n, algorithm in cases:
@@ -51,7 +52,7 @@ def worst(cases: list[tuple[str, str, int, str]]) -> list[tuple[Any, ...]]:
             loss.backward()
         errors = [gap(sl.unshard(got), want.detach())]
         errors += [gap(sl.unshard(x.grad), g) for x, g in zip(xs, dense, strict=True)]
-        stated = [(p.bytes, p.messages) for p in (plan.forward(case.sizes), plan.backward(case.sizes))]
+        stated = [(p.bytes, p.messages) for p in (plan.forward, plan.backward)]
         counted = [(t.bytes, t.messages) for t in (forward, backward)]
         out.append(((schedule, name, n, algorithm), max(errors), stated, counted))
     return out

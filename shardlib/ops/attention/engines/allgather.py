@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib.collectives import all_gather, psum_scatter, start, unwrap, wrap
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Engine,
     Given,
@@ -152,4 +152,4 @@ def _gathered(
         yield heads, now
 
 
-register(AllGather(), order=4)
+register_engine(AllGather(), order=4)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardlib.ops.attention.case import AttentionCase, Runs
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import Chunk
 from shardlib.ops.attention.engine import Plan
 from shardlib.ops.attention.engines.routes import Routes
@@ -87,4 +87,4 @@ def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:
     return tuple(out)
 
 
-register(BothWays(), order=1)
+register_engine(BothWays(), order=1)

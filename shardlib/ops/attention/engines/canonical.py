@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
     Engine,
@@ -138,4 +138,4 @@ def _from_zero(calls: tuple[Piece, ...], a: Run, b: Run) -> tuple[Piece, ...]:
     return tuple(c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start) for c in calls)
 
 
-register(Canonical(), order=9)
+register_engine(Canonical(), order=9)

@@ -6,9 +6,8 @@ Source: Gu et al., LoongTrain, arXiv 2406.18485, section 4.
 import math
 from dataclasses import dataclass
 
-from shardlib.errors import Unsupported
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import Plan
 from shardlib.ops.attention.engines.routes import Routes
@@ -32,12 +31,8 @@ class DoubleRing(Routes):
                 return f"a ring of {p} has no rings within"
         if inner < 1 or p % inner:
             better = next(i for i in range(max(1, min(inner, p)), 0, -1) if p % i == 0)
-            raise Unsupported(
-                f"an inner ring of {inner} does not divide a ring of {p}",
-                op="ring_attention",
-                fix=f"sl.ring_attention(q, k, v, algorithm=sl.ops.attention.engines.DoubleRing({better}))",
-            )
+            return f"an inner ring of {inner} does not divide a ring of {p}; one of {better} does"
         return Plan(DoubleRing(inner), case, once_round(p, case.rows, inner), note=f"of {inner}")
 
 
-register(DoubleRing(), order=3)
+register_engine(DoubleRing(), order=3)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import Plan
 from shardlib.ops.attention.engines.both_ways import both_ways
 from shardlib.ops.attention.engines.routes import Routes
@@ -25,4 +25,4 @@ class Halo(Routes):
         return Plan(self, case, chunks)
 
 
-register(Halo(), order=2)
+register_engine(Halo(), order=2)

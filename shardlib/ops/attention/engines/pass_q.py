@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
@@ -157,7 +157,7 @@ class _Travel:
     def calls(
         self, step: int, ranks: list[LocalQueries], block: Tensor
     ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Of every rank played here: itself, the queries that stop there, their calls on its keys, the keys' positions."""
+        """Of every rank played here: the queries that stop there, their calls on its keys, the keys' positions."""
         plan = self.job.plan
         for rank in ranks:
             owner = self.chunks[0].owner(step, rank.place)
@@ -171,4 +171,4 @@ def _merge(out: Tensor, lse: Tensor, came: Tensor) -> None:
     merge(out, lse, came[..., :-1], came[..., -1])
 
 
-register(PassQ(), order=7)
+register_engine(PassQ(), order=7)

@@ -6,7 +6,7 @@ Source: Liu et al., arXiv 2310.01889.
 from dataclasses import dataclass
 
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import Plan
 from shardlib.ops.attention.engines.routes import Routes
@@ -24,4 +24,4 @@ class OneWay(Routes):
         return Plan(self, case, once_round(case.p, case.rows))
 
 
-register(OneWay(), order=0)
+register_engine(OneWay(), order=0)

@@ -28,7 +28,7 @@ from shardlib.ops.attention.local import (
 from shardlib.ops.attention.pieces import Piece, narrowed, pieces
 from shardlib.ops.attention.transfers import Coming, Leaving, send
 
-__all__ = ["Routes"]
+__all__ = ["Routes", "busiest"]
 
 Calls = tuple[Piece, ...]
 Keys = tuple[Tensor, Tensor]
@@ -70,7 +70,7 @@ class Routes:
         receives most sets the pace: zigzag both ways round saves bytes, but not that rank's.
         """
         compute, total = plan.computing(flops), 0.0
-        forward, backward = _busiest(plan)
+        forward, backward = busiest(plan)
         for cost, most, work in ((plan.forward, forward, compute), (plan.backward, backward, 2.5 * compute)):
             wire = link.alpha * cost.messages + link.beta * max(float(cost.bytes), most)
             total += max(work, wire) + min(work, wire) / (plan.steps + 1) if plan.steps else work + wire
@@ -159,7 +159,7 @@ def _stops(plan: Plan) -> list[tuple[Chunk, int]]:
     return [(chunk, t) for chunk in plan.chunks for t in range(1, len(chunk.at) + 1)]
 
 
-def _busiest(plan: Plan) -> tuple[int, int]:
+def busiest(plan: Plan) -> tuple[int, int]:
     """Bytes that the busiest rank sends or receives, forward and backward."""
     z = plan.case.sizes
     forward, backward = Counter[tuple[str, int]](), Counter[tuple[str, int]]()

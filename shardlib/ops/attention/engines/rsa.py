@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib.collectives import psum_scatter, unwrap, wrap
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase, length
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
@@ -187,4 +187,4 @@ def _grouped(x: Tensor, g: int) -> Tensor:
     return x.unflatten(1, (g, x.shape[1] // g))
 
 
-register(RSA(), order=8)
+register_engine(RSA(), order=8)

@@ -21,7 +21,7 @@ from shardlib.collectives import all_to_all, each_rank, unwrap, wrap
 from shardlib.layouts.orders import Run
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
-from shardlib.ops.attention.choose import register
+from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
     Engine,
@@ -289,5 +289,5 @@ def _none_if_same(tables: list[Tensor], rows: int) -> tuple[Tensor, ...]:
     return () if same else tuple(tables)
 
 
-register(Ulysses(), order=5)
-register(Ulysses(usp=True), order=6)
+register_engine(Ulysses(), order=5)
+register_engine(Ulysses(usp=True), order=6)

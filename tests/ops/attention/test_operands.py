@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from tests.ops.attention.dense import attention
+from shardlib.ops.attention.engines import AllGather
+from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 
 Q, K, V = (normal(2, h, 16, 8, seed=h) for h in (4, 2, 2))
@@ -66,7 +67,7 @@ def test_heads_and_batch_may_be_split_too() -> None:
     want, _ = attention(Q, K, V, sl.Causal() & sl.ALiBi([1.0, 0.5, 0.25, 0.125]) & sl.Padding([9, 16]))
     with sl.simulate(data=2, x=2, s=2):
         xs = [sl.shard(x, "data x zigzag(s) .") for x in (Q, K, V)]
-        for algorithm in ("auto", "ring_bidirectional", "ulysses", "allgather(1)"):
+        for algorithm in ("auto", "ring_bidirectional", "ulysses", AllGather(1)):
             mask = sl.Causal() & sl.ALiBi([1.0, 0.5, 0.25, 0.125]) & sl.Padding([9, 16])
             assert gap(sl.unshard(sl.ring_attention(*xs, mask=mask, algorithm=algorithm)), want) < 1e-12
 
@@ -161,6 +162,6 @@ def test_documents_of_a_packed_batch_lie_in_zigzag_each() -> None:
         x = sl.shard(q, lay)
         assert gap(sl.unshard(sl.ring_attention(x, x, x, mask=mask)), want) < 1e-12
         work = [0] * 4
-        for areas in sl.attention_plan(x, x, x, mask, "ring").areas():
+        for areas in sl.attention_plan(x, x, x, mask, "ring").areas:
             work = [a + b for a, b in zip(work, areas, strict=True)]
         assert max(work) == min(work)

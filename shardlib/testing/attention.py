@@ -1,0 +1,295 @@
+"""The laws that an engine and a mask of one's own must keep, as functions to call in a test.
+
+Each raises AssertionError naming the law and the case that broke it.  All run on simulated ranks, in
+fp64, against attention on whole tensors as its definition says.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import trace
+from shardlib.errors import Unsupported
+from shardlib.layouts import Ring
+from shardlib.layouts.orders import dealt
+from shardlib.mesh import simulate
+from shardlib.ops.attention.choose import planned
+from shardlib.ops.attention.engine import Engine, Plan
+from shardlib.ops.attention.masks import At, Causal, Documents, Full, Mask, Window
+from shardlib.ops.attention.op import ring_attention
+from shardlib.ops.attention.operands import attention_case
+from shardlib.ops.attention.peak import peak
+from shardlib.ops.attention.pieces import pieces
+from shardlib.ops.keyed import keep_mask
+from shardlib.placing import shard, unshard
+from shardlib.random import next_key
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["check_engine", "check_mask", "dense_attention"]
+
+_ORDERS = ("contiguous", "zigzag", "striped")
+_MESHES: tuple[dict[str, int], ...] = ({"s": 1}, {"s": 2}, {"s": 3}, {"r": 2, "s": 2})
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: tuple[float, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend on whole tensors, as the definition says: (out, lse); dropout is (p, seed).
+
+    >>> q = torch.randn(1, 2, 5, 4)
+    >>> out, _ = dense_attention(q, q, q, Causal())
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-6)
+    True
+    """
+    (b, h, s, d), t = q.shape, k.shape[2]
+    shared, at = h // k.shape[1], At(torch.arange(b), torch.arange(h))
+    positions = torch.arange(s), torch.arange(t)
+    scores = q @ k.repeat_interleave(shared, 1).mT * d**-0.5
+    added, allowed = mask.scores(*positions, at), mask.allowed(*positions, at)
+    scores = scores if added is None else scores + added.to(scores.dtype)
+    scores = scores if bias is None or bias.dtype == torch.bool else scores + bias
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
+    scores = scores.masked_fill(~bias, -math.inf) if bias is not None and bias.dtype == torch.bool else scores
+    empty = (scores == -math.inf).all(-1)
+    scores = scores.masked_fill(empty.unsqueeze(-1), 0)
+    lse = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
+    lse = lse if sink is None else torch.logaddexp(lse, sink[:, None])
+    p = (scores - lse.masked_fill(empty, 0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0)
+    if dropout is not None:
+        drawn = keep_mask(torch.arange(b * h * s * t).view(b, h, s, t), dropout[1], dropout[0])
+        p = p * drawn / (1 - dropout[0])
+    return p @ v.repeat_interleave(shared, 1), lse
+
+
+# ---------------------------------------------------------------- engines
+
+
+class _Case(NamedTuple):
+    """One attention to hold an engine to."""
+
+    mesh: dict[str, int]
+    order: str
+    mask: Mask
+    heads: tuple[int, int]
+    lengths: tuple[int, int]
+    with_bias: bool
+    with_sink: bool
+    with_lse: bool
+    dropout: float
+
+
+def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
+    """Every mesh with every mask; orders, heads and options take turns."""
+    out = []
+    for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
+        heads = ((4, 2), (3, 3), (6, 1))[i % 3]
+        bias, sink, lse = i % 4 == 1, i % 3 == 1, i % 2 == 0
+        out.append(_Case(mesh, _ORDERS[i % 3], mask, heads, lengths, bias, sink, lse, 0.3 if i % 5 == 2 else 0.0))
+    return out
+
+
+def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None:
+    """Hold an engine to its contract.
+
+    - It is hashable, equal to itself, and plans the same case alike.
+    - Where it fits, output, log-sum-exp and every gradient are dense's: masks, grouped heads, lengths that do
+      not divide, bias, sink, dropout.
+    - What it says it moves is what is counted, bytes and messages, forward and backward.
+    - Its areas name every rank.  It runs on shapes alone, so that its memory can be counted.
+    - A gradient of its gradient is dense's, or refused.
+
+    Raises: AssertionError.
+
+    >>> check_engine(__import__("shardlib").ops.attention.engines.OneWay())
+    """
+    assert hash(engine) == hash(engine) and engine == engine, f"{engine} is no value"
+    masks = (Full(), Causal(), Causal() & Window(4), Documents((0, 4, 5, 13))) if masks is None else masks
+    refusals = [refused for case in _cases(masks, (13, 13)) if (refused := _check_attention(engine, case))]
+    assert len(refusals) < len(_cases(masks, (13, 13))), f"{engine} fits nothing: {refusals[0]}"
+    _check_second_derivative(engine)
+
+
+def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """q, k, v, bias, sink on whole tensors."""
+    (h, g), (s, t) = case.heads, case.lengths
+    q, k, v = _normal(2, h, s, 4, seed=1), _normal(2, g, t, 4, seed=2), _normal(2, g, t, 5, seed=3)
+    bias = _normal(h, s, t, seed=4).requires_grad_() if case.with_bias else None
+    sink = _normal(h, seed=5).requires_grad_() if case.with_sink else None
+    return [x.requires_grad_() for x in (q, k, v)], bias, sink
+
+
+def _check_attention(engine: Engine, case: _Case) -> str:
+    """Compare one attention with dense; the reason where the engine does not fit."""
+    leaves, bias, sink = _operands(case)
+    learned = [*leaves, *(x for x in (bias, sink) if x is not None)]
+    torch.manual_seed(0)
+    with simulate(s=1) as one:
+        seed = next_key(one)
+    drop = (case.dropout, seed) if case.dropout else None
+    want, want_lse = dense_attention(*leaves, case.mask, bias, sink, drop)
+    cotangent = _normal(*want.shape, seed=6)
+    lse_cotangent = _normal(*want_lse.shape, seed=7).masked_fill(want_lse == -math.inf, 0)
+    loss = (want * cotangent).sum()
+    if case.with_lse:
+        loss = loss + (want_lse.masked_fill(want_lse == -math.inf, 0) * lse_cotangent).sum()
+    wanted = torch.autograd.grad(loss, learned)
+    with simulate(**case.mesh):
+        layout = Ring(tuple(case.mesh), 2, case.order)
+        xs = [shard(x.detach(), layout, pad=True).requires_grad_() for x in leaves]
+        extra = [None if x is None else x.detach().requires_grad_() for x in (bias, sink)]
+        planned_case = attention_case(*xs, case.mask, bias is not None)
+        plan = engine.plan(planned_case)
+        if isinstance(plan, str):
+            return plan
+        assert plan == engine.plan(planned_case), f"{engine} plans one case in two ways: {case}"
+        torch.manual_seed(0)
+        with trace() as forward:
+            out, lse = ring_attention(
+                *xs, mask=case.mask, bias=extra[0], sink=extra[1], dropout=case.dropout, return_lse=True,
+                algorithm=engine,
+            )  # fmt: skip
+        total = (out * shard(cotangent, layout, pad=True)).sum()
+        if case.with_lse:
+            finite = lse.masked_fill(lse == -math.inf, 0.0)
+            total = total + (finite * shard(lse_cotangent, layout, pad=True)).sum()
+        with trace() as backward:
+            total.backward()
+        found = [unshard(x.grad) for x in xs] + [x.grad for x in extra if x is not None]
+        _check_counted(engine, case, plan, forward, backward)
+        _check_paper(engine, case, plan)
+        names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", "bias or sink", "sink"))]
+        values = [unshard(out), unshard(lse), *found]
+        for name, got, expected in zip(names, values, [want, want_lse, *wanted], strict=False):
+            error = _gap(got, expected)
+            assert error < 1e-12, f"{name} of {engine} is off by {error:.2g}: {case}"
+    return ""
+
+
+def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backward: Any) -> None:
+    passes = [("forward", plan.forward, forward)]
+    if not (case.with_bias or case.with_sink or case.with_lse):  # whose gradients move besides
+        passes.append(("backward", plan.backward, backward))
+    for name, stated, counted in passes:
+        said, found = (stated.bytes, stated.messages), (counted.bytes, counted.messages)
+        assert said == found, f"{engine} says {said} bytes and messages {name}, counted {found}: {case}"
+
+
+def _check_paper(engine: Engine, case: _Case, plan: Plan) -> None:
+    """Areas name every rank; the plan runs on shapes alone."""
+    assert all(len(step) == plan.p for step in plan.areas), f"areas of {engine} do not name every rank: {case}"
+    assert peak(plan, torch.float32, plan.p - 1).backward > 0, f"{engine} computes nothing on paper: {case}"
+
+
+def _check_second_derivative(engine: Engine) -> None:
+    leaves = [_normal(1, h, 6, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
+    cotangent = _normal(1, 4, 6, 4, seed=5)
+
+    def penalty(out: Tensor, xs: Any) -> Any:
+        return sum((g * g).sum() for g in torch.autograd.grad(out, xs, create_graph=True))
+
+    want = torch.autograd.grad(penalty((dense_attention(*leaves, Causal())[0] * cotangent).sum(), leaves), leaves)
+    with simulate(s=2):
+        xs = [shard(x.detach(), Ring("s", 2)).requires_grad_() for x in leaves]
+        if isinstance(engine.plan(attention_case(*xs, Causal())), str):
+            return
+        out = ring_attention(*xs, mask=Causal(), algorithm=engine)
+        try:
+            got = torch.autograd.grad(penalty((out * shard(cotangent, Ring("s", 2))).sum(), xs), xs)
+        except Unsupported:
+            assert not engine.saves_operands, f"{engine} saves its operands and refuses a second derivative"
+            return
+        for mine, its in zip(got, want, strict=True):
+            error = _gap(unshard(mine), its)
+            assert error < 1e-12, f"a second derivative of {engine} is off by {error:.2g}"
+
+
+# ---------------------------------------------------------------- masks
+
+
+def check_mask(mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequence[str | Engine] = ("auto",)) -> None:
+    """Hold a mask to its contract, for sequences of ``q`` queries and ``k`` keys, 2 batch entries, 3 or 6 heads.
+
+    - It is hashable and equal to itself.
+    - ``allowed`` gives booleans that broadcast, the same for a block as for the whole; so do ``scores``.
+    - What ``relation`` and ``cuts`` say is what ``allowed`` says: the kernel calls that follow from them cover
+      each allowed pair once, and no other.
+    - Attention with it is dense's, values and gradients, with each of ``engines``.
+
+    Raises: AssertionError.
+
+    >>> check_mask(Causal() & Window(5))
+    """
+    k = q if k is None else k
+    assert hash(mask) == hash(mask) and mask == mask, f"{mask} is no value"
+    at = At(torch.arange(2), torch.arange(3))
+    whole = _allowed(mask, torch.arange(q), torch.arange(k), at)
+    added = _scores(mask, torch.arange(q), torch.arange(k), at)
+    for p, order, key_order in itertools.product((1, 2, 3), _ORDERS, _ORDERS):
+        for q_runs, k_runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
+            rows, cols = (
+                torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64) for runs in (q_runs, k_runs)
+            )
+            block = _allowed(mask, rows, cols, at)
+            assert torch.equal(block, whole[:, :, rows][..., cols]), f"{mask} answers otherwise for a block"
+            same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
+            assert same, f"{mask} scores a block otherwise"
+            covered = torch.zeros(block.shape, dtype=torch.int64)
+            for c in pieces(q_runs, k_runs, mask):
+                inside = torch.ones(c.q1 - c.q0, c.k1 - c.k0, dtype=torch.bool)
+                inside = inside.tril() if c.kind == "causal" else inside
+                inside = block[..., c.q0 : c.q1, c.k0 : c.k1] if c.kind == "masked" else inside
+                covered[..., c.q0 : c.q1, c.k0 : c.k1] += inside.long()
+            assert torch.equal(covered, block.long()), f"relation and allowed of {mask} differ: {q_runs}, {k_runs}"
+    for engine, mesh in itertools.product(engines, _MESHES[1:]):
+        _check_masked(mask, engine, mesh, (q, k))
+
+
+def _check_masked(mask: Mask, algorithm: str | Engine, mesh: dict[str, int], lengths: tuple[int, int]) -> None:
+    case = _Case(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
+    leaves, *_ = _operands(case)
+    with simulate(**mesh):
+        xs = [shard(x.detach(), Ring(tuple(mesh), 2, case.order), pad=True) for x in leaves]
+        engine = algorithm
+        if isinstance(algorithm, str):
+            engine = planned(attention_case(*xs, mask), algorithm).run.engine
+    assert not isinstance(engine, str)
+    assert not (refused := _check_attention(engine, case)), f"{engine} refuses {mask}: {refused}"
+
+
+def _allowed(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
+    allowed = mask.allowed(q.clone(), k.clone(), at)
+    shape = len(at.batch), len(at.heads), len(q), len(k)
+    if allowed is None:
+        return torch.ones(shape, dtype=torch.bool)
+    assert allowed.dtype == torch.bool, f"{mask} gives {allowed.dtype}, not booleans"
+    return allowed.expand(shape)
+
+
+def _scores(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
+    scores = mask.scores(q.clone(), k.clone(), at)
+    shape = len(at.batch), len(at.heads), len(q), len(k)
+    assert scores is None or mask.biased, f"{mask} adds to the scores and says that it does not"
+    return torch.zeros(shape) if scores is None else scores.expand(shape)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _gap(got: Any, want: Tensor) -> float:
+    """Largest difference relative to the largest value; equal infinities are no difference."""
+    got, want = got.detach(), want.detach()
+    got = unshard(got) if isinstance(got, ShardedTensor) else got
+    gone = (got - want).abs().masked_fill(got == want, 0)
+    finite = want[want.isfinite()].abs()
+    return float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0)) if got.numel() else 0.0
