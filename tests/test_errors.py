@@ -74,7 +74,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("an unknown operation", lambda: sl.why("matmull", 1, 2), "ShardError", "unknown operation 'matmull'", {"a": lambda: s("rows .", 4, 4), "b": lambda: s(". .", 4, 4)}),
     ("shard_map of another layout", lambda: sl.shard_map(lambda v: v, in_layouts="rows", out_layouts="rows")(s(".", 4)), "ShardError", "laid out ., not rows", {"x": lambda: s(".", 4)}),
     ("attention over an unknown algorithm", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rnig"), "ShardError", "unknown algorithm 'rnig'", QKV),
-    ("an algorithm with a number it does not take", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rsa(2)"), "ShardError", "'rsa' takes no number", QKV),
+    ("an algorithm that is no engine", lambda: sl.ring_attention(*[ring()] * 3, algorithm=("rsa", 2)), "ShardError", "an algorithm is a name or an engine", QKV),
     ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm=sl.ops.attention.engines.DoubleRing(3)), "NoRule", "an inner ring of 3 does not divide", QKV),
     ("a bias that Ulysses would drop", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(4, 4), algorithm="ulysses"), "NoRule", "rows change places", QKV),
     ("USP over one axis", lambda: sl.ring_attention(*[ring()] * 3, algorithm="usp"), "NoRule", "split over two axes", QKV),

@@ -60,12 +60,12 @@ def ring_attention(
     Raises: Unsupported where the algorithm cannot honour the mask or an argument; nothing is dropped.
     Source: Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl
     >>> q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     >>> with sl.simulate(s=4):
     ...     x = sl.shard(q, sl.Ring("s", dim=2, schedule="zigzag"))
     ...     out = sl.unshard(sl.ring_attention(x, x, x, mask=sl.Causal()))
-    >>> torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
     True
     """
     if canonical:
@@ -91,7 +91,7 @@ def attention_plan(
 
     Under ``sl.record`` for a mesh of any size.
 
-    >>> import shardlib as sl
+    >>> import torch, shardlib as sl
     >>> with sl.record(s=64):
     ...     q = sl.shard(torch.empty(1, 8, 65536, 64, device="meta"), sl.Ring("s", dim=2, schedule="zigzag"))
     ...     plan = attention_plan(q, q, q, sl.Causal())

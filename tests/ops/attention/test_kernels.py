@@ -71,7 +71,7 @@ def test_merging_in_any_order_is_the_softmax_over_all() -> None:
 def test_cuda_s_kernels_are_called_as_this_torch_declares_them(name: str, biased: bool) -> None:
     """On the meta device: shapes and arguments alone, for machines without a GPU."""
     if biased and name == "flash":
-        assert "no mask" in unfit(name, *_cuda(), biased=True, special=False)
+        assert "no mask" in unfit(name, *_cuda(), biased=True, needs_math=False)
         return
     q, k = (torch.empty(2, n, 40, 32, dtype=torch.bfloat16, device="meta") for n in (4, 2))
     bias = torch.empty(40, 40, device="meta") if biased else None
@@ -90,9 +90,9 @@ def _cuda() -> tuple[Any, Any]:
 
 
 def test_a_gpu_gets_flash_and_masks_get_the_efficient_kernel() -> None:
-    assert pick(*_cuda(), biased=False, special=False).name == "flash"
-    assert pick(*_cuda(), biased=True, special=False).name == "efficient"
-    assert pick(*_cuda(), biased=True, special=True).name == "math"
+    assert pick(*_cuda(), biased=False, needs_math=False).name == "flash"
+    assert pick(*_cuda(), biased=True, needs_math=False).name == "efficient"
+    assert pick(*_cuda(), biased=True, needs_math=True).name == "math"
 
 
 def test_an_op_that_changed_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
