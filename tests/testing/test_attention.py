@@ -10,6 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib.testing import check_engine, check_mask, dense_attention
+from tests.test_extend import MASK  # as the page writes it
 
 ENGINE = '''
 """Attention that gathers everything and computes all scores at once."""
@@ -62,22 +63,6 @@ class GatherAll(Engine):
 register_engine(GatherAll())
 '''
 
-MASK = '''
-"""Each query sees every third key, and itself."""
-
-from dataclasses import dataclass
-
-from shardlib.extend import Mask
-
-
-@dataclass(frozen=True)
-class Strided(Mask):
-    step: int = 3
-
-    def allowed(self, q, k, at):
-        return ((q[:, None] - k) % self.step == 0) | (q[:, None] == k)
-'''
-
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[dict[str, Path]]:
@@ -99,7 +84,7 @@ def imported(path: Path) -> Any:
 @pytest.mark.parametrize("order", [("engine", "mask"), ("mask", "engine")], ids="-".join)
 def test_an_engine_and_a_mask_of_one_s_own_keep_the_laws(written: dict[str, Path], order: tuple[str, ...]) -> None:
     found = {name: imported(written[name]) for name in order}
-    engine, mask = found["engine"].GatherAll(), found["mask"].Strided()
+    engine, mask = found["engine"].GatherAll(), found["mask"].Strided(4)
     check_engine(engine, masks=(sl.Full(), sl.Causal(), mask, mask & sl.Causal()))
     check_mask(mask, engines=("ring", "ulysses", engine))
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
