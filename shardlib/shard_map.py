@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import wrap
-from shardlib.collectives.stacked import of
+from shardlib.collectives.simulate import of
 from shardlib.errors import RankMismatch, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh, bind

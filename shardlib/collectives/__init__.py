@@ -6,10 +6,15 @@ from shardlib.collectives.api import (
     all_to_all,
     axis_index,
     axis_size,
+    blocks,
     broadcasts,
     each_rank,
+    held,
+    holds_values,
+    lead,
     pbroadcast,
     pick,
+    played,
     pmax,
     pmean,
     ppermute,
@@ -23,15 +28,16 @@ from shardlib.collectives.api import (
     shift,
     start,
     start_ppermutes,
+    storage,
     unwrap,
     wrap,
 )
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
-from shardlib.collectives.stacked import Stacked
+from shardlib.collectives.simulate import Stacked
 
 __all__ = [
-    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "broadcasts",
-    "each_rank", "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add",
-    "pslice", "psum", "psum_scatter", "pvary", "reductions", "shift", "start", "start_ppermutes", "trace", "unwrap",
-    "wrap",
+    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks",
+    "broadcasts", "each_rank", "expect_comm", "held", "holds_values", "lead", "pbroadcast", "pick", "played", "pmax",
+    "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "reductions", "shift",
+    "start", "start_ppermutes", "storage", "trace", "unwrap", "wrap",
 ]  # fmt: skip

@@ -6,24 +6,26 @@ together.  A one-sized axis moves nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import dist, record, stacked
+from shardlib.collectives.backends import Backend, backend, dist
+from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.count import Trace, note
-from shardlib.collectives.stacked import Stacked, of
+from shardlib.collectives.simulate import Stacked, of
 from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported
 from shardlib.mesh import Mesh, current_mesh, scope
 
 __all__ = [
-    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "broadcasts", "each_rank", "pbroadcast",
-    "pick", "pmax", "pmean", "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary",
-    "reductions", "shift", "start", "start_ppermutes", "unwrap", "wrap",
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts", "each_rank", "held",
+    "holds_values", "lead", "pbroadcast", "pick", "played", "pmax", "pmean", "ppermute", "preduce", "preduce_add",
+    "pslice", "psum", "psum_scatter", "pvary", "reductions", "shift", "start", "start_ppermutes", "storage", "unwrap",
+    "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -39,16 +41,48 @@ def unwrap(local: Tensor) -> Tensor:
     return local.ranks if type(local) is Stacked else local
 
 
+def held(local: Tensor, mesh: Mesh) -> Tensor:
+    """The storage of a local block, or of a plain tensor that every rank holds."""
+    return of(local, mesh) if mesh.kind == "stacked" else local
+
+
+def played(mesh: Mesh) -> list[dict[str, int]]:
+    """Coordinates of the ranks that this process plays.
+
+    >>> import shardlib as sl
+    >>> played(sl.simulate(x=2)), played(sl.record(x=1000))
+    ([{'x': 0}, {'x': 1}], [{'x': 0}])
+    """
+    return backend(mesh).played(mesh)
+
+
+def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    """The blocks of the ranks played here as a storage: stacked, or the only one."""
+    return backend(mesh).storage(blocks, mesh)
+
+
+def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
+    """Of a storage the block of each rank played here; what is written to them is written to it."""
+    return backend(mesh).blocks(raw, mesh)
+
+
+def lead(mesh: Mesh) -> int:
+    """Number of dimensions that a storage has in front of a block's: 1 where one process plays several ranks."""
+    return backend(mesh).lead(mesh)
+
+
+def holds_values(mesh: Mesh) -> bool:
+    """Whether blocks hold values, not shapes only."""
+    return backend(mesh).holds_values
+
+
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
     """(coordinate, view) of every rank that this process plays; view(raw) is that rank's block of a storage.
 
     For local code that differs in more than values from rank to rank; what it writes to the views stays.
     """
-    if mesh.kind != "stacked":
-        yield mesh.coord or dict.fromkeys(mesh.names, 0), lambda raw: raw
-        return
-    for rank, coord in enumerate(stacked.coordinates(mesh)):
-        yield coord, lambda raw, rank=rank: raw[rank]
+    for i, coord in enumerate(played(mesh)):
+        yield coord, lambda raw, i=i: raw[i] if lead(mesh) else raw
 
 
 # ---------------------------------------------------------------- one path for all of them
@@ -58,52 +92,97 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-_COUNT: dict[str, Callable[[int, int, tuple], tuple[int, int, int]]] = {  # (n, p, params) -> bytes, /, messages
-    "psum": lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
-    "pmax": lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
-    "all_gather": lambda n, p, _: ((p - 1) * n, 1, p - 1),
-    "psum_scatter": lambda n, p, _: ((p - 1) * n, p, p - 1),
-    "all_to_all": lambda n, p, _: ((p - 1) * n, p, p - 1),
-    "pbroadcast": lambda n, p, _: ((p - 1) * n, p, 1),
-    "preduce": lambda n, p, _: ((p - 1) * n, p, 1),
-    "ppermute": lambda n, p, a: (n * sum(s != d for s, d in a[0]), p, int(any(s != d for s, d in a[0]))),
-}
+@dataclass(frozen=True, eq=False)
+class _Collective:
+    """What is known of a linear collective; ``params`` are what it takes besides the axes.
 
-_ADJOINT: dict[str, Callable[..., tuple]] = {
-    "psum": lambda *_: ("psum",),
-    "all_gather": lambda dim: ("psum_scatter", dim),
-    "psum_scatter": lambda dim, wire=None: ("all_gather", dim),
-    "pslice": lambda dim: ("place", dim),
-    "place": lambda dim: ("pslice", dim),
-    "ppermute": lambda pairs: ("ppermute", tuple((d, s) for s, d in pairs)),
-    "all_to_all": lambda split, concat: ("all_to_all", concat, split),
-    "pbroadcast": lambda root: ("preduce", root),
-    "preduce": lambda root: ("pbroadcast", root),
-    "pvary": lambda: ("psum",),
-}
+    ``post``     its function in a back end.
+    ``adjoint``  params -> the collective that takes a gradient back, and its params.
+    ``moved``    (bytes of a block, axis size, params) -> bytes received, /, messages; None: it moves nothing.
+    """
+
+    name: str
+    post: Callable[[Backend], Callable[..., Finish]]
+    adjoint: Callable[..., tuple["_Collective", tuple]]
+    moved: Callable[[int, int, tuple], tuple[int, int, int]] | None = None
+
+
+def _one_permuted(b: Backend) -> Callable[..., Finish]:
+    return lambda raw, mesh, axes, pairs: b.ppermutes([raw], mesh, axes, [pairs])[0]
+
+
+def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
+    moving = sum(s != d for s, d in params[0])
+    return n * moving, p, int(moving > 0)
+
+
+def _unlinear(*_: object) -> tuple[_Collective, tuple]:
+    raise AssertionError("pmax has its own gradient")
+
+
+_PSUM = _Collective("psum", lambda b: b.psum, lambda *_: (_PSUM, ()), lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)))
+_PMAX = _Collective("pmax", lambda b: b.pmax, _unlinear, _PSUM.moved)
+_ALL_GATHER = _Collective(
+    "all_gather",
+    lambda b: b.all_gather,
+    lambda dim: (_PSUM_SCATTER, (dim,)),
+    lambda n, p, _: ((p - 1) * n, 1, p - 1),
+)
+_PSUM_SCATTER = _Collective(
+    "psum_scatter",
+    lambda b: b.psum_scatter,
+    lambda dim, wire=None: (_ALL_GATHER, (dim,)),
+    lambda n, p, _: ((p - 1) * n, p, p - 1),
+)
+_PSLICE = _Collective("pslice", lambda b: b.pslice, lambda dim: (_PLACE, (dim,)))
+_PLACE = _Collective("place", lambda b: b.place, lambda dim: (_PSLICE, (dim,)))
+_PPERMUTE = _Collective(
+    "ppermute", _one_permuted, lambda pairs: (_PPERMUTE, (tuple((d, s) for s, d in pairs),)), _permuted
+)
+_ALL_TO_ALL = _Collective(
+    "all_to_all",
+    lambda b: b.all_to_all,
+    lambda split, concat: (_ALL_TO_ALL, (concat, split)),
+    lambda n, p, _: ((p - 1) * n, p, p - 1),
+)
+_PBROADCAST = _Collective(
+    "pbroadcast", lambda b: b.pbroadcast, lambda root: (_PREDUCE, (root,)), lambda n, p, _: ((p - 1) * n, p, 1)
+)
+_PREDUCE = _Collective(
+    "preduce", lambda b: b.preduce, lambda root: (_PBROADCAST, (root,)), lambda n, p, _: ((p - 1) * n, p, 1)
+)
+
+
+def _nothing_moves(b: Backend) -> Callable[..., Finish]:
+    return lambda raw, *_: lambda: raw.view_as(raw)
+
+
+_PVARY = _Collective("pvary", _nothing_moves, lambda: (_PSUM, ()))
+
+_ADDING = frozenset({_PSUM, _PMAX, _PSUM_SCATTER, _PREDUCE})
 
 
 class _Moved(Local):
     """A linear collective on raw storage; its backward is the adjoint collective."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, op: str, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
+    def forward(ctx: Any, raw: Tensor, op: _Collective, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
         ctx.call = op, mesh, axes, params
-        return raw.view_as(raw) if op == "pvary" else _finish(op, raw, mesh, axes, params)()
+        return raw.view_as(raw) if op is _PVARY else _finish(op, raw, mesh, axes, params)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         op, mesh, axes, params = ctx.call
-        name, *back = _ADJOINT[op](*params)
-        return _raw_call(name, grads[0], mesh, axes, tuple(back)), None, None, None, None
+        back, given = op.adjoint(*params)
+        return _raw_call(back, grads[0], mesh, axes, given), None, None, None, None
 
 
 class _Max(Local):
     """pmax; the gradient goes to the maxima, shared where several ranks hold one."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        out = _finish("pmax", raw, mesh, axes, ())()
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+        out = _finish(_PMAX, raw, mesh, axes, ())()
         ctx.place = mesh, axes
         ctx.save_for_backward(raw, out)
         return out
@@ -112,41 +191,40 @@ class _Max(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (raw, out), (mesh, axes) = ctx.saved_tensors, ctx.place
         held = (raw == out).to(grads[0].dtype)
-        both = _raw_call("psum", torch.stack([grads[0], held], -1), mesh, axes, ())
+        both = _raw_call(_PSUM, torch.stack([grads[0], held], -1), mesh, axes, ())
         return held * both[..., 0] / both[..., 1], None, None
 
 
-def _finish(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Callable[[], Tensor]:
+def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
     """Count, post, and return how to get the result."""
     dtype = raw.dtype
-    if dtype in _SMALL and op in _ADDS:  # no back end adds these as they are
-        wide = _finish(op, raw.to(torch.int32), mesh, axes, params)
-        return lambda: wide().to(dtype)
-    if dtype not in _SENT and op in _ADDS and (op == "pmax" or not dtype.is_complex):
-        raise Unsupported(
-            f"{dtype} has no {'order' if dtype.is_complex else 'sum'} in torch",
-            op=op,
-            operands={"block": f"{dtype} {list(raw.shape)}"},
-            mesh=mesh,
-            fix=f"sl.{op}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
-        )
-    if dtype not in _SENT and not dtype.is_complex:
-        bits = _finish(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
-        return lambda: bits().view(dtype)
+    if dtype not in _SENT:
+        return _finish_other(op, raw, mesh, axes, params)
     if traces := scope().traces:
         _note(traces, op, raw, mesh, axes, params)
-    if mesh.kind == "dist":
-        raw = raw.resolve_conj() if raw.is_conj() else raw  # torch.distributed sends the memory as it is
-        if not dtype.is_complex:
-            return _DIST[op](raw, mesh, axes, *params)
-        pairs = _DIST[op](torch.view_as_real(raw), mesh, axes, *params)
+    return op.post(backend(mesh))(raw, mesh, axes, *params)
+
+
+def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+    """The same for a dtype that no transport takes: as another one."""
+    dtype = raw.dtype
+    if dtype in _SMALL and op in _ADDING:
+        wide = _finish(op, raw.to(torch.int32), mesh, axes, params)
+        return lambda: wide().to(dtype)
+    if op in _ADDING and (op is _PMAX or not dtype.is_complex):
+        raise Unsupported(
+            f"{dtype} has no {'order' if dtype.is_complex else 'sum'} in torch",
+            op=op.name,
+            operands={"block": f"{dtype} {list(raw.shape)}"},
+            mesh=mesh,
+            fix=f"sl.{op.name}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
+        )
+    if dtype.is_complex:  # what travels is the memory as it is
+        pairs = _finish(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
         return lambda: torch.view_as_complex(pairs().contiguous())
-    module: ModuleType = stacked if mesh.kind == "stacked" else record
-    out = getattr(module, op)(raw, mesh, axes, *params)
-    return lambda: out
+    bits = _finish(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
+    return lambda: bits().view(dtype)
 
-
-_ADDS = frozenset({"psum", "pmax", "psum_scatter", "preduce"})
 
 _SENT = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -157,37 +235,33 @@ _SMALL = frozenset({torch.bool, torch.int16})
 
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
-_DIST: dict[str, Callable[..., Callable[[], Tensor]]] = {n: getattr(dist, n) for n in _ADJOINT if n != "pvary"} | {
-    "pmax": dist.pmax
-}
 
-
-def _note(traces: tuple[Trace, ...], op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> None:
-    if op in _COUNT:
+def _note(traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> None:
+    if op.moved is not None:
         n, p = _bytes(raw), mesh.axis_size(axes)
         if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:  # narrower than what is summed
             n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
             n //= mesh.size
-        note(traces, op, axes[0] if len(axes) == 1 else axes, *_COUNT[op](n, p, params))
+        note(traces, op.name, axes[0] if len(axes) == 1 else axes, *op.moved(n, p, params))
 
 
-def _raw_call(op: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple) -> Tensor:
+def _raw_call(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
     if raw.requires_grad and torch.is_grad_enabled():
-        if op == "pmax":
+        if op is _PMAX:
             return _Max.apply(raw, mesh, axes)  # type: ignore[return-value]
         return _Moved.apply(raw, op, mesh, axes, params)  # type: ignore[return-value]
-    return raw if op == "pvary" else _finish(op, raw, mesh, axes, params)()
+    return raw if op is _PVARY else _finish(op, raw, mesh, axes, params)()
 
 
-def _call(op: str, x: Tensor, axis: Axis, params: tuple) -> Tensor:
+def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh.axis_size(axes) == 1 and params != ((),):  # ppermute along no pair: nobody receives
-        return x.to(params[0]) if op == "psum" and params else x
+        return x.to(params[0]) if op is _PSUM and params else x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
-    return Stacked(_raw_call(op, stacked.of(x, mesh), mesh, axes, params), mesh)
+    return Stacked(_raw_call(op, of(x, mesh), mesh, axes, params), mesh)
 
 
 def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -> int:
@@ -229,7 +303,7 @@ def psum(x: Tensor, axis: Axis, *, out: torch.dtype | None = None, wire: torch.d
     ...     psum(torch.ones(2), "x")
     tensor([2., 2.])
     """
-    return _call("psum", x, axis, _narrow(x, out, wire))
+    return _call(_PSUM, x, axis, _narrow(x, out, wire))
 
 
 def _narrow(x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> tuple[torch.dtype, ...]:
@@ -244,7 +318,7 @@ def pmean(x: Tensor, axis: Axis) -> Tensor:
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
     """Elementwise maximum over a mesh axis.  Moves what psum moves.  Grad: to the maxima, shared."""
-    return _call("pmax", x, axis, ())
+    return _call(_PMAX, x, axis, ())
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tensor:
@@ -254,7 +328,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     Moves: (p-1) n bytes, p-1 messages.    Grad: psum_scatter.
     """
     at = _dim("all_gather", x, axis, dim, False, new=not tiled)
-    return _call("all_gather", x if tiled else x.unsqueeze(at), axis, (at,))
+    return _call(_ALL_GATHER, x if tiled else x.unsqueeze(at), axis, (at,))
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> Tensor:
@@ -270,7 +344,7 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None =
     ...     psum_scatter(torch.ones(4), "x")
     tensor([2., 2.])
     """
-    return _call("psum_scatter", x, axis, _scatter(x, axis, dim, wire))
+    return _call(_PSUM_SCATTER, x, axis, _scatter(x, axis, dim, wire))
 
 
 def _scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> tuple:
@@ -283,7 +357,7 @@ def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Shapes: x [..., n, ...] -> [..., n / p, ...].    Grad: the block placed in zeros.
     """
-    return _call("pslice", x, axis, (_dim("pslice", x, axis, dim, True),))
+    return _call(_PSLICE, x, axis, (_dim("pslice", x, axis, dim, True),))
 
 
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
@@ -292,7 +366,7 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     Moves: n bytes per moving pair / p, 1 message.    Grad: the inverse.
     Raises: ShardError if a rank sends or receives twice, or is not on the axis.
     """
-    return _call("ppermute", x, axis, _pairs(x, axis, perm))
+    return _call(_PPERMUTE, x, axis, _pairs(x, axis, perm))
 
 
 def _pairs(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...]]:
@@ -314,7 +388,7 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """Rank i's block goes to rank i + by, cyclic.  Moves: n bytes, 1 message.  Grad: shift by -by."""
-    return _call("ppermute", x, axis, _by(x, axis, by))
+    return _call(_PPERMUTE, x, axis, _by(x, axis, by))
 
 
 def _by(x: Tensor, axis: Axis, by: int) -> tuple[tuple[tuple[int, int], ...]]:
@@ -333,7 +407,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
     Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_to_all with the dims exchanged.
     """
-    return _call("all_to_all", x, axis, _dims(x, axis, split_dim, concat_dim))
+    return _call(_ALL_TO_ALL, x, axis, _dims(x, axis, split_dim, concat_dim))
 
 
 def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, int]:
@@ -348,12 +422,12 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     ...     pbroadcast(axis_index("x") * 10.0, "x", root=1)
     tensor(10.)
     """
-    return _call("pbroadcast", x, axis, (_root("pbroadcast", x, axis, root),))
+    return _call(_PBROADCAST, x, axis, (_root("pbroadcast", x, axis, root),))
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """The sum at the root, zeros elsewhere.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast."""
-    return _call("preduce", x, axis, (_root("preduce", x, axis, root),))
+    return _call(_PREDUCE, x, axis, (_root("preduce", x, axis, root),))
 
 
 def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None) -> None:
@@ -367,19 +441,11 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
     mesh = current_mesh()
     if mesh.axis_size(axis) == 1:
         target.add_(x)
-    elif mesh.kind == "dist":
-        if traces := scope().traces:
-            _note(traces, "preduce", x.to(wire), mesh, (axis,), ())
-        dist.reductions(mesh, (axis,), wire)(target, x, root)()
-    elif x.dtype == wire:
-        target.add_(preduce(x, axis, root))
-    else:
-        sent = x.to(wire)
-        total = preduce(sent, axis, root)  # counted, and right but for its rounding
-        if mesh.kind == "stacked":
-            exact = Stacked(stacked.preduce(of(sent, mesh).to(x.dtype), mesh, (axis,), root), mesh)
-            total = exact + (x - sent) * (axis_index(axis) == root)
-        target.add_(total)
+        return
+    raw = held(x, mesh)
+    if traces := scope().traces:
+        _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), ())
+    backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
 
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
@@ -421,7 +487,7 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
 
 def pvary(x: Tensor, axis: Axis) -> Tensor:
     """The identity, whose gradient is summed over ``axis``: a replicated value met per-rank data."""
-    return _call("pvary", x, axis, ())
+    return _call(_PVARY, x, axis, ())
 
 
 def axis_size(axis: Axis) -> int:
@@ -434,8 +500,8 @@ def axis_index(axis: Axis) -> Any:
     mesh = current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     mesh.axis_size(axes)
-    module: Any = {"dist": dist, "stacked": stacked, "record": record}[mesh.kind]
-    return module.axis_index(mesh, axes)
+    index = backend(mesh).axis_index(mesh, axes)
+    return Stacked(index, mesh) if isinstance(index, Tensor) else index
 
 
 def pick(table: Sequence[Any], axis: Axis) -> Any:
@@ -472,25 +538,33 @@ def start_ppermutes(xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[t
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
-    if mesh.kind != "dist" or mesh.axis_size(axes) == 1:
+    if mesh.axis_size(axes) == 1 or any(x.dtype not in _SENT or x.requires_grad for x in xs):
         return [start(ppermute, x, axis, perm) for x, perm in zip(xs, perms, strict=True)]
     tables = [_pairs(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
+    raws = [held(x, mesh) for x in xs]
     if traces := scope().traces:
-        for x, pairs in zip(xs, tables, strict=True):
-            _note(traces, "ppermute", x, mesh, axes, (pairs,))
-    return [Pending(finish) for finish in dist.ppermutes(xs, mesh, axes, tables)]
+        for raw, pairs in zip(raws, tables, strict=True):
+            _note(traces, _PPERMUTE, raw, mesh, axes, (pairs,))
+    return [_pending(finish, mesh) for finish in backend(mesh).ppermutes(raws, mesh, axes, tables)]
 
 
-_POSTABLE: dict[Callable[..., Tensor], Callable[..., tuple[str, tuple]]] = {  # the same checks as the synchronous form
-    psum: lambda x, axis, out=None, wire=None: ("psum", _narrow(x, out, wire)),
-    pmax: lambda x, axis: ("pmax", ()),
-    all_gather: lambda x, axis, dim=0: ("all_gather", (_dim("all_gather", x, axis, dim, False),)),
-    psum_scatter: lambda x, axis, dim=0, wire=None: ("psum_scatter", _scatter(x, axis, dim, wire)),
-    ppermute: lambda x, axis, perm: ("ppermute", _pairs(x, axis, perm)),
-    shift: lambda x, axis, by=1: ("ppermute", _by(x, axis, by)),
-    all_to_all: lambda x, axis, split_dim, concat_dim: ("all_to_all", _dims(x, axis, split_dim, concat_dim)),
-    pbroadcast: lambda x, axis, root=0: ("pbroadcast", (_root("pbroadcast", x, axis, root),)),
-    preduce: lambda x, axis, root=0: ("preduce", (_root("preduce", x, axis, root),)),
+def _pending(finish: Finish, mesh: Mesh) -> Pending:
+    """What comes is a local block."""
+    return Pending(finish if mesh.kind != "stacked" else lambda: Stacked(finish(), mesh))
+
+
+_POSTABLE: dict[
+    Callable[..., Tensor], Callable[..., tuple[_Collective, tuple]]
+] = {  # the same checks as the synchronous form
+    psum: lambda x, axis, out=None, wire=None: (_PSUM, _narrow(x, out, wire)),
+    pmax: lambda x, axis: (_PMAX, ()),
+    all_gather: lambda x, axis, dim=0: (_ALL_GATHER, (_dim("all_gather", x, axis, dim, False),)),
+    psum_scatter: lambda x, axis, dim=0, wire=None: (_PSUM_SCATTER, _scatter(x, axis, dim, wire)),
+    ppermute: lambda x, axis, perm: (_PPERMUTE, _pairs(x, axis, perm)),
+    shift: lambda x, axis, by=1: (_PPERMUTE, _by(x, axis, by)),
+    all_to_all: lambda x, axis, split_dim, concat_dim: (_ALL_TO_ALL, _dims(x, axis, split_dim, concat_dim)),
+    pbroadcast: lambda x, axis, root=0: (_PBROADCAST, (_root("pbroadcast", x, axis, root),)),
+    preduce: lambda x, axis, root=0: (_PREDUCE, (_root("preduce", x, axis, root),)),
 }
 
 
@@ -509,7 +583,7 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
         )
     op, params = _POSTABLE[f](x, axis, *args, **kwargs)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if mesh.kind != "dist" or mesh.axis_size(axes) == 1:
+    if mesh.axis_size(axes) == 1:
         out = _call(op, x, axis, params)
         return Pending(lambda: out)
-    return Pending(_finish(op, x, mesh, axes, params))
+    return _pending(_finish(op, held(x, mesh), mesh, axes, params), mesh)

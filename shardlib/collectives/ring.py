@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.api import axis_index, axis_size, shift, start
-from shardlib.collectives.stacked import Stacked, of
+from shardlib.collectives.simulate import Stacked, of
 
 __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 

@@ -18,11 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, reduce_scatter_single
-from shardlib.mesh import Mesh
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.mesh import Mesh, rank_along
 
 __all__: list[str] = []
 
-Finish = Callable[[], Tensor]
+holds_values = True
+
+
+def played(mesh: Mesh) -> list[dict[str, int]]:
+    return [dict(mesh.coord or dict.fromkeys(mesh.names, 0))]
+
+
+def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    return blocks[0]
+
+
+def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
+    return [raw]
+
+
+def lead(mesh: Mesh) -> int:
+    return 0
+
+
 Finished = Callable[[], object]
 
 
@@ -40,7 +59,7 @@ class _Group:
     turns: Iterator[int]  # the same number for all members: one tag per exchange, so none can take another's blocks
 
 
-def group(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
+def group(mesh: Mesh, axes: Axes) -> _Group:
     """The group of one axis or several, made once and kept on the mesh."""
     found = mesh.groups.get(axes)
     if found is None:
@@ -48,7 +67,7 @@ def group(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
     return found
 
 
-def _make(mesh: Mesh, axes: tuple[str, ...]) -> _Group:
+def _make(mesh: Mesh, axes: Axes) -> _Group:
     assert mesh.device_mesh is not None and mesh.coord is not None, "this process is not in the mesh"
     grid = mesh.device_mesh.mesh
     at = [mesh.names.index(a) for a in axes]
@@ -98,9 +117,7 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
     return works
 
 
-def psum(
-    x: Tensor, mesh: Mesh, axes: tuple[str, ...], out: torch.dtype | None = None, wire: torch.dtype | None = None
-) -> Finish:
+def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Finish:
     if out is None:
         return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
     p = mesh.axis_size(axes)
@@ -112,7 +129,7 @@ def psum(
     return finish
 
 
-def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any) -> Finish:
+def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
     g = group(mesh, axes)
     out = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op, group=g.handle, async_op=True)
@@ -124,7 +141,7 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], op: Any) -> Finish
     return finish
 
 
-def pmax(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Finish:
+def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
     """The transports' own maximum may pass over a NaN, so floats are compared here: the same bytes."""
     if not x.is_floating_point() or not x.numel():
         return _all_reduce(x, mesh, axes, dist.ReduceOp.MAX)
@@ -144,7 +161,7 @@ def pmax(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Finish:
     return finish
 
 
-def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     g = group(mesh, axes)
     x = x.contiguous()
     out = x.new_empty(g.size * x.shape[0] if x.ndim else g.size, *x.shape[1:])
@@ -166,7 +183,7 @@ def all_gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish
     return finish
 
 
-def psum_scatter(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, wire: torch.dtype | None = None) -> Finish:
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
@@ -196,14 +213,14 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def pslice(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     g = group(mesh, axes)
     n = x.shape[dim] // g.size
     out = x.narrow(dim, g.index * n, n).contiguous()
     return lambda: out
 
 
-def place(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
+def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     g = group(mesh, axes)
     n = x.shape[dim]
     out = x.new_zeros([n * g.size if d == dim else s for d, s in enumerate(x.shape)])
@@ -211,13 +228,7 @@ def place(x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int) -> Finish:
     return lambda: out
 
 
-def ppermute(x: Tensor, mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Finish:
-    return ppermutes([x], mesh, axes, [pairs])[0]
-
-
-def ppermutes(
-    xs: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], tables: Sequence[Sequence[tuple[int, int]]]
-) -> list[Finish]:
+def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
     """Several at once: on NCCL one group call, on gloo every receive posted before any send."""
     g = group(mesh, axes)
     receives, sends, outs = [], [], []
@@ -255,7 +266,7 @@ def ppermutes(
 _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGroup.recv}
 
 
-def all_to_all(x: Tensor, mesh: Mesh, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Finish:
+def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(split_dim, (g.size, x.shape[split_dim] // g.size)).movedim(split_dim, 0)
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
@@ -286,13 +297,13 @@ class _Posted:
     wait = __call__
 
 
-def pbroadcast(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> _Posted:
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
     g = mesh.groups.get(axes) or group(mesh, axes)
     out = x.contiguous() if g.index == root else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _Posted(g.handle.broadcast(out, g.places[root]), out)
 
 
-def broadcasts(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, int], _Posted]:
+def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
     """pbroadcast over one group, which is looked up once."""
     g = group(mesh, axes)
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
@@ -305,7 +316,7 @@ def broadcasts(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Tensor, int], _Po
 
 
 def reductions(
-    mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None = None
+    mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
     """Posted preduce_add over one group, which is looked up once."""
     g = mesh.groups.get(axes) or group(mesh, axes)
@@ -339,7 +350,7 @@ def _reduced(target: Tensor, x: Tensor, g: _Group, root: int) -> Callable[[], ob
     return finish
 
 
-def preduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> Finish:
+def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
     g = group(mesh, axes)
     if g.native:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -388,9 +399,12 @@ def _nothing(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-def axis_index(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def preduce_add(
+    target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+) -> Callable[[], object]:
+    return reductions(mesh, axes, wire)(target, x, root)
+
+
+def axis_index(mesh: Mesh, axes: Axes) -> int:
     assert mesh.coord is not None, "this process is not in the mesh"
-    index = 0
-    for a in axes:
-        index = index * mesh.axes[a] + mesh.coord[a]
-    return index
+    return rank_along(axes, mesh.coord, mesh.axes)

@@ -1,16 +1,16 @@
-"""Simulation: one process plays every rank, whose blocks lie stacked in one tensor.
+"""The tensor of a simulation, where one process plays every rank and all blocks lie in one tensor.
 
 ``Stacked`` looks like the local block of *a* rank; ``.ranks`` is ``[P, *local]``, ranks in
 row-major order of the mesh.  A torch function on it runs for all ranks at once: shifted by one
-dimension where that is the same thing, under ``torch.func.vmap`` otherwise.  A collective is a
-reshape and a sum.  Autograd is recorded on ``.ranks``.
+dimension where that is the same thing, under ``torch.func.vmap`` otherwise.  Its collectives are in
+backends/stacked.py.  Autograd is recorded on ``.ranks``.
 
 A Python branch cannot take two sides, so the value of a Stacked whose ranks differ is refused.
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardlib._compat import no_torch_function
 from shardlib.errors import PlainTensor, ShardError
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, coordinates
 
 __all__ = ["Stacked", "of"]
 
@@ -56,7 +56,7 @@ class Stacked(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self.ranks.is_meta or _agree(self.ranks):
             return repr(self.ranks[0])
-        places = [" ".join(f"{n}={i}" for n, i in c.items()) for c in coordinates(self.mesh)]
+        places = [" ".join(f"{n}={i}" for n, i in c.items()) for c in coordinates(self.mesh.axes)]
         return "\n".join(f"{p}: {r!r}" for p, r in zip(places, self.ranks, strict=True))
 
 
@@ -65,17 +65,6 @@ def of(x: Tensor, mesh: Mesh) -> Tensor:
     if type(x) is Stacked:
         return x.ranks
     return x.unsqueeze(0).expand(mesh.size, *x.shape)
-
-
-def coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    """Every rank's coordinate, in rank order."""
-    out = []
-    for rank in range(mesh.size):
-        place, rest = {}, rank
-        for name, size in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True):
-            rest, place[name] = divmod(rest, size)
-        out.append({n: place[n] for n in mesh.names})
-    return out
 
 
 def _agree(ranks: Tensor) -> bool:
@@ -574,107 +563,3 @@ def _two_sides(func: Any, mesh: Mesh) -> ShardError:
         mesh=mesh,
         fix="torch.where(condition, a, b)",
     )
-
-
-# ---------------------------------------------------------------- collectives on raw [P, *local]
-
-
-def _split(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> tuple[Tensor, list[int]]:
-    """[P, *local] -> [groups, p, *local], and the permutation that was applied to the mesh."""
-    n = len(mesh.names)
-    at = [mesh.names.index(a) for a in axes]
-    order = [i for i in range(n) if i not in at] + at
-    y = x.reshape(*mesh.sizes, *x.shape[1:]).permute(*order, *range(n, n + x.ndim - 1))
-    p = math.prod(mesh.sizes[i] for i in at)
-    return y.reshape(mesh.size // p, p, *x.shape[1:]), order
-
-
-def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
-    """[groups, p, *local] -> [P, *local], its own memory."""
-    n, local = len(order), y.shape[2:]
-    y = y.reshape(*[mesh.sizes[i] for i in order], *local)
-    back = [order.index(i) for i in range(n)]
-    return y.permute(*back, *range(n, n + len(local))).reshape(mesh.size, *local).contiguous()
-
-
-def psum(
-    x: Tensor, mesh: Mesh, axes: Sequence[str], out: torch.dtype | None = None, wire: torch.dtype | None = None
-) -> Tensor:
-    if out is not None:
-        flat = F.pad(x.reshape(len(x), -1), (0, -x[0].numel() % mesh.axis_size(tuple(axes))))
-        mine = psum_scatter(flat, mesh, axes, 0, wire).to(out)
-        return all_gather(mine, mesh, axes, 0)[:, : x[0].numel()].reshape(x.shape)
-    y, order = _split(x, mesh, axes)
-    return _merge(y.sum(1, keepdim=True, dtype=y.dtype).expand_as(y), mesh, order)
-
-
-def pmax(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    return _merge(y.amax(1, keepdim=True).expand_as(y), mesh, order)
-
-
-def all_gather(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    whole = y.movedim(1, dim + 1).flatten(dim + 1, dim + 2).unsqueeze(1)
-    return _merge(whole.expand(-1, y.shape[1], *[-1] * (whole.ndim - 2)), mesh, order)
-
-
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int, wire: torch.dtype | None = None) -> Tensor:
-    if wire is not None:  # what stays on its rank is not rounded
-        sent = x.to(wire).to(x.dtype)
-        return psum_scatter(sent, mesh, axes, dim) + pslice(x - sent, mesh, axes, dim)
-    y, order = _split(x, mesh, axes)
-    p = y.shape[1]
-    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (p, y.shape[dim + 2] // p))
-    return _merge(total.movedim(dim + 1, 1), mesh, order)
-
-
-def pslice(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    p = y.shape[1]
-    cut = y.unflatten(dim + 2, (p, y.shape[dim + 2] // p))
-    return _merge(cut.diagonal(dim1=1, dim2=dim + 2).movedim(-1, 1), mesh, order)
-
-
-def place(x: Tensor, mesh: Mesh, axes: Sequence[str], dim: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    p = y.shape[1]
-    out = y.new_zeros(*y.shape[: dim + 2], p, *y.shape[dim + 2 :])
-    out.diagonal(dim1=1, dim2=dim + 2).copy_(y.movedim(1, -1))
-    return _merge(out.flatten(dim + 2, dim + 3), mesh, order)
-
-
-def ppermute(x: Tensor, mesh: Mesh, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
-    if pairs:
-        source, target = (list(s) for s in zip(*pairs, strict=True))
-        out[:, target] = y[:, source]
-    return _merge(out, mesh, order)
-
-
-def all_to_all(x: Tensor, mesh: Mesh, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    p = y.shape[1]
-    sent = y.unflatten(split_dim + 2, (p, y.shape[split_dim + 2] // p)).movedim(split_dim + 2, 1)
-    return _merge(sent.movedim(2, concat_dim + 2).flatten(concat_dim + 2, concat_dim + 3), mesh, order)
-
-
-def pbroadcast(x: Tensor, mesh: Mesh, axes: Sequence[str], root: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    return _merge(y[:, root : root + 1].expand_as(y), mesh, order)
-
-
-def preduce(x: Tensor, mesh: Mesh, axes: Sequence[str], root: int) -> Tensor:
-    y, order = _split(x, mesh, axes)
-    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
-    out[:, root] = y.sum(1, dtype=y.dtype)
-    return _merge(out, mesh, order)
-
-
-def axis_index(mesh: Mesh, axes: Sequence[str]) -> Tensor:
-    p = math.prod(mesh.axes[a] for a in axes)
-    n = len(mesh.names)
-    order = [i for i in range(n) if mesh.names[i] not in axes] + [mesh.names.index(a) for a in axes]
-    y = torch.arange(p).expand(mesh.size // p, p)
-    return Stacked(_merge(y, mesh, order), mesh)

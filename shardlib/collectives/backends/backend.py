@@ -1,0 +1,95 @@
+"""What a back end must have: who plays the ranks of a mesh, and how their blocks move.
+
+A back end is a module with these functions.  ``x`` is a storage: the blocks of the ranks that this
+process plays, ``lead`` dimensions in front of each.  Dimensions in arguments count those of a block,
+from 0; ``axes`` are flattened major first and have more than one rank.  A collective posts its transfer
+and returns ``finish``, which waits and gives the storage of the result.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, Protocol
+
+import torch
+from torch import Tensor
+
+from shardlib.mesh import Mesh
+
+__all__ = ["Axes", "Backend", "Finish", "Pairs", "at_once"]
+
+Axes = tuple[str, ...]
+Finish = Callable[[], Tensor]
+Pairs = Sequence[tuple[int, int]]
+P = ParamSpec("P")
+
+
+class Backend(Protocol):
+    """The twelve collectives, and what storages look like."""
+
+    holds_values: bool
+    """False where blocks are shapes only."""
+
+    def played(self, mesh: Mesh) -> list[dict[str, int]]:
+        """Coordinates of the ranks that this process plays, in the order of their blocks."""
+        ...
+
+    def storage(self, blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
+        """The blocks of the ranks played here as one tensor."""
+        ...
+
+    def blocks(self, raw: Tensor, mesh: Mesh) -> list[Tensor]:
+        """The block of each rank played here; what is written to them is written to the storage."""
+        ...
+
+    def lead(self, mesh: Mesh) -> int:
+        """Number of dimensions of a storage in front of a block's."""
+        ...
+
+    def axis_index(self, mesh: Mesh, axes: Axes) -> int | Tensor:
+        """Place along the axes of the rank played here, or of each of them."""
+        ...
+
+    def psum(
+        self, x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None
+    ) -> Finish: ...
+
+    def pmax(self, x: Tensor, mesh: Mesh, axes: Axes) -> Finish: ...
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish: ...
+
+    def psum_scatter(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Finish: ...
+
+    def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
+        """This rank's block along a dimension; moves nothing."""
+        ...
+
+    def place(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
+        """This rank's block among zeros, the adjoint of pslice; moves nothing."""
+        ...
+
+    def all_to_all(self, x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish: ...
+
+    def ppermutes(self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+        """Several at once; zeros where a rank receives nothing."""
+        ...
+
+    def pbroadcast(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
+
+    def preduce(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
+
+    def preduce_add(
+        self, target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+    ) -> Callable[[], object]:
+        """Add to the root's target in place; parts travel in ``wire``."""
+        ...
+
+
+def at_once(run: Callable[P, Tensor]) -> Callable[P, Finish]:
+    """A collective that is done when it is called."""
+
+    @wraps(run)
+    def post(*args: P.args, **kwargs: P.kwargs) -> Finish:
+        out = run(*args, **kwargs)
+        return lambda: out
+
+    return post

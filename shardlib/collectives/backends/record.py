@@ -1,0 +1,111 @@
+"""Recording: blocks on the meta device, collectives that only say what shape comes back.
+
+What a collective allocates on real ranks beside its result is allocated here too, so that peak
+memory can be counted on paper (ops/attention/peak.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs, at_once
+from shardlib.mesh import Mesh, rank_along
+
+__all__: list[str] = []
+
+
+holds_values = False
+
+
+def played(mesh: Mesh) -> list[dict[str, int]]:
+    return [dict(mesh.coord or dict.fromkeys(mesh.names, 0))]
+
+
+def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    return blocks[0]
+
+
+def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
+    return [raw]
+
+
+def lead(mesh: Mesh) -> int:
+    return 0
+
+
+@at_once
+def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@at_once
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@at_once
+def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype) -> Finish:
+    target.add_(preduce(x.to(wire), mesh, axes, root)())
+    return lambda: target
+
+
+def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+    def done(out: Tensor) -> Finish:
+        return lambda: out
+
+    return [done(x.new_empty(x.shape)) for x in xs]
+
+
+@at_once
+def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
+    if out is None:
+        return x.new_empty(x.shape)
+    mine = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % mesh.axis_size(axes))), mesh, axes, 0, wire)()
+    return all_gather(mine.to(out), mesh, axes, 0)()[: x.numel()].view(x.shape)
+
+
+@at_once
+def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    p = mesh.axis_size(axes)
+    out = x.contiguous().new_empty((p, *x.shape))
+    return out.movedim(0, dim).flatten(dim, dim + 1) if x.ndim else out
+
+
+@at_once
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Tensor:
+    parts = _parts(x, mesh, axes, dim)
+    sent = parts if wire is None else parts.to(wire)
+    came = torch.empty_like(sent)
+    wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return came[0].to(wide, copy=True).to(x.dtype)
+
+
+@at_once
+def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    return x.new_empty([n // mesh.axis_size(axes) if d == dim else n for d, n in enumerate(x.shape)])
+
+
+@at_once
+def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    return x.new_empty([n * mesh.axis_size(axes) if d == dim else n for d, n in enumerate(x.shape)])
+
+
+@at_once
+def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
+    came = torch.empty_like(_parts(x, mesh, axes, split_dim))
+    return came.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+
+def axis_index(mesh: Mesh, axes: Axes) -> int:
+    return rank_along(axes, played(mesh)[0], mesh.axes)
+
+
+def _parts(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    p = mesh.axis_size(axes)
+    return x.unflatten(dim, (p, x.shape[dim] // p)).movedim(dim, 0).contiguous()

@@ -1,0 +1,151 @@
+"""One process plays every rank: a storage is ``[ranks, *block]``, and a collective a reshape and a sum."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs, at_once
+from shardlib.mesh import Mesh, coordinates, rank_along
+
+__all__: list[str] = []
+
+holds_values = True
+
+
+def played(mesh: Mesh) -> list[dict[str, int]]:
+    return coordinates(mesh.axes)
+
+
+def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    return torch.stack(list(blocks))
+
+
+def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
+    return list(raw.unbind())
+
+
+def lead(mesh: Mesh) -> int:
+    return 1
+
+
+def _split(x: Tensor, mesh: Mesh, axes: Axes) -> tuple[Tensor, list[int]]:
+    """[P, *local] -> [groups, p, *local], and the permutation that was applied to the mesh."""
+    n = len(mesh.names)
+    at = [mesh.names.index(a) for a in axes]
+    order = [i for i in range(n) if i not in at] + at
+    y = x.reshape(*mesh.sizes, *x.shape[1:]).permute(*order, *range(n, n + x.ndim - 1))
+    p = math.prod(mesh.sizes[i] for i in at)
+    return y.reshape(mesh.size // p, p, *x.shape[1:]), order
+
+
+def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
+    """[groups, p, *local] -> [P, *local], its own memory."""
+    n, local = len(order), y.shape[2:]
+    y = y.reshape(*[mesh.sizes[i] for i in order], *local)
+    back = [order.index(i) for i in range(n)]
+    return y.permute(*back, *range(n, n + len(local))).reshape(mesh.size, *local).contiguous()
+
+
+@at_once
+def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
+    if out is not None:
+        flat = F.pad(x.reshape(len(x), -1), (0, -x[0].numel() % mesh.axis_size(axes)))
+        mine = psum_scatter(flat, mesh, axes, 0, wire)().to(out)
+        return all_gather(mine, mesh, axes, 0)()[:, : x[0].numel()].reshape(x.shape)
+    y, order = _split(x, mesh, axes)
+    return _merge(y.sum(1, keepdim=True, dtype=y.dtype).expand_as(y), mesh, order)
+
+
+@at_once
+def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    return _merge(y.amax(1, keepdim=True).expand_as(y), mesh, order)
+
+
+@at_once
+def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    whole = y.movedim(1, dim + 1).flatten(dim + 1, dim + 2).unsqueeze(1)
+    return _merge(whole.expand(-1, y.shape[1], *[-1] * (whole.ndim - 2)), mesh, order)
+
+
+@at_once
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Tensor:
+    if wire is not None:  # what stays on its rank is not rounded
+        sent = x.to(wire).to(x.dtype)
+        return psum_scatter(sent, mesh, axes, dim)() + pslice(x - sent, mesh, axes, dim)()
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (p, y.shape[dim + 2] // p))
+    return _merge(total.movedim(dim + 1, 1), mesh, order)
+
+
+@at_once
+def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    cut = y.unflatten(dim + 2, (p, y.shape[dim + 2] // p))
+    return _merge(cut.diagonal(dim1=1, dim2=dim + 2).movedim(-1, 1), mesh, order)
+
+
+@at_once
+def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    out = y.new_zeros(*y.shape[: dim + 2], p, *y.shape[dim + 2 :])
+    out.diagonal(dim1=1, dim2=dim + 2).copy_(y.movedim(1, -1))
+    return _merge(out.flatten(dim + 2, dim + 3), mesh, order)
+
+
+def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+    return [_ppermute(x, mesh, axes, pairs) for x, pairs in zip(xs, tables, strict=True)]
+
+
+@at_once
+def _ppermute(x: Tensor, mesh: Mesh, axes: Axes, pairs: Pairs) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    if pairs:
+        source, target = (list(s) for s in zip(*pairs, strict=True))
+        out[:, target] = y[:, source]
+    return _merge(out, mesh, order)
+
+
+@at_once
+def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    sent = y.unflatten(split_dim + 2, (p, y.shape[split_dim + 2] // p)).movedim(split_dim + 2, 1)
+    return _merge(sent.movedim(2, concat_dim + 2).flatten(concat_dim + 2, concat_dim + 3), mesh, order)
+
+
+@at_once
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    return _merge(y[:, root : root + 1].expand_as(y), mesh, order)
+
+
+@at_once
+def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    out = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    out[:, root] = y.sum(1, dtype=y.dtype)
+    return _merge(out, mesh, order)
+
+
+def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype) -> Finish:
+    sent = x.to(wire)
+    total = preduce(sent, mesh, axes, root)()
+    if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once
+        exact = preduce(sent.to(x.dtype), mesh, axes, root)()
+        at_root = (axis_index(mesh, axes) == root).reshape(-1, *[1] * (x.ndim - 1)).to(x.device)
+        total = exact + (x - sent) * at_root
+    target.add_(total)
+    return lambda: target
+
+
+def axis_index(mesh: Mesh, axes: Axes) -> Tensor:
+    return torch.tensor([rank_along(axes, coord, mesh.axes) for coord in played(mesh)])
