@@ -451,7 +451,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
     now = scope()
-    mesh = now.mesh or current_mesh()
+    mesh = current_mesh() if now.mesh is None else now.mesh
     known = None if now.traces else mesh.groups.get((broadcasts, axis))
     if known is not None:
         return known
@@ -467,7 +467,7 @@ def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, 
     It is posted; call what it returns to finish it.
     """
     now = scope()
-    mesh = now.mesh or current_mesh()
+    mesh = current_mesh() if now.mesh is None else now.mesh
     known = None if now.traces else mesh.groups.get((reductions, axis, wire))
     if known is not None:
         return known

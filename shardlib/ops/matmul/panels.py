@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import Pending, axis_size, psum, start
-from shardlib.mesh import current_mesh
 
 __all__ = [
     "Move",
@@ -120,16 +119,15 @@ class Panels(NamedTuple):
     of_b: int
 
 
-def panels(row: str, col: str, slices: int = 1) -> Panels:
-    """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices."""
-    axes = current_mesh().axes
-    return _panels(axes[row], axes[col], slices)
-
-
 @lru_cache(maxsize=256)
-def _panels(r: int, c: int, slices: int) -> Panels:
-    n = math.lcm(r, c) * slices
-    return Panels([(*divmod(k, n // c), *divmod(k, n // r)) for k in range(n)], n // c, n // r)
+def panels(row: int, col: int, slices: int = 1) -> Panels:
+    """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices.
+
+    >>> panels(1, 2).steps
+    [(0, 0, 0, 0), (1, 0, 0, 1)]
+    """
+    n = math.lcm(row, col) * slices
+    return Panels([(*divmod(k, n // col), *divmod(k, n // row)) for k in range(n)], n // col, n // row)
 
 
 def cut(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:

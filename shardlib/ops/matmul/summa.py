@@ -26,7 +26,17 @@ from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes
 from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
-from shardlib.ops.matmul.panels import accumulator, add_product, ahead, cut, nothing, panels, partial_product, rounded
+from shardlib.ops.matmul.panels import (
+    Panels,
+    accumulator,
+    add_product,
+    ahead,
+    cut,
+    nothing,
+    panels,
+    partial_product,
+    rounded,
+)
 from shardlib.ops.registry import Match, algorithm
 
 __all__ = ["Summa", "summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
@@ -34,9 +44,9 @@ __all__ = ["Summa", "summa_ab", "summa_abt", "summa_atb", "summa_messages", "sum
 Bias = Tensor | None
 
 
-def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_ab(a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
-    steps, of_a, of_b = panels(row, col, slices)
+    steps, of_a, of_b = cuts
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     c, send_a, send_b = accumulator(a, *a.shape[:-1], b.shape[-1]), broadcasts(col), broadcasts(row)
 
@@ -49,9 +59,9 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Ax
     return rounded(c, a.dtype, over, bias=bias)
 
 
-def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_abt(c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
-    steps, of_a, of_b = panels(row, col, slices)
+    steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
@@ -69,9 +79,9 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, slices: int = 1, over: A
     return rounded(a, c.dtype, over, True, bias) if more else a
 
 
-def summa_atb(a: Tensor, c: Tensor, row: str, col: str, slices: int = 1, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_atb(a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
-    steps, of_a, of_b = panels(row, col, slices)
+    steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
@@ -141,20 +151,20 @@ def summa_slices(seconds: float, alpha: float, sizes: Sequence[int], panels: int
 class Summa:
     """SUMMA on a row x col grid.
 
-    ``stay``    the matrix that keeps still: "A", "B" or "C".
-    ``slices``  into which a panel is cut.
+    ``cuts``  the panels of K, and their owners.
+    ``stay``  the matrix that keeps still: "A", "B" or "C".
     """
 
     row: str
     col: str
+    cuts: Panels
     stay: str = "C"
-    slices: int = 1
 
     def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None) -> Tensor:
         """ab(A, B), abt(C, B) or atb(A, C)."""
         if bias is not None and (form, self.stay) in _SWAPPED:
             return self.multiply(form, p, q, over) + bias
-        return _FORMS[form, self.stay](p, q, self.row, self.col, self.slices, over, bias)
+        return _FORMS[form, self.stay](p, q, self.row, self.col, self.cuts, over, bias)
 
 
 _SWAPPED = (("abt", "B"), ("atb", "A"))  # results that change places once they are rounded
@@ -195,7 +205,7 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
         slices = summa_slices(seconds, max(k.alpha for k in met), (z.m, z.k, z.n), math.lcm(row, col))
     travels = ("ab" if z.form == "atb" else "atb", stay) not in (("ab", "C"), ("atb", "B"))  # the sum of dW
     return z.match(
-        Summa(z.row, z.col, stay, slices),
+        Summa(z.row, z.col, panels(row, col, slices), stay),
         lambda form: words,
         lambda form: summa_messages(row, col, stay, slices),
         4,

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 import shardlib as sl
 from shardlib.mesh import bind
 from shardlib.ops.matmul.cannon import Cannon
+from shardlib.ops.matmul.panels import panels
 from shardlib.ops.matmul.summa import Summa
 
 
@@ -44,7 +45,7 @@ def peaks(schedule: str, n: int) -> dict[str, float]:
     mesh = sl.current_mesh()
     a, b = (torch.randn(n, n) for _ in range(2))
     block = n * n * 4
-    out, grid = {}, Summa("x", "y") if schedule == "summa" else Cannon("x", "y")
+    out, grid = {}, Summa("x", "y", panels(2, 2)) if schedule == "summa" else Cannon("x", "y")
     for form in ("ab", "abt", "atb"):
         with torch.no_grad(), bind(mesh), Live() as live:
             c = grid.multiply(form, a, b)
