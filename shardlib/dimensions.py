@@ -463,6 +463,8 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             for other in (k, v):
                 if length(q[d]) == length(other[d]):
                     self.join(q[d], other[d])
+                elif d == 1:
+                    self.shared(q[1], other[1])
             mark(q[d], "heads")
         self.join(q[3], k[3])
         for row in (q[3], q[2], k[2]):
@@ -470,6 +472,16 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         mark(v[3], "across")
         self.join(k[2], v[2])
         self.know(out[0], [q[0], q[1], q[2], v[3]])
+
+    def shared(self, heads: Row, fewer: Row) -> None:
+        """Fewer heads of keys, each of which several heads of queries that follow each other read."""
+        try:
+            first, _ = parted(leaves(heads), length(fewer))
+        except Apart:
+            mark([*heads, *fewer], "bound")
+            return
+        self.join(first, fewer)
+        mark(fewer, "heads")
 
     def _convolution(self, args: Any, kwargs: Any, out: Tensor) -> None:
         x, w, bias, *_, groups = args

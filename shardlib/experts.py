@@ -11,12 +11,13 @@ splits E over some axes, a call of the stack is
     sum      the results over these axes, to where hidden lies: an all-reduce, or a reduce-scatter
 
 Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and none is computed
-by another expert than without the split.  Rows travel whole, not to their experts alone.
+by another expert than without the split.  Rows travel whole, not to their experts alone.  What a stack makes of a row
+may hang on no other row.
 """
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -56,8 +57,9 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
-    """The stacks whose experts these layouts split.
+    """The stacks whose experts these layouts split, and those of transformers that they leave whole.
 
+    The latter run on each rank's own rows: transformers' contract is that rows are apart, as it splits experts itself.
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
     found = []
@@ -65,7 +67,11 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
         held = {f"{name}.{n}".lstrip("."): p for n, p in module.named_parameters(recurse=False)}
         mine = {n: layouts[n].resolve(p.ndim) for n, p in held.items() if n in layouts}
         token = next((lay.dims[0] for lay in mine.values() if lay.dims[0].is_split), None)
-        if token is None or len(mine) < len(held):
+        if len(mine) < len(held):
+            continue
+        if token is None:
+            if hasattr(module, "_is_expert_parallel") and not any(lay.axes for lay in mine.values()):
+                found.append(module)
             continue
         for n, lay in mine.items():
             if lay.dims[0] != token or any(d.is_split for d in lay.dims[1:]):
@@ -105,7 +111,16 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
     held = {n: p for n, p in self._parameters.items() if p is not None}
     operands: Any = list(given.values())[1:]
+    if not all(isinstance(v, Tensor) for v in operands) or _elsewhere(operands[0], held.values()):
+        return type(self).forward(self, *args, **kwargs)
     return experts(weakref.ref(self), tuple(held), *operands, *held.values())
+
+
+def _elsewhere(hidden: Tensor, held: Iterable[Tensor]) -> bool:
+    """Whether a stack that is whole meets features that are split: nobody asked to gather them."""
+    if not isinstance(hidden, ShardedTensor) or any(isinstance(p, ShardedTensor) and p.sharding.axes for p in held):
+        return False
+    return hidden.ndim != 2 or hidden.sharding.resolve(2).dims[1].is_split or bool(hidden.sharding.partial)
 
 
 def experts(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from shardlib.atoms import leaves, root
 from shardlib.dimensions import Dimensions, trace_dimensions
+from shardlib.roles import kinds
 
 
 class Fused(nn.Module):
@@ -74,6 +75,26 @@ def test_what_is_added_is_one_stream_and_what_is_multiplied_in_between_is_not() 
         ("qkv.weight", "product"),
         ("out.weight", "product"),
     ]
+
+
+class Shared(nn.Module):
+    """Two heads of keys for four of queries, by the kernel's own sharing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, n) for n in (16, 8, 8, 16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (f(hidden).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out = self.o(out.transpose(1, 2).flatten(2))
+        return out if bool(out.isfinite().all()) else hidden  # so that it cannot run on shapes alone
+
+
+def test_fewer_heads_of_keys_are_heads_where_the_kernel_shares_them() -> None:
+    found = trace_dimensions(Shared(), {"hidden": torch.randn(2, 6, 16)})
+    roles = kinds(found)
+    assert {n: roles.of(found.params[f"{n}.weight"][0]) for n in "qkv"} == dict.fromkeys("qkv", "inner")
 
 
 def test_the_run_changes_nothing() -> None:

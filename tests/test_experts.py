@@ -193,6 +193,30 @@ def test_real_ranks_equal_dense_and_move_what_simulated_ones_do(pool: Any) -> No
 # ---------------------------------------------------------------- recipes
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_whole_experts_of_transformers_run_on_each_ranks_own_rows(implementation: str) -> None:
+    """Values and gradients are dense's, and nothing moves but the sums of the parameters' gradients."""
+    config("Mixtral")
+    block = mixture("Mixtral", implementation).module.get_submodule("model.layers.0.mlp")
+    dtype = next(block.parameters()).dtype
+    x = torch.randn(4, 8, 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    want = block(x)
+    block.zero_grad()
+    want.square().sum().backward()
+    with sl.simulate(s=2):
+        apply, params = sl.parallelize(block, [("*", "...")], inputs={"hidden_states": "s . ."})
+        for p in params.values():
+            p.requires_grad_()
+        with sl.trace() as t:
+            out = apply(params, x)
+        assert not t.bytes
+        out.square().sum().backward()
+        limit = 1e-4 if implementation == "grouped_mm" else 1e-6  # the router's softmax is fp32
+        assert models._gap(sl.unshard(out).detach(), want.detach()) < limit
+        for n, p in block.named_parameters():
+            assert models._gap(sl.unshard(params[n].grad), p.grad) < limit, n
+
+
 def config(name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

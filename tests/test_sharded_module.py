@@ -107,12 +107,13 @@ def test_a_batch_to_train_on_must_divide() -> None:
         assert torch.allclose(have.loss, want.loss, atol=1e-6)
 
 
-def test_trainer_trains_evaluates_and_saves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", ["adamw_torch", "adamw_torch_fused"])
+def test_trainer_trains_evaluates_and_saves_it(tmp_path: Path, steps: str) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
     data = [{"input_ids": i, "labels": i} for i in IDS]
     how = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=2, learning_rate=1e-2,
-        report_to=[], save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True, optim="adamw_torch",
+        report_to=[], save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True, optim=steps,
         seed=0,
     )  # fmt: skip
     dense = made("gpt2")

@@ -1,18 +1,36 @@
-"""New tensors made from a sharded one: nothing of it is read but dtype, device and mesh, so the result is whole."""
+"""New tensors made from a sharded one: nothing of it is read but dtype, device, mesh and where it lies."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
-from shardlib.tensor import implements, replicated
+from shardlib.tensor import ShardedTensor, implements, replicated
 
 
-@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
+@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 def new(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same value on every rank."""
     x = args[0]
     return replicated(func(x.raw.new_empty(0), *args[1:], **kwargs), x.mesh)
+
+
+@implements(Tensor.new_empty)
+def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
+    """Dimensions that have the size of ``x``'s lie as they do: what is written here comes from where ``x`` does."""
+    x = args[0]
+    whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)
+    if type(x) is not ShardedTensor or x.sharding.skew or whole.ndim != x.ndim:
+        return new(func, args, kwargs)
+    dims = x.sharding.resolve(x.ndim).dims
+    layout = Layout(tuple(t if n == m else Dim() for t, n, m in zip(dims, whole.shape, x.size_, strict=True)))
+    local = layout.local_shape(tuple(whole.shape), x.mesh)
+    lead = (x.mesh.size,) if x.mesh.kind == "stacked" else ()
+    raw = torch.empty((*lead, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad)
+    return ShardedTensor(raw, layout, whole.shape, x.mesh)
 
 
 def _grid(b: Bound) -> Labels:
