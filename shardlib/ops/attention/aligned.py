@@ -6,16 +6,22 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.attention.case import true_shape
 from shardlib.ops.elementwise import aligned
 from shardlib.tensor import ShardedTensor, replicated, typeof
 
-__all__ = ["aligned_bias", "aligned_sink"]
+__all__ = ["bias_and_sink"]
 
 
-def aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
+def bias_and_sink(
+    q: ShardedTensor, k: ShardedTensor, bias: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Lay both out, where they are given; raw blocks."""
+    return None if bias is None else _bias(q, k, bias), None if sink is None else _sink(q, sink)
+
+
+def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
     """The rows of a bias [.., s, t] for this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
-    s, t = true_shape(q)[2], true_shape(k)[2]
+    s, t = q.shape[2], k.shape[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
         raise ShardError(
@@ -34,7 +40,7 @@ def aligned_bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
     return raw
 
 
-def aligned_sink(q: ShardedTensor, sink: Tensor) -> Tensor:
+def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
     """One score per local head: [1, h, 1], with a leading dimension of ranks under simulate."""
     h = q.size_[1]
     if tuple(sink.shape) != (h,):

@@ -10,9 +10,9 @@ from shardlib.layouts.orders import Run
 from shardlib.mesh import Link
 from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import Full, Mask
-from shardlib.tensor import PaddedTensor, ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["AttentionCase", "Runs", "Sizes", "case_of_values", "case_on_paper", "length", "true_shape"]
+__all__ = ["AttentionCase", "Runs", "Sizes", "case_of_values", "case_on_paper", "length"]
 
 Runs = tuple[tuple[Run, ...], ...]
 """Per rank of the ring, the global positions of its rows."""
@@ -86,7 +86,7 @@ def case_of_values(
     mesh = q.mesh
     token, key_token = (t.sharding.resolve(4).dims[2] for t in (q, k))
     p = mesh.axis_size(token.axes) if token.axes else 1
-    shape, key_shape = true_shape(q), true_shape(k)
+    shape, key_shape = q.shape, k.shape  # without padding
     mask.check(shape[0], shape[1], shape[2], key_shape[2])
     b, h, lq, d = Layout(q.sharding.resolve(4).dims).local_shape(tuple(q.size_), mesh)
     _, g, lk, _ = Layout(k.sharding.resolve(4).dims).local_shape(tuple(k.size_), mesh)
@@ -124,8 +124,3 @@ def case_on_paper(
 def length(runs: tuple[Run, ...]) -> int:
     """Count the positions of some runs."""
     return sum(run.length for run in runs)
-
-
-def true_shape(x: ShardedTensor) -> tuple[int, ...]:
-    """Without padding."""
-    return tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)

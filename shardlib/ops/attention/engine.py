@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -250,12 +251,12 @@ class Job:
     dropout: float = 0.0
     seed: int = 0
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of the ring, major first."""
         return self.plan.case.axes
 
-    @property
+    @cached_property
     def mask(self) -> Mask:
         return self.plan.case.mask
 

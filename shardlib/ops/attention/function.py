@@ -10,13 +10,12 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh
 from shardlib.ops.attention import double_backward
-from shardlib.ops.attention.aligned import aligned_bias, aligned_sink
-from shardlib.ops.attention.case import true_shape
+from shardlib.ops.attention.aligned import bias_and_sink
 from shardlib.ops.attention.engine import Job, Plan
 from shardlib.ops.attention.kernels import KERNELS, Kernel, pick, unfit
-from shardlib.ops.attention.masks import At, Full
+from shardlib.ops.attention.local import batch_and_heads
+from shardlib.ops.attention.masks import Full
 from shardlib.random import next_key
 from shardlib.tensor import PaddedTensor, ShardedTensor, typeof, vary
 
@@ -40,15 +39,14 @@ def attend(
 ) -> tuple[ShardedTensor, ShardedTensor]:
     """Carry a plan out: (out, lse)."""
     p = _probability(options.dropout)
-    bias = None if options.bias is None else aligned_bias(q, k, options.bias)
-    sink = None if options.sink is None else aligned_sink(q, options.sink)
+    bias, sink = bias_and_sink(q, k, options.bias, options.sink)
     job = Job(
         mesh=q.mesh,
         plan=plan,
         scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
         kernel=_kernel(q, v, plan, bias, options),
-        at=partial(_batch_and_heads, q.sharding.resolve(4), tuple(q.size_), q.mesh),
-        whole=(true_shape(q)[1], true_shape(q)[2], true_shape(k)[2]),
+        at=partial(batch_and_heads, q.sharding.resolve(4), tuple(q.size_), q.mesh),
+        whole=(q.shape[1], q.shape[2], k.shape[2]),
         dropout=p,
         seed=next_key(q.mesh) if p else 0,
     )
@@ -157,8 +155,3 @@ def _like(q: ShardedTensor, raw: Tensor, size: tuple[int, ...], deferred: frozen
         true = torch.Size((*q.true[:3], *size[3:]))
         return PaddedTensor(raw, layout, torch.Size(size), q.mesh, true)
     return ShardedTensor(raw, layout, torch.Size(size), q.mesh, deferred)
-
-
-def _batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]) -> At:
-    batch, heads, *_ = layout.indices(shape, mesh, coord)
-    return At(torch.tensor(list(batch)), torch.tensor(list(heads)))

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardlib.collectives import all_gather, each_rank, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument
+from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
-from shardlib.mesh import bind
+from shardlib.mesh import Mesh, bind
 from shardlib.ops.attention.case import Runs, length
 from shardlib.ops.attention.engine import Given, Job
 from shardlib.ops.attention.kernels import Block, acc_dtype, merge
@@ -206,6 +207,12 @@ def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[Local
         mine = None if bias is None else view(bias)
         out.append(LocalQueries(job, coord, place, view, view(q), q_at, mine))
     return out
+
+
+def batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]) -> At:
+    """The global batch entries and heads of the block at a coordinate."""
+    batch, heads, *_ = layout.indices(shape, mesh, coord)
+    return At(torch.tensor(list(batch)), torch.tensor(list(heads)))
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,10 @@ def ring_attention(
         watcher.chose(match)
     options = Options(bias, sink, dropout, scale, return_lse, kernel)
     out, lse = attend(values.q, values.k, values.v, match.run, options)
-    return (values.leave(out), values.leave(lse)) if return_lse else values.leave(out)
+    leave = values.leave
+    if leave is None:
+        return (out, lse) if return_lse else out
+    return (leave(out), leave(lse)) if return_lse else leave(out)
 
 
 def attention_plan(

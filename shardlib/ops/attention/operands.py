@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import current_mesh
-from shardlib.ops.attention.case import AttentionCase, case_of_values, true_shape
+from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.registry import case_of
 from shardlib.tensor import ShardedTensor, partial_escape, typeof
@@ -22,12 +23,12 @@ __all__ = ["Operands", "attention_case", "check", "entered"]
 
 
 class Operands(NamedTuple):
-    """q, k and v as sharded tensors, and the way back to the kind of value that was given."""
+    """q, k and v as sharded tensors, and the way back to what was given, if that was something else."""
 
     q: ShardedTensor
     k: ShardedTensor
     v: ShardedTensor
-    leave: Callable[[ShardedTensor], Tensor]
+    leave: Callable[[ShardedTensor], Tensor] | None
 
 
 def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Operands:
@@ -38,24 +39,16 @@ def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Ope
     keys_layout = layout if kv_layout is None else kv_layout
     if any(isinstance(t, DTensor) for t in (q, k, v)):
         values = [from_dtensor(t) if isinstance(t, DTensor) else t for t in (q, k, v)]
-        leave: Callable[[ShardedTensor], Tensor] = as_dtensor
+        leave: Callable[[ShardedTensor], Tensor] | None = as_dtensor
     elif isinstance(q, ShardedTensor):
-        values, leave = [q, k, v], _same
+        values, leave = [q, k, v], None
     else:
-        values, leave = _placed(q, k, v, layout, keys_layout), _local
+        values, leave = _placed(q, k, v, layout, keys_layout), attrgetter("local")
         layout = keys_layout = None
     check(*values)
     _check_layout("q", values[0], layout)
     _check_layout("k", values[1], keys_layout)
     return Operands(*values, leave)  # type: ignore[arg-type]  # all of them sharded: check
-
-
-def _same(x: ShardedTensor) -> ShardedTensor:
-    return x
-
-
-def _local(x: ShardedTensor) -> Tensor:
-    return x.local
 
 
 @case_of("attention")
@@ -114,43 +107,47 @@ def _check_layout(name: str, x: Any, asked: Any) -> None:
 
 def check(q: Any, k: Any, v: Any) -> None:
     """Raise what is wrong with the operands."""
+    _check_kinds(q, k, v)
+    _check_sizes(q, k, v)
+    _check_layouts(q, k, v)
+
+
+def _about(q: Any, k: Any, v: Any) -> dict[str, Any]:
+    """What every error says."""
     operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
-    about = {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
-    _check_kinds(q, k, v, about)
-    _check_sizes(q, k, v, about)
-    _check_layouts(q, k, v, about)
+    return {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
 
 
-def _check_kinds(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
+def _check_kinds(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, ShardedTensor):
             fix = f"sl.shard({name}, {str(q.sharding)!r})"
-            raise PlainTensor(f"{name} is a plain tensor and q is sharded", **about, fix=fix)
+            raise PlainTensor(f"{name} is a plain tensor and q is sharded", **_about(q, k, v), fix=fix)
         if len(t.size_) != 4:
             raise RankMismatch(
                 f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
-                **about,
+                **_about(q, k, v),
                 fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
             )
         if t.sharding.partial:
             raise partial_escape("ring_attention", t)
     if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
         fix = "sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))"
-        raise ShardError("q, k and v have different dtypes", **about, fix=fix)
+        raise ShardError("q, k and v have different dtypes", **_about(q, k, v), fix=fix)
 
 
-def _check_sizes(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
-    (b, h, _, d), (kb, g, t, kd), (vb, vg, vt, _) = (true_shape(x) for x in (q, k, v))
+def _check_sizes(q: Any, k: Any, v: Any) -> None:
+    (b, h, _, d), (kb, g, t, kd), (vb, vg, vt, _) = (x.shape for x in (q, k, v))
     alike = b == kb == vb and (g, t) == (vg, vt) and d == kd
     if not alike or g == 0 or h % g:
         raise ShardError(
             "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
-            **about,
+            **_about(q, k, v),
             fix="sl.ring_attention(q, q, q)",
         )
 
 
-def _check_layouts(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
+def _check_layouts(q: Any, k: Any, v: Any) -> None:
     mesh = q.mesh
     (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
     want = " ".join([str(qb), str(qh), str(ks), "."])
@@ -158,20 +155,20 @@ def _check_layouts(q: Any, k: Any, v: Any, about: dict[str, Any]) -> None:
     if not whole or not (qb == kb == vb and qh == kh == vh and ks == vs):
         raise ImplicitCommunication(
             "batch and heads must be split alike, keys and values too, and the head size be whole",
-            **about,
+            **_about(q, k, v),
             fix=f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
         )
     grouped = qs.groups.parts or ks.groups.parts
     if grouped or (ks.is_split and ks.axes != qs.axes):
         raise ImplicitCommunication(
             f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same axes",
-            **about,
+            **_about(q, k, v),
             fix=f"sl.reshard(q, {want!r})",
         )
     n = math.prod(mesh.axes[a] for a in qh.axes)
     if (q.size_[1] // n) % max(1, k.size_[1] // n):
         raise ImplicitCommunication(
             "each rank's heads of queries must share its heads of keys",
-            **about,
+            **_about(q, k, v),
             fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
         )

@@ -1,6 +1,11 @@
 """Output and every gradient are dense's, for any layout, mask, shape, ring and algorithm; bytes are the plan's."""
 
 import math
+import sys
+from collections import Counter
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.layouts import Ring
+from shardlib.ops.attention import op
 from shardlib.ops.attention.choose import planned
 from shardlib.ops.attention.engines import AllGather, Canonical, DoubleRing
 from shardlib.ops.attention.masks import Full
@@ -207,3 +213,53 @@ def test_fp32_errors_are_within_four_times_local_attention_s() -> None:
                 values = [sl.unshard(got).detach(), *(sl.unshard(y.grad) for y in ys)]
             for mine, its, w in zip(values, theirs, want, strict=True):
                 assert (mine - w).abs().max() <= 4 * (its - w).abs().max(), algorithm
+
+
+def entries(call: Any) -> list[tuple[str, str]]:
+    """(from, to) of every call between files of ops/attention."""
+    found, folder = [], str(Path(op.__file__).parent)
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder) and frame.f_back is not None:
+            found.append((frame.f_back.f_code.co_filename, frame.f_code.co_filename))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [(a[len(folder) + 1 :] if a.startswith(folder) else "", b[len(folder) + 1 :]) for a, b in found if a != b]
+
+
+def test_a_call_flows_one_way() -> None:
+    """Entered, described, planned, carried out: each in its file, once, and no file calls one that called it."""
+    with sl.simulate(s=4):
+        x = sl.shard(normal(1, 2, 8, 4, seed=1), Ring("s", 2, "zigzag"))
+        bias, sink = torch.zeros(8, 8), torch.zeros(2)
+
+        def call() -> None:
+            sl.ring_attention(x, x, x, mask=sl.Causal(), bias=bias, sink=sink, algorithm="ring")
+
+        call()  # which plans: registered engines are then looked up, not called
+        found = entries(call)
+    stages = ["op.py", "operands.py", "case.py", "choose.py", "function.py", "aligned.py", "engines/routes.py"]
+    assert list(dict.fromkeys(to for _, to in found if to in stages)) == stages
+    doors = Counter(to for came, to in found if came == "op.py")
+    assert doors["operands.py"] == doors["choose.py"] == doors["function.py"] == 1
+    assert not [came for came, to in found if to == "op.py" and came]
+    below: dict[str, set[str]] = {}
+    for came, to in found:
+        below.setdefault(to, set()).add(came)
+    list(TopologicalSorter(below).static_order())  # raises CycleError with the circle
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "ring_bidirectional", "halo", "double_ring", "auto"])
+def test_keys_that_are_whole_do_not_travel(algorithm: str) -> None:
+    q, k = normal(1, 2, 8, 4, seed=1), normal(1, 2, 6, 4, seed=2)
+    want, want_lse = attention(q, k, k, Full())
+    with sl.simulate(s=4), sl.trace() as t:
+        out, lse = sl.ring_attention(
+            sl.shard(q, Ring("s", 2)), *[sl.shard(k, "...")] * 2, return_lse=True, algorithm=algorithm
+        )
+        assert t.bytes == 0
+        assert gap(sl.unshard(out), want) < 1e-12 and gap(sl.unshard(lse), want_lse) < 1e-12
