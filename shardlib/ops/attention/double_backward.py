@@ -6,6 +6,7 @@ Runs only where a gradient of a gradient is asked for; it then holds every score
 import torch
 from torch import Tensor
 
+from shardlib.collectives import storage
 from shardlib.ops.attention.case import length
 from shardlib.ops.attention.engine import Given, Job
 from shardlib.ops.attention.local import LocalQueries, gathered, local_queries
@@ -43,9 +44,7 @@ def _forward(
         spare = q.shape[-2] - len(rank.q_at)
         outs.append(torch.nn.functional.pad(o, (0, 0, 0, spare)))
         lses.append(torch.nn.functional.pad(n, (0, spare), value=float("-inf")))
-    if job.mesh.kind == "stacked":
-        return torch.stack(outs), torch.stack(lses)
-    return outs[0], lses[0]
+    return storage(outs, job.mesh), storage(lses, job.mesh)
 
 
 def _one(rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, each_rank, psum_scatter, unwrap, wrap
+from shardlib.collectives import all_gather, each_rank, lead, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
@@ -245,21 +245,17 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     """Gather a block over the ring, in the order of positions, without padding.  Differentiable."""
     with bind(job.mesh):
         x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
-    at = _storage_dim(job, x, dim)
+    at = dim + lead(job.mesh)
     return x.index_select(at, _rows(runs, x.shape[at] // len(runs)).to(x.device))
 
 
 def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
     """Sum what ``gathered`` would give over the ring; each rank keeps its block of ``rows`` rows."""
-    at = _storage_dim(job, x, dim)
+    at = dim + lead(job.mesh)
     padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))
     padded.index_copy_(at, _rows(runs, rows).to(x.device), x)
     with bind(job.mesh):
         return unwrap(psum_scatter(wrap(padded, job.mesh), job.axes, dim))
-
-
-def _storage_dim(job: Job, x: Tensor, dim: int) -> int:
-    return dim + 1 if job.mesh.kind == "stacked" else dim
 
 
 def _rows(runs: Runs, rows: int) -> Tensor:

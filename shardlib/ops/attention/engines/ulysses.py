@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import all_to_all, each_rank, unwrap, wrap
+from shardlib.collectives import all_to_all, each_rank, storage, unwrap, wrap
 from shardlib.layouts.orders import Run
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
@@ -231,7 +231,7 @@ class _Swap:
         for coord, view in each_rank(self.job.mesh):
             m = self.job.place(coord, self.axes)
             out.append(view(padded)[:, m * n : (m + 1) * n])
-        return torch.stack(out) if self.job.mesh.kind == "stacked" else out[0]
+        return storage(out, self.job.mesh)
 
     def _there(self, x: Tensor, shares: Runs, inner: Runs) -> Tensor:
         rows = x.shape[-2]
@@ -252,7 +252,7 @@ class _Swap:
         for coord, view in each_rank(self.job.mesh):
             table = tables[self.job.place(coord, self.outer_axes)]
             out.append(view(x).index_select(-2, table.to(x.device)))
-        return torch.stack(out) if self.job.mesh.kind == "stacked" else out[0]
+        return storage(out, self.job.mesh)
 
 
 class _Tables(NamedTuple):
