@@ -631,8 +631,23 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
     raise Unsupported(
         f"what feeds what in {type(model).__name__} is not known: {failed}",
         op="roles",
-        fix="recipe(model, inputs={'x': torch.zeros(2, 8, 64)})",
+        fix=f"recipe(model, inputs={_suggested(model)})",
     )
+
+
+def _suggested(model: nn.Module) -> str:
+    """Inputs that the module runs on, found by trying its parameters' sizes, for the user to judge."""
+    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.default is p.empty]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    sizes = dict.fromkeys(n for p in model.parameters() if p.ndim > 1 for n in p.shape)
+    for n in list(sizes)[:8] if len(names) == 1 else ():
+        try:
+            _run(model, (), {names[0]: torch.zeros(2, 8, n, dtype=dtype)}, "meta")
+        except Exception:  # a foreign module's own code
+            continue
+        shown = f"2, 8, {n}" + (f", dtype={dtype}" if dtype != torch.float32 else "")
+        return f"{{{names[0]!r}: torch.zeros({shown})}}"
+    return f"dict({', '.join(f'{n}=torch.zeros(...)' for n in names)})"
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

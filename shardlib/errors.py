@@ -5,9 +5,9 @@ operands, on which mesh, at which line of the user's code, and one line that fix
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AxisReused",
@@ -29,11 +29,13 @@ __all__ = [
     "UnknownAxis",
     "UnknownParameter",
     "Unsupported",
+    "lettered",
     "mesh_text",
     "user_line",
 ]
 
 _HERE = str(Path(__file__).parent)
+T = TypeVar("T")
 
 
 class ShardError(ValueError):
@@ -155,6 +157,17 @@ def _stepping() -> dict[str, Any]:
     while frame is not None and "/torch/optim/" not in frame.f_code.co_filename:
         frame = frame.f_back
     return {"fix": "with sl.implicit(): optimizer.step(closure)"} if frame is not None else {}
+
+
+def lettered(values: Iterable[T]) -> dict[str, T]:
+    """Operands under the names by which an error and its fix call them: x, y, z, u, v, w, a, ..., h, x1, x2, ...
+
+    >>> lettered(["f32[4]", "i64[2]"])
+    {'x': 'f32[4]', 'y': 'i64[2]'}
+    """
+    given = list(values)
+    names = [*"xyzuvwabcdegh", *(f"x{i}" for i in range(1, len(given)))]
+    return dict(zip(names, given, strict=False))
 
 
 def mesh_text(mesh: object) -> str:

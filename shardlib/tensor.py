@@ -44,6 +44,7 @@ from shardlib.errors import (
     RankMismatch,
     ShardError,
     Unsupported,
+    lettered,
 )
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind, scope, within
@@ -760,7 +761,7 @@ def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str =
     return NoRule(
         f"no rule for {name}" + (f": {why}" if why else ""),
         op=name,
-        operands={"xyzuvw"[i % 6]: typeof(x) for i, x in enumerate(found)},
+        operands=lettered(map(typeof, found)),
         mesh=found[0].mesh if found else None,
         fix="sl.unshard(x)" if found else "",
     )

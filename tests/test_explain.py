@@ -73,7 +73,7 @@ def test_mistakes_say_what_to_do() -> None:
     with sl.simulate(x=2):
         apply = sl.parallelize(nn.Linear(4, 4), [("*", "...")])[0]
         with pytest.raises(sl.ShardError, match="no parameter is sharded"):
-            sl.explain(apply, {"w": torch.ones(2)}, torch.empty(2, 4))
+            sl.explain(apply, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, torch.empty(2, 4))
         with pytest.raises(sl.ShardError, match="does not divide"):
             sl.explain(apply, sl.shard({"weight": torch.ones(4, 4)}, "x ."), mesh={"x": 3})
 

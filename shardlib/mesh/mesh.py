@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis
+from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
@@ -206,7 +206,7 @@ class use_mesh(Entered):
         return self.mesh
 
 
-_FIRST = {"launch": "fn, "}
+_FIRST = {"launch": "fn, *args, "}
 """What a call takes before its axes."""
 
 
@@ -223,8 +223,7 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
         raise MeshError(
             f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores do",
             op=op,
-            fix=f"sl.{op}({_FIRST.get(op, '')}"
-            f"{', '.join(f'{n}={s}' for n, s in zip('xyzuvw', axes.values(), strict=False))})",
+            fix=f"sl.{op}({_FIRST.get(op, '')}{', '.join(f'{n}={s}' for n, s in lettered(axes.values()).items())})",
         )
     return dict(axes)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlib.aliases import WRITERS, link, same_memory
-from shardlib.errors import ImplicitCommunication, PartialEscape
+from shardlib.errors import ImplicitCommunication, PartialEscape, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.registry import implicit_budget, remember
@@ -269,7 +269,7 @@ def _refused(func: Any, leaves: Any, tree: Any, at: list[int], values: list[Shar
         f"{func.__name__} needs dimensions whole that are split, or a sum that is pending, and "
         f"{sum(plan.moved):.0f} bytes per rank would move unasked",
         op=func.__name__,
-        operands={"xyzuvw"[k % 6]: typeof(v) for k, v in enumerate(values)},
+        operands=lettered(map(typeof, values)),
         mesh=values[0].mesh,
         fix=fix_line(func, leaves, tree, at, to, math.ceil(max(plan.moved))),
     )

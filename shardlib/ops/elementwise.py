@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import psum, unwrap, wrap
-from shardlib.errors import BadArgument, ImplicitCommunication
+from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
@@ -320,12 +320,13 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
 
 
 def _refused(op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh) -> ImplicitCommunication:
+    names = list(lettered(key))
     return ImplicitCommunication(
-        f"{'xyzuvw'[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
+        f"{names[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
         op=op,
-        operands={f"{'xyzuvw'[j % 6]} {list(z)}": str(y) for j, (y, z) in enumerate(key)} | {"result": str(plan.out)},
+        operands={f"{n} {list(z)}": str(y) for n, (y, z) in lettered(key).items()} | {"result": str(plan.out)},
         mesh=mesh,
-        fix=f"sl.reshard({'xyzuvw'[i]}, {str(plan.targets[i])!r})",
+        fix=f"sl.reshard({names[i]}, {str(plan.targets[i])!r})",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
 from shardlib.ops.signatures import binder, dim_of, dims_of
@@ -690,7 +690,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise NoRule(
             "the pieces lie differently",
             op=func.__name__,
-            operands={"xyzuvw"[i % 6]: typeof(v) for i, v in enumerate(values)},
+            operands=lettered(map(typeof, values)),
             mesh=mesh,
             fix=_joined(values, "...", dim),
         )
@@ -698,7 +698,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise ImplicitCommunication(
             f"joining along dimension {dim} would move blocks",
             op=func.__name__,
-            operands={"xyzuvw"[i % 6]: typeof(v) for i, v in enumerate(values)},
+            operands=lettered(map(typeof, values)),
             mesh=mesh,
             fix=_joined(values, _with(first, dim, "."), dim),
         )
@@ -709,6 +709,6 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:
-    """The line that joins the pieces laid out alike; of many it names the first six, as the error does."""
-    pieces = ", ".join("xyzuvw"[: len(values)])
+    """The line that joins the pieces laid out alike."""
+    pieces = ", ".join(lettered(values))
     return f"torch.cat([sl.reshard(t, {where!r}) for t in ({pieces})], {dim})"

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from shardlib._compat import opened, seeded
 from shardlib.aliases import WRITERS, link, refuse_write, same_memory, written
-from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, PlainTensor, ShardError, Unsupported
+from shardlib.errors import (
+    BadArgument,
+    ImplicitCommunication,
+    NoRule,
+    PlainTensor,
+    ShardError,
+    Unsupported,
+    lettered,
+)
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.registry import implicit_budget
@@ -417,7 +425,7 @@ def _refused(
     return ImplicitCommunication(
         f"{name} needs whole operands, and {sum(bytes_.values()):.0f} bytes per rank would move unasked",
         op=name,
-        operands={"xyzuvw"[k % 6]: typeof(v) for k, v in enumerate(values)},
+        operands=lettered(map(typeof, values)),
         mesh=values[0].mesh,
         fix=fix_line(func, leaves, tree, at, whole, math.ceil(max(bytes_.values()))),
     )
@@ -425,7 +433,7 @@ def _refused(
 
 def fix_line(func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int) -> str:
     """The call again, with its operands called x, y, z, ..., as a line that runs."""
-    names = dict(zip(at, "xyzuvwabcdefgh", strict=False))
+    names = {i: name for name, i in lettered(at).items()}
     title = torch.overrides.resolve_name(func) or _title(func)
     writes = (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
     parts = []

@@ -92,4 +92,4 @@ def test_launch_refuses_what_cannot_travel() -> None:
         sl.launch(lambda: 1, x=2)
     assert "module" in caught.value.fix
     with pytest.raises(MeshError, match="positive integers"):
-        sl.launch(_fails, "late", x=0)
+        sl.launch(_rank_of, 10, x=0)

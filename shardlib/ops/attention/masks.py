@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.layouts.orders import Run
+from shardlib.tensor import typeof
 
 __all__ = [
     "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
@@ -417,6 +418,7 @@ class Bias(Mask):
             raise ShardError(
                 "a mask is a constant, and this bias asks for a gradient",
                 op="Bias",
+                operands={"bias": typeof(self.values)},
                 fix="sl.ring_attention(q, k, v, bias=bias)",
             )
 
