@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import shardlib as sl
 from tests import fixes
 from tests.workers import Pool
 
@@ -41,26 +40,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fixes", action="store_true", help="run the fix of every error that a test catches")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fixes"):
+        fixes.watch()  # before the pools are forked, so that real ranks watch too
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if fixes.NOTED:
+        counts = ", ".join(f"{len(lines)} {what}" for what, lines in fixes.NOTED.items())
+        terminalreporter.write_line(f"fix lines of this process: {counts}")
+    for what, lines in fixes.NOTED.items():
+        if not what.startswith("run"):
+            terminalreporter.write_line("\n  ".join([f"{what}:", *lines]))
+
+
 @pytest.fixture(autouse=True)
-def every_fix_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_fix_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """The fix of each error that a test catches is run when the test ends, and must do what it says.
 
     With ``--fixes`` (make fixes) in the whole suite, else in tests/test_errors.py: which test meets a fix first hangs
     on how tests are dealt to workers.
     """
-    if not request.config.getoption("--fixes") and request.module.__name__ != "tests.test_errors":
+    if not fixes.watched() and request.module.__name__ == "tests.test_errors":
+        with fixes.watching():
+            yield
+    else:
         yield
-        return
-    kind = type(pytest.raises(sl.ShardError))
-    leave = kind.__exit__
-
-    def watched(self: Any, what: Any, error: Any, trace: Any) -> Any:
-        if isinstance(error, sl.ShardError):
-            fixes.seen(error)
-        return leave(self, what, error, trace)
-
-    monkeypatch.setattr(kind, "__exit__", watched)
-    yield
-    monkeypatch.undo()
     wrong = fixes.run()
     assert not wrong, "\n".join(wrong)

@@ -28,6 +28,7 @@ from shardlib._compat import opened
 from shardlib.ops.declare import DECLARED
 from shardlib.ops.dims import Unfit
 from shardlib.ops.signatures import Slot
+from tests import fixes
 
 MESHES = ({"x": 5, "y": 2}, {"x": 3, "y": 2})
 
@@ -218,6 +219,7 @@ def judge(call: Call) -> Outcome:
                 return Outcome("wrong", f"value: {call}", t.bytes)
             return Outcome(*_gradients(call, ours, got), bytes=t.bytes)
     except sl.ShardError as e:
+        fixes.caught(e)
         return Outcome("refused", f"{type(e).__name__}: {str(e).splitlines()[0]} | {call}", error=e)
     except Exception as e:
         return Outcome("crash", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''} | {call}", error=e)
@@ -299,6 +301,13 @@ def declared_calls(most: int, seed: int, names: Any = None) -> dict[str, list[tu
 
 def proofs(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Outcome]:
     """Each labelled dimension split alone, on an axis of two ranks, of three and of five where they divide it."""
+    for call in alone(name, function, args, kwargs):
+        with sl.simulate(**call.mesh):
+            yield judge(call)
+
+
+def alone(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Call]:
+    """The calls of ``proofs``: one Call, with other layouts and another mesh at every step."""
     call = plain_call(name, function, args, kwargs)
     if call is None:
         return
@@ -327,8 +336,7 @@ def proofs(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Outcome
                     "x" if lb == label and n != 1 else "." for lb, n in zip(mine, call.leaves[i].shape, strict=True)
                 ]
                 call.layouts[i] = " ".join(tokens) if tokens else None
-            with sl.simulate(**call.mesh):
-                yield judge(call)
+            yield call
 
 
 # ---------------------------------------------------------------- the whole of it

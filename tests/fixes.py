@@ -1,23 +1,30 @@
 """Whether the fix line of an error is Python, uses only what exists, and does what it says when it is run.
 
-``seen`` is told of every error that ``pytest.raises`` catches, and ``run`` runs the fixes of those: with the operands
-that the error printed, which the frames of its traceback hold, on the mesh where it was raised.  The value of a line
-that is an operator again must be the dense value of that line.
+``watch`` sees every error that ``pytest.raises`` catches, here and on real ranks, and ``run`` runs the fixes of those:
+with the operands that the error printed, which the frames of its traceback hold, on the mesh where it was raised.  The
+value of a line that is an operator again must be the dense value of that line.
 """
 
 import ast
 import builtins
 import inspect
+import itertools
 import math
 import re
+import sys
+import tempfile
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,68 +32,89 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import DataLoader
 
 import shardlib as sl
+from shardlib.collectives.api import Pending
+from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh
+from shardlib.optim.transforms import Transform
+from shardlib.tensor import promoting
 
 MODULES: dict[str, Any] = {"sl": sl, "torch": torch, "F": F, "math": math}
 
 IMPORTED: dict[str, Any] = {"init_device_mesh": init_device_mesh, "Replicate": Replicate, "DataLoader": DataLoader}
 """What a fix may also name: torch's own, by the names under which it is imported."""
 
-CALLER: dict[str, str] = {
-    "params": "the tree of parameters",
-    "grads": "their gradients",
-    "state": "the optimizer's state",
-    "tx": "the transform",
-    "loss": "the loss, as a function or its value",
-    "masked": "the transform that looks at single parameters",
-    "rest": "the transforms beside it",
-    "optimizer": "the one of torch whose step this is",
-    "closure": "what it is given, or None",
-    "module": "the module",
-    "model": "the module",
-    "rules": "its rules",
-    "names": "the names that a file holds",
-    "path": "where a checkpoint lies",
-    "a": "an operand of the operation that is asked about",
-    "b": "another",
-    "q": "the queries",
-    "k": "the keys",
-    "v": "the values",
-    "bias": "the bias that a mask was asked for",
-    "ids": "the token ids of a batch",
-    "layout": "the layout that was asked for",
-    "fn": "the function to run on every rank",
-    "f": "the function that failed",
-    "grad": "what a hook or a backward returns",
-    "result": "what a function inside shard_map returns",
-    "value": "what the user has in mind for a buffer",
-    "condition": "the condition of a branch",
-    "data": "the data set",
-    "batch_size": "the size of its batches",
-    "recipe": "the recipe that was called",
-    "pending": "a transfer under way",
-    "apply": "what parallelize returned",
-    "step": "how many steps were made",
-    "device": "the device of a mesh",
-    "shape": "its sizes",
-    "inputs": "what the function is applied to",
+ROLES: dict[str, Callable[[Any], bool]] = {
+    "tx": lambda v: isinstance(v, Transform),
+    "module": lambda v: isinstance(v, torch.nn.Module),
+    "model": lambda v: isinstance(v, torch.nn.Module),
+    "optimizer": lambda v: isinstance(v, torch.optim.Optimizer),
+    "layout": lambda v: isinstance(v, sl.Layout),
+    "apply": lambda v: callable(v) and hasattr(v, "buffers") and not isinstance(v, torch.nn.Module),
+    "x": lambda v: isinstance(v, sl.ShardedTensor),
+    "f": inspect.isfunction,
 }
-"""What a fix may call by the name under which the documentation introduces it, though the error printed no such
-operand.  Where the frames hold one it is bound and the fix is run; else its names and functions are checked."""
+"""Names under which the documentation introduces what the caller has, and how it is known in the caller's frames, where
+it may be called otherwise."""
 
-ADVICE: dict[str, str] = {
-    "torch.func.": "the function that it transforms is the caller's",
-    "sl.random.seed(": "it would end the following of torch's seed for the tests to come; tests/test_random.py runs it",
-    "sl.random.set_state(": "it would change the key for the tests to come; tests/test_random.py runs it",
-    "sl.launch(fn": "the function is the caller's; tests/mesh/test_launch.py launches",
-    "sl.grad(f)": "and so is this one",
-    "sl.make_mesh(": "it needs as many processes as it names; tests/mesh/test_mesh.py runs it in such worlds",
-    "sl.explain(apply, ": "the function, its parameters and inputs are the caller's",
-    "tx.update({k: grads.get(k)": "what differs may be the state's tree, which the caller made",
-    "from my_module import": "the module is a file that the user is to write",
-    "sl.to_dtensor(x, normalize=True)": "a layout was asked for its placements, with no tensor at hand",
+
+def _loss(params: Any) -> Any:
+    return sum(x.square().sum() for x in optree.tree_leaves(params) if isinstance(x, Tensor))
+
+
+def _queries(caller: Mapping[str, Any]) -> Any:
+    n = caller["bias"].shape[-1] if "bias" in caller else 8
+    return sl.shard(torch.ones(1, 2, n, 4), f". . {sl.current_mesh().names[0]} .")
+
+
+CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "params": lambda c: c["grads"] if "grads" in c else {"w": sl.shard(torch.ones(4, 6), "...")},
+    "grads": lambda c: c["params"],
+    "tx": lambda c: sl.adamw(0.1),
+    "state": lambda c: c["tx"].init(c["params"]),
+    "loss": lambda c: _loss,
+    "f": lambda c: _loss,
+    "masked": lambda c: sl.masked(sl.sgd(0.1), True),
+    "rest": lambda c: sl.adamw(0.1),
+    "module": lambda c: torch.nn.Linear(4, 4),
+    "model": lambda c: torch.nn.Linear(4, 4),
+    "rules": lambda c: [("*", "...")],
+    "a": lambda c: sl.shard(torch.ones(4, 4), "..."),
+    "b": lambda c: sl.shard(torch.ones(4, 4), "..."),
+    "condition": lambda c: c["a"] > 0,
+    "q": _queries,
+    "k": _queries,
+    "v": _queries,
+    "layout": lambda c: sl.Layout.parse(". ."),
+    "closure": lambda c: None,
+    "step": lambda c: 1,
+    "value": lambda c: torch.ones(()),
+    "pending": lambda c: Pending(lambda: torch.ones(4)),
+    "recipe": lambda c: sl.recipes.megatron1d,
+    "data": lambda c: [torch.ones(2)] * 8,
+    "batch_size": lambda c: 4,
+    "ids": lambda c: torch.zeros(2, 8, dtype=torch.int64),
+    "result": lambda c: torch.ones(4),
+    "fn": lambda c: torch.get_num_threads,
+    "path": lambda c: str(Path(tempfile.mkdtemp()) / "saved"),
 }
-"""Beginnings of fixes that cannot be run, and why."""
+"""What stands for a name that neither the error nor the frames hold: anything of the kind that the documentation
+introduces under it, fitting what else the line names."""
+
+
+SPENT = ("pending",)
+"""Names of what the frames hold and the failing call has used up."""
+
+
+class _Caller(dict[str, Any]):
+    """Names of a fix, the missing ones made when they are asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = CALLER[name](self)
+        return self[name]
+
+
+ON_RANKS = ("sl.make_mesh(", "sl.to_dtensor(x, normalize=True)")
+"""Beginnings of fixes that want real processes; such a line is run in as many as it names."""
 
 COMMANDS = ("torchrun ", "pip install ")
 """How the fixes begin that are commands of a shell."""
@@ -143,14 +171,51 @@ class _Seen:
     text: str
     fix: str
     op: str
-    scope: dict[str, Any]
+    scopes: list[dict[str, Any]]  # more than one where operands are printed alike
     missing: list[str]
     mesh: Mesh | None
-    alike: bool  # two operands are printed alike, so which is which cannot be told
+    lifts: bool  # raised inside a parallelized module, where plain tensors count as whole
+    on: Any  # the mesh and the layout that the error printed
+    layout: str
 
+
+TRIES = 24
+"""How many ways to tell operands that are printed alike are tried."""
 
 _FOUND: list[_Seen] = []
 _KEYS: set[tuple[str, str]] = set()
+_RAISES = type(pytest.raises(sl.ShardError))
+_LEAVE = _RAISES.__exit__
+
+
+def watch() -> None:
+    """From now on see every error that ``pytest.raises`` catches."""
+
+    def leave(self: Any, what: Any, error: Any, trace: Any) -> Any:
+        caught(error)
+        return _LEAVE(self, what, error, trace)
+
+    _RAISES.__exit__ = leave
+
+
+def watched() -> bool:
+    return _RAISES.__exit__ is not _LEAVE
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Watch within this context."""
+    watch()
+    try:
+        yield
+    finally:
+        _RAISES.__exit__ = _LEAVE
+
+
+def caught(e: BaseException | None) -> None:
+    """Told of an error that a test caught otherwise than with ``pytest.raises``."""
+    if watched() and isinstance(e, sl.ShardError):
+        seen(e)
 
 
 def seen(e: sl.ShardError) -> None:
@@ -159,19 +224,29 @@ def seen(e: sl.ShardError) -> None:
     if not e.fix or key in _KEYS or e.fix.startswith(COMMANDS):
         return
     _KEYS.add(key)
-    scope: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     missing: list[str] = []
-    frames = [_locals(f) for f in _frames(e)]
+    stack = _frames(e)
+    frames = [_locals(f) for f in stack]
+    ours = [f for f, where in zip(frames, stack, strict=True) if "/torch/" not in where.f_code.co_filename]
+    lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "sharded_module") for f in stack)
     if not fault(e.fix):
         for name in sorted(names(e.fix)):
             if name in IMPORTED:
-                scope[name] = IMPORTED[name]
-            elif (got := _value(name, e, frames)) is not None:
-                scope[name] = optree.tree_map(_apart, got[0], none_is_leaf=True)
+                found[name] = [IMPORTED[name]]
+            elif name not in SPENT and (got := _values(name, e, ours)):
+                found[name] = got if list(e.operands.values()).count(e.operands.get(name, "")) > 1 else got[:1]
+            elif name in ROLES and (role := _of_role(name, frames)):
+                found[name] = role
             else:
                 missing.append(name)
-    alike = len(set(e.operands.values())) < len(e.operands)
-    _FOUND.append(_Seen(str(e), e.fix, e.op, scope, missing, _mesh(e, scope, frames), alike))
+    drawn = itertools.islice(itertools.product(*found.values()), TRIES)
+    scopes = [dict(zip(found, map(_copy, values), strict=True)) for values in drawn]
+    _FOUND.append(
+        _Seen(
+            str(e), e.fix, e.op, scopes, missing, _mesh(e, found, frames), lifts, e.mesh, e.operands.get("layout", "")
+        )
+    )
 
 
 def _frames(e: BaseException) -> list[types.FrameType]:
@@ -192,8 +267,8 @@ def _locals(frame: types.FrameType) -> dict[str, Any]:
     return found
 
 
-def _value(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> tuple[Any] | None:
-    """What the error means by a name of its fix: the operand of the printed type, or what the frames call so."""
+def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[Any]:
+    """What the error may mean by a name of its fix: operands of the printed type, or what the frames call so."""
     text = e.operands.get(name)
     if text is None and name == "x":
         text = next((e.operands[k] for k in ("tensor", "input", "operand 0", "value") if k in e.operands), None)
@@ -201,18 +276,25 @@ def _value(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> tuple[A
         if label.startswith(f"{name} ["):  # as ``x [4, 4]  rows .``
             for v in (v for f in frames for v in _tensors(f)):
                 if label == f"{name} {list(v.shape)}" and isinstance(v, sl.ShardedTensor) and str(v.sharding) == layout:
-                    return (v,)
-    tensors = [v for f in frames if name in f for v in [f[name]]] + [v for f in frames for v in _tensors(f)]
+                    return [v]
     if text is not None and "[" in text:
-        for v in tensors:
-            if isinstance(v, Tensor) and sl.typeof(v) == text:
-                return (v,)
+        tensors = [v for f in frames if name in f for v in [f[name]]] + [v for f in frames for v in _tensors(f)]
+        typed = {id(v): v for v in tensors if isinstance(v, Tensor) and sl.typeof(v) == text}
+        if typed:
+            return list(typed.values())
     if text is not None and re.fullmatch(r"\[[\d, ]*\]", text):  # a layout was asked about a shape
-        return (torch.zeros(ast.literal_eval(text)),)
-    for f in frames:
-        if name in f and f[name] is not None:
-            return (f[name],)
-    return None
+        whole = torch.zeros(ast.literal_eval(text))
+        mesh = _mesh(e, {}, frames)
+        placed = f"unshard({name})" in e.fix and mesh is not None
+        return [sl.shard(whole, "...", mesh) if placed else whole]
+    if name == "params":
+        frames = [*frames, *({"params": f["given"][0]} for f in frames if isinstance(f.get("given"), list))]
+    return [f[name] for f in frames if f.get(name) is not None][:1]
+
+
+def _of_role(name: str, frames: list[dict[str, Any]]) -> list[Any]:
+    """What the frames hold of the kind that a name has, the user's first; a function that torch transforms is func."""
+    return [v for f in reversed(frames) for n, v in f.items() if ROLES[name](v) and (name != "f" or n == "func")][:1]
 
 
 def _tensors(x: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -223,21 +305,26 @@ def _tensors(x: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(v, depth - 1)
 
 
-def _apart(x: Any) -> Any:
+def _copy(x: Any) -> Any:
     """A copy, which what the test does next leaves alone."""
+    return optree.tree_map(_apart, x, none_is_leaf=True)
+
+
+def _apart(x: Any) -> Any:
     if not isinstance(x, Tensor) or isinstance(x, torch.nn.Parameter) or not (x.is_leaf or x.requires_grad):
         return x
     try:
         with torch.no_grad():
-            return x.detach().clone().requires_grad_(x.requires_grad)
+            copy = x.detach().clone().requires_grad_(x.requires_grad)
+        return copy if x.is_leaf else copy.clone()  # what is no leaf may be written to
     except RuntimeError:  # caught inside a transform of torch.func
         return x
 
 
-def _mesh(e: sl.ShardError, scope: dict[str, Any], frames: list[dict[str, Any]]) -> Mesh | None:
+def _mesh(e: sl.ShardError, found: dict[str, Any], frames: list[dict[str, Any]]) -> Mesh | None:
     if isinstance(e.mesh, Mesh):
         return e.mesh
-    for v in _tensors(scope):
+    for v in _tensors(found):
         if isinstance(v, sl.ShardedTensor):
             return v.mesh
     for f in frames:
@@ -262,35 +349,89 @@ def run() -> list[str]:
     return wrong
 
 
+def run_together() -> None:
+    """``run`` on real ranks: the fixes that all of them saw, in one order, for they may communicate."""
+    if not watched():
+        return
+    mine = {(s.op, s.fix): s for s in _FOUND}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(mine))
+    _FOUND[:] = [mine[key] for key in everywhere[0] if all(key in keys for keys in everywhere)]
+    wrong = run()
+    assert not wrong, "\n".join(wrong)
+
+
 def _of_the_place(e: Exception) -> bool:
     """Whether a line fails for where it is run: outside the module whose plain tensors count, or on a leaf."""
     return isinstance(e, sl.errors.PlainTensor) or "a leaf Variable that requires grad" in str(e)
 
 
-def _constants(fix: str) -> list[ast.Constant]:
-    """An Ellipsis among them stands for what the user wrote there."""
-    return [n for n in ast.walk(ast.parse(fix)) if isinstance(n, ast.Constant)]
-
-
 def _run(s: _Seen) -> str:
-    if s.fix.startswith(tuple(ADVICE)) or any(n.value is ... for n in _constants(s.fix)):
+    if s.fix.startswith(ON_RANKS) and not (s.mesh is not None and s.mesh.kind == "dist"):
+        return _launched(s)
+    if _left_open(s.fix):
+        _note("with a part that the user writes", s)
         return ""
-    if unknown := [n for n in s.missing if n not in CALLER and n not in s.op.split(".")]:
-        return f"the fix names what the error does not: {', '.join(unknown)}"
-    if s.missing:
-        return ""
-    want = _dense(s) if s.op in s.fix else None  # first, for the line may write to its operands
+    if unknown := [n for n in s.missing if n not in CALLER]:
+        return f"the fix names what neither the error nor the caller has: {', '.join(unknown)}"
+    tried = [_tried(s, scope) for scope in s.scopes]
+    return "" if not all(tried) else tried[0]
+
+
+def _launched(s: _Seen) -> str:
+    """A line that wants processes of its own."""
+    asked = {n: abs(int(size)) for n, size in re.findall(r"(\w+)=(-?\d+)", s.fix)}
+    sizes = asked or {n: int(size) for n, size in re.findall(r"(\w+)=(\d+)", mesh_text(s.on))}
     try:
-        got = _answer(s.fix, MODULES | s.scope, s.mesh)
+        sl.launch(_on_a_rank, s.fix, s.layout, **sizes)
+    except sl.ShardError as again:
+        return str(again)[-300:]
+    _note("run on real ranks", s)
+    return ""
+
+
+def _on_a_rank(fix: str, layout: str) -> None:
+    x = sl.shard(torch.zeros([24] * len(sl.Layout.parse(layout).dims)), layout) if layout else None
+    eval(fix, {"sl": sl, "x": x})
+
+
+def _left_open(fix: str) -> bool:
+    """Whether an argument of a call is an Ellipsis, which stands for what the user wrote there."""
+    calls = [n for n in ast.walk(ast.parse(fix)) if isinstance(n, ast.Call)]
+    return any(isinstance(a, ast.Constant) and a.value is ... for call in calls for a in call.args)
+
+
+def _tried(s: _Seen, scope: dict[str, Any]) -> str:
+    """What is wrong with a fix when its names mean these values."""
+    mesh = sl.simulate(x=2) if s.mesh is None and s.missing else s.mesh
+    try:
+        with nullcontext() if mesh is None else sl.use_mesh(mesh):
+            caller = _Caller(scope)
+            scope = scope | {name: caller[name] for name in s.missing}
+        sharded = any(isinstance(v, sl.ShardedTensor) for v in _tensors(scope))
+        want = _dense(s, scope) if sharded and s.op in s.fix else None  # first: the line may write to its operands
+        with promoting() if s.lifts else nullcontext():
+            got = _answer(s.fix, MODULES | scope, mesh)
     except Exception as again:
-        if s.alike or _of_the_place(again):
+        if _of_the_place(again):
+            _note(f"failed for where it is run: {type(again).__name__}", s)
             return ""
         return f"{type(again).__name__}: {str(again)[:300]}"
     if not isinstance(want, Tensor) or not isinstance(got, sl.ShardedTensor):
+        _note("run" if not s.missing else "run with a stand-in", s)
         return ""
     have = sl.unshard(got).detach()
     close = have.dtype == want.dtype and have.shape == want.shape
+    _note("run, and its value compared with dense", s)
     return "" if close and torch.allclose(have, want, equal_nan=True) else "the value is not the dense one"
+
+
+NOTED: dict[str, list[str]] = {}
+"""By what was done with them, the fixes that this process met."""
+
+
+def _note(what: str, s: _Seen) -> None:
+    NOTED.setdefault(what, []).append(f"{s.op}: {s.fix}")
 
 
 def _answer(fix: str, scope: dict[str, Any], mesh: Mesh | None) -> Any:
@@ -309,15 +450,19 @@ def _answer(fix: str, scope: dict[str, Any], mesh: Mesh | None) -> Any:
             inner.body.append(ast.Assign(last.targets, ast.Name("_answer", ast.Load())))
         ast.fix_missing_locations(tree)
     state = torch.random.get_rng_state()
-    with ExitStack() as stack:
+    written: Any = types.ModuleType("my_module")
+    written.__getattr__ = lambda name: torch.get_num_threads
+    with ExitStack() as stack, unittest.mock.patch.dict(sys.modules, my_module=written):
         if mesh is not None:
             stack.enter_context(sl.use_mesh(mesh))
         exec(compile(tree, "<fix>", "exec"), scope)
     torch.random.set_rng_state(state)
+    if "sl.random." in fix:
+        sl.random.seed(None)  # or the tests to come would not draw from torch's seed
     return scope.get("_answer")
 
 
-def _dense(s: _Seen) -> Any:
+def _dense(s: _Seen, scope: dict[str, Any]) -> Any:
     """What the line gives on whole tensors; None where it draws, or is about placing and not about values."""
     if "sl.shard" in s.fix or re.search(r"rand|dropout|bernoulli|multinomial", s.fix):
         return None
@@ -329,8 +474,8 @@ def _dense(s: _Seen) -> Any:
         return sl.unshard(x).detach().clone() if isinstance(x, sl.ShardedTensor) else x
 
     plain = types.SimpleNamespace(reshard=same, unshard=same, implicit=lambda *_: nullcontext())
-    scope = MODULES | {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in s.scope.items()} | {"sl": plain}
+    given = {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in scope.items()}
     try:
-        return _answer(s.fix, scope, None)
+        return _answer(s.fix, MODULES | given | {"sl": plain}, None)
     except (AttributeError, RuntimeError, ValueError):  # the line is about what whole tensors do not have
         return None
