@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
 
-__all__ = ["LINKS", "WRITERS", "link", "refuse_write", "same_memory", "written"]
+__all__ = ["LINKS", "WRITERS", "link", "refuse_write", "same_memory", "writes", "written"]
 
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
 """Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
@@ -58,6 +58,11 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         out = kwargs["out"]
         return list(out) if isinstance(out, tuple | list) else [out]
     return [args[0] if args else kwargs.get("input")] if kwargs.get("inplace") else []
+
+
+def writes(t: Tensor) -> int:
+    """How often a tensor was written to; torch does not count it for tensors made in inference mode."""
+    return 0 if t.is_inference() else t._version
 
 
 def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:

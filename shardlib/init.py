@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlib.aliases import writes
 from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter
 from shardlib.layouts import Dim, Layout
@@ -196,17 +197,17 @@ class _Unwritten:
 
     def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
         self.mesh, self.written = mesh, set()
-        self.at: dict[str, tuple[Tensor, int]] = {n: (t.raw, t.raw._version) for n, t in tensors.items()}
+        self.at: dict[str, tuple[Tensor, int]] = {n: (t.raw, writes(t.raw)) for n, t in tensors.items()}
 
     def stands(self, name: str, x: ShardedTensor) -> None:
         """``x`` is written to in the tensor's place."""
         if x.raw is not self.at[name][0]:
-            self.at[name] = x.raw, x.raw._version
+            self.at[name] = x.raw, writes(x.raw)
 
     def moved(self, name: str, x: ShardedTensor) -> None:
         if not self.names([name]):
             self.written.add(name)
-        self.at[name] = x.raw, x.raw._version
+        self.at[name] = x.raw, writes(x.raw)
 
     def done(self, name: str) -> None:
         self.written.add(name)
@@ -216,7 +217,7 @@ class _Unwritten:
 
     def _is_written(self, name: str) -> bool:
         raw, version = self.at[name]
-        if name in self.written or raw._version != version:
+        if name in self.written or writes(raw) != version:
             return True
         if not raw.is_floating_point():
             return False

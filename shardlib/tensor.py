@@ -32,7 +32,7 @@ from shardlib._compat import (
     no_torch_function,
     under_transform,
 )
-from shardlib.aliases import LINKS, refuse_write, written
+from shardlib.aliases import LINKS, WRITERS, refuse_write, written
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, psum, unwrap, wrap
 from shardlib.errors import (
@@ -162,6 +162,8 @@ class ShardedTensor(torch.Tensor):
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
             return FALLBACK[0](func, args, kwargs)  # which writes it
+        if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
+            return FALLBACK[0](func, args, kwargs or {})
         if (watcher := scope().watcher) is not None:
             rule = partial(watcher, _guarded(rule))
         if any_autocast() and func not in _UNCAST:
@@ -244,6 +246,8 @@ class PaddedTensor(ShardedTensor):
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
             return FALLBACK[0](func, args, kwargs)  # which writes it
+        if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
+            return FALLBACK[0](func, args, kwargs or {})
         if rule is not None and any_autocast() and func not in _UNCAST:
             rule = partial(cast, rule)
         x = next(a for a in _leaves((args, kwargs or {})) if isinstance(a, PaddedTensor))
@@ -264,6 +268,11 @@ class PaddedTensor(ShardedTensor):
             mesh=x.mesh,
             fix="sl.shard(sl.unshard(x), '...')",
         )
+
+
+def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether all that the call writes to is sharded."""
+    return all(isinstance(t, ShardedTensor) for t in written(func, args, kwargs))
 
 
 def _check_writes(func: Any, args: Any, kwargs: Any) -> None:

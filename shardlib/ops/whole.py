@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
-from shardlib.aliases import WRITERS, link, refuse_write, same_memory, written
+from shardlib.aliases import WRITERS, link, refuse_write, same_memory, writes, written
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
@@ -28,7 +28,7 @@ from shardlib.errors import (
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.registry import implicit_budget
-from shardlib.placing import reshard
+from shardlib.placing import reshard, unshard
 from shardlib.tensor import (
     FALLBACK,
     PaddedTensor,
@@ -148,6 +148,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         raise refusal or no_rule(func, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor | tuple | list):
         return _into(func, args, kwargs)
+    if any(isinstance(t, Tensor) and not isinstance(t, ShardedTensor) for t in written(func, args, kwargs)):
+        return _on_plain(func, args, kwargs)
     if (
         refusal is None
         and opens
@@ -212,7 +214,6 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     per_rank = mesh.kind == "stacked" and bool(deferred)
     raws: list[Any] = []
     stats = _statistics(name, args, kwargs)
-    quiet = [isinstance(leaves[i], Tensor) and any(leaves[i] is t for t in stats) for i in at]
     targets = [*written(func, args, kwargs), *stats]
     for i, v, w in zip(at, moved, wholes, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
@@ -221,12 +222,15 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         elif w is None and any(leaves[i] is t for t in targets):
             raw = raw.clone()  # autograd lets nothing write to what a transfer returned
         raws.append(raw)
+    quiet = [
+        any(leaves[i] is t for t in (targets if raw.is_inference() else stats)) for i, raw in zip(at, raws, strict=True)
+    ]
     given = list(leaves)
     for i, raw in zip(at, raws, strict=True):
         given[i] = raw
     if per_rank:
         return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred, quiet)
-    before = [(r._version, r.grad_fn) for r in raws]
+    before = [(writes(r), r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = run(func, mesh, a, k)
     if mesh.kind == "stacked" and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
@@ -235,10 +239,41 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             given[i] = raw
         return replied(each(func, mesh, given, at, tree), blocks, values, mesh, deferred, True)
     for v, m, raw, old, unsaid in zip(values, moved, raws, before, quiet, strict=True):
-        if unsaid or raw._version != old[0]:  # written to, in place or as out=
+        if unsaid or writes(raw) != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
                 _write(v, m, raw, name, mesh.kind != "stacked")
     return replied(out, raws, values, mesh, deferred, per_rank)
+
+
+def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that writes to a plain tensor, which no sharded value can become: its operands are plain and whole."""
+    name, targets = func.__name__, written(func, args, kwargs)
+    leaves, tree = flat(args, kwargs)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    ours = {i: leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)}
+    if not ours:
+        return func(*args, **kwargs)
+    mesh = next(iter(ours.values())).mesh
+    for t in targets:
+        check_met(t, mesh, name)
+        if isinstance(t, ShardedTensor):
+            raise PlainTensor("plain and sharded tensors are written to in one call", op=name,
+                              operands={"x": typeof(t)}, mesh=mesh, fix="sl.unshard(x)")  # fmt: skip
+    cost = max(map(_bytes, ours.values()))
+    if cost > (implicit_budget() or 0):
+        raise ImplicitCommunication(
+            f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked",
+            op=name,
+            operands={"xyzuvw"[k % 6]: typeof(leaves[i]) for k, i in enumerate(at)},
+            mesh=mesh,
+            fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
+        )
+    if mesh.kind == "record":
+        return args[0] if args else targets[0]
+    for i, x in ours.items():
+        leaves[i] = unshard(x)
+    a, k = optree.tree_unflatten(tree, leaves)
+    return func(*a, **k)
 
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
@@ -307,13 +342,13 @@ def _per_rank(
         return optree.tree_map(lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
                                out, none_is_leaf=True)  # fmt: skip
 
-    before = [[c._version for c in mine] for mine in copies]
+    before = [[writes(c) for c in mine] for mine in copies]
     leaves = list(given)
     for i, mine in zip(at, copies, strict=True):
         leaves[i] = mine
     out = each(one, mesh, leaves, at, tree)
     for v, m, mine, old, unsaid in zip(values, moved, copies, before, quiet, strict=True):
-        if unsaid or [c._version for c in mine] != old:
+        if unsaid or [writes(c) for c in mine] != old:
             _write(v, m, torch.stack(mine), name, True)
     out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
     return replied(out, raws, values, mesh, deferred, True)
@@ -322,7 +357,7 @@ def _per_rank(
 def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
     found = [t for t in optree.tree_leaves(out) if isinstance(t, Tensor)]  # type: ignore[arg-type]
     views = any(t is not r and same_memory(t, r) for t in found for r in raws)
-    return views and all(r._version == old[0] for r, old in zip(raws, before, strict=True))
+    return views and all(writes(r) == old[0] for r, old in zip(raws, before, strict=True))
 
 
 class _Same:
