@@ -294,13 +294,13 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
         return FALLBACK[0](func, args, kwargs, refusal)
     except ShardError as e:
         told = refusal if isinstance(refusal, ShardError) else e
-        bad = None if isinstance(told, BadArgument) else _torch_refuses(func, args, kwargs)
+        bad = None if isinstance(told, BadArgument) else torch_refuses(func, args, kwargs)
         told = told if bad is None else bad
         told.final = True  # type: ignore[attr-defined]
         raise told from None
 
 
-def _torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
+def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
     """The error for a call that no layout would mend: torch refuses it on tensors of these shapes and dtypes.
 
     It is asked on meta tensors, which hold no values: what hangs on values raises NotImplementedError there, or
@@ -842,7 +842,7 @@ def is_dense(x: ShardedTensor) -> bool:
     for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.size_), strict=True):
         if whole == 1:
             continue
-        if (n > 1 and stride != expected) or stride < last:
+        if (n > 1 and stride != expected) or stride < max(last, expected):
             return 0 in size
         last = stride
         expected *= n

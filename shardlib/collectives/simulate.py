@@ -133,8 +133,9 @@ _ELEMENTWISE = """
 """
 _DUNDERS = """
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
-    __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__
-    __le__ __gt__ __ge__ __and__ __or__ __xor__ __lshift__ __rshift__
+    __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __floordiv__ __mod__ __pow__
+    __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__
+    __xor__ __lshift__ __rshift__
 """
 
 
@@ -183,8 +184,8 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _IN_PLACE = {n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")} | {
-    "__iadd__", "__isub__", "__imul__", "__itruediv__"
-}  # fmt: skip
+    f"__i{n}__" for n in "add sub mul truediv floordiv mod pow and or xor".split()
+}
 
 
 def _plain_target(func: Any) -> PlainTensor:

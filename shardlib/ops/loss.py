@@ -247,8 +247,9 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
     mesh = logits.mesh
     if len(logits.size_) != 2:
         raise _unsupported(logits, target)
-    if logits.sharding.partial:
-        raise partial_escape("cross_entropy", logits)
+    for x in (logits, target):
+        if x.sharding.partial:
+            raise partial_escape("cross_entropy", x)
     row, col = logits.sharding.resolve(2).dims
     if target.size_ != logits.size_[:1]:
         raise ShardError(

@@ -58,8 +58,8 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
             raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",
                               operands={"tensor": typeof(x), "other": typeof(t)})  # fmt: skip
-    if g["training"] and any(t is not None and t.requires_grad for t in (mean, var)):
-        raise BadArgument("running statistics that require a gradient cannot be written", op="batch_norm",
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (mean, var)):
+        raise BadArgument("running statistics have no gradient, and these ask for one", op="batch_norm",
                           operands={"running_mean": typeof(mean)}, fix="running_mean.detach()")  # fmt: skip
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]

@@ -216,6 +216,8 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = args[0]
+    if x.ndim < 2:
+        return x
     true = (*x.true[:-2], x.true[-1], x.true[-2])
     out = _wrapped(x.inner.mT, true)
     out.yields = x.yields

@@ -59,8 +59,16 @@ spelled("hsplit(input, indices_or_sections)", lambda input, indices_or_sections:
     input, indices_or_sections, 0 if input.ndim == 1 else 1))  # fmt: skip
 spelled("vsplit(input, indices_or_sections)", _cut(0))
 spelled("dsplit(input, indices_or_sections)", _cut(2))
-spelled("unsafe_split(input, split_size, dim: int = 0)", lambda input, split_size, dim: input.split(split_size, dim))
-spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, dim: input.chunk(chunks, dim))
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Pieces cut without a graph ask for a gradient in torch (seen in 2.13), but not those of unsafe functions."""
+    return x if torch.is_grad_enabled() else x.detach()
+
+
+spelled("unsafe_split(input, split_size, dim: int = 0)", lambda input, split_size, dim: _apart(input).split(
+    split_size, dim))  # fmt: skip
+spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, dim: _apart(input).chunk(chunks, dim))
 
 
 def _to_size(input: Tensor, size: Any) -> Tensor:

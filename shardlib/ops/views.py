@@ -215,7 +215,7 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     size, block, local = x.size_, block_strides(x), x.sharding.local_shape(tuple(x.size_), x.mesh)
     whole = [0] * len(size)
     inner, outer = 1, 1  # where the block, and the whole tensor, would go on without a gap
-    for d in sorted(range(len(size)), key=lambda d: (block[d], -d)):
+    for d in sorted(range(len(size)), key=lambda d: (block[d], local[d] > 1, -d)):
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
             inner, outer = block[d] * local[d], whole[d] * size[d]
@@ -235,6 +235,8 @@ VIEW = binder("""
 @implements(Tensor.view, Tensor.reshape, torch.reshape)
 def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
+        if {args[0].dtype} == {*args[1:], *kwargs.values()}:
+            return args[0].detach()  # as torch, which gives views as a dtype no graph
         raise no_rule(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
     return _view(Tensor.view if func is Tensor.view else Tensor.reshape, x, new)

@@ -41,6 +41,7 @@ from shardlib.tensor import (
     on_shapes,
     real_axes,
     replicated,
+    torch_refuses,
     typeof,
     vary,
 )  # fmt: skip
@@ -279,6 +280,8 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
     """A call with ``out=``: the result, copied to where it is wanted."""
     out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
+    if (refused := torch_refuses(func, args, kwargs)) is not None:
+        raise refused
     result = func(*args, **rest)
     pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
     for target, value in pairs:
@@ -306,7 +309,10 @@ def _stored(x: Any, value: Any, op: str) -> Any:
     """``x`` with new values, which lie where they were computed."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
         raise PlainTensor("a plain tensor cannot take a sharded value", op=op, fix="x = f(x)")
-    if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
+    if x.shape == value.shape and x.dtype != value.dtype and torch.can_cast(value.dtype, x.dtype):
+        raise Unsupported("some functions cast what they write, and some do not", op=op, mesh=x.mesh,
+                          operands={"x": typeof(x), "result": typeof(value)}, fix="x.copy_(result)")  # fmt: skip
+    if x.shape != value.shape or x.dtype != value.dtype:
         raise BadArgument(
             f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to this tensor",
             op=op,
