@@ -10,6 +10,7 @@ their layouts, and a mesh.  The call is Python text, so a fault prints a program
 """
 
 import argparse
+import cmath
 import copy
 import inspect
 import itertools
@@ -1061,8 +1062,8 @@ def _differ(got: list[Any], want: list[Any], least: float = 0.0, vague: bool = F
             if why := _alike(a, b, least, vague):
                 return why
         elif type(a) is not type(b) or not (a == b or (a != a and b != b)):
-            near = isinstance(a, int | float) and isinstance(b, int | float) and type(a) is type(b)
-            if not (near and math.isclose(a, b, rel_tol=1e-9)):
+            numbers = isinstance(a, int | float | complex) and type(a) is type(b)
+            if not (numbers and cmath.isclose(a, b, rel_tol=1e-9)):
                 return f"{a!r} for {b!r}"
     return ""
 

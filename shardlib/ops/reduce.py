@@ -347,7 +347,11 @@ def _aminmax(input: Tensor, dim: Any, keepdim: bool) -> Any:
 
 spelled(_NAN, _nansum)
 spelled(_NAN.replace("nansum", "nanmean"), _nanmean)
-spelled("count_nonzero(input, dim: ints = None)", lambda input, dim: (input != 0).sum(dim))
+spelled("""
+    count_nonzero(input)
+    count_nonzero(input, dim: none)
+    count_nonzero(input, *dim: int)
+""", lambda input, dim=None: (input != 0).sum(dim))  # fmt: skip
 spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)", _aminmax)
 
 

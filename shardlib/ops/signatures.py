@@ -48,6 +48,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {  # annotation -> whether a value fi
     "number": lambda v: isinstance(v, int | float | complex) and not isinstance(v, bool),
     "tensor": lambda v: isinstance(v, Tensor | Slot),
     "tensors": lambda v: isinstance(v, tuple | list) and all(isinstance(t, Tensor | Slot) for t in v),
+    "none": lambda v: v is None,
 }
 _OMITTED = object()
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other", "self": "input"}

@@ -96,8 +96,10 @@ def _depthwise(k: int) -> None:
     for func in homes(name):  # what follows answers for them, and leaves the rest to the declaration
         del TABLE[func]
 
-    def apart(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-        return plain(x, w, bias, stride, padding, dilation, w.shape[0])
+    def apart(
+        x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    ) -> Tensor:
+        return plain(x, w, bias, stride, padding, dilation, w.shape[0])  # the block's groups, of all
 
     def labels(args: Any, kwargs: Any) -> Labels:
         x, w, bias, *_ = args
@@ -109,7 +111,7 @@ def _depthwise(k: int) -> None:
         one = isinstance(x, Tensor) and isinstance(w, Tensor) and w.ndim == k + 2 and x.ndim in (k + 1, k + 2)
         if not one or not groups == w.shape[0] == x.shape[-k - 1] or w.shape[1] != 1 or groups == 1:
             return usual(func, args, kwargs)
-        return rows_call(apart, (x, w, bias, stride, padding, dilation), {}, labels)
+        return rows_call(apart, (x, w, bias, stride, padding, dilation, groups), {}, labels)
 
     apart.__name__ = name
     implements(*homes(name))(rule)

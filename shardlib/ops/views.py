@@ -367,7 +367,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], 1, *x.size_[dim:])), x.mesh, x.deferred)
 
 
-_SQUEEZE = binder("squeeze(input)\nsqueeze(input, dim: ints)")
+_SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
 @implements(Tensor.squeeze, torch.squeeze)

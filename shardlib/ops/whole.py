@@ -288,6 +288,13 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
         tracked = [t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad]
         if torch.is_grad_enabled() and tracked:
             raise BadArgument("arguments given as out= have no gradient, and an operand asks for one", op=func.__name__)
+        if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
+            raise Unsupported(
+                "some functions cast what they write to out=, and some do not",
+                op=func.__name__,
+                operands={"out": typeof(target), "result": typeof(value)},
+                fix="out.copy_(result)",
+            )
         try:
             _stored(target, value, func.__name__)
         except ImplicitCommunication:
@@ -309,10 +316,7 @@ def _stored(x: Any, value: Any, op: str) -> Any:
     """``x`` with new values, which lie where they were computed."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
         raise PlainTensor("a plain tensor cannot take a sharded value", op=op, fix="x = f(x)")
-    if x.shape == value.shape and x.dtype != value.dtype and torch.can_cast(value.dtype, x.dtype):
-        raise Unsupported("some functions cast what they write, and some do not", op=op, mesh=x.mesh,
-                          operands={"x": typeof(x), "result": typeof(value)}, fix="x.copy_(result)")  # fmt: skip
-    if x.shape != value.shape or x.dtype != value.dtype:
+    if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
         raise BadArgument(
             f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to this tensor",
             op=op,
@@ -498,6 +502,8 @@ def _title(func: Any) -> str:
     name = getattr(func, "__name__", "f")
     if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"
+    if getattr(torch, name, func) is not func and name not in _SPREAD:  # torch's function of this name is Python,
+        return f"torch.ops.aten.{name}"  # and takes other arguments than the one it ends in
     module = getattr(func, "__module__", None) or "torch"
     return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
 

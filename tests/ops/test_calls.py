@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.tensor import promoting
 from tests.ops.cases import r
 from tests.workers import Pool
 
@@ -73,6 +74,10 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "swapaxes": (lambda x: x.swapaxes(axis1=0, axis0=1), (X,)),
     "unsqueeze by keyword": (lambda x: torch.unsqueeze(dim=1, input=x), (X,)),
     "squeeze of several": (lambda x: x[None].squeeze((0, 1)), (X,)),
+    "squeeze of several, spread": (lambda x: x[None].squeeze(0, -2), (X,)),
+    "count_nonzero, spread": (lambda x: x.count_nonzero(0, 1), (X,)),
+    "count_nonzero of all": (lambda x: torch.count_nonzero(x, dim=None), (X,)),
+    "count_nonzero of one": (lambda x: torch.count_nonzero(x, 1), (X,)),
     "expand": (lambda x: x[None].expand(size=(3, -1, -1), implicit=False), (X,)),
     "split by keyword": (lambda x: torch.split(dim=1, split_size_or_sections=[2, 4], tensor=x), (X,)),
     "select by keyword": (lambda x: x.select(index=-2, dim=1), (X,)),
@@ -233,6 +238,101 @@ def test_out_is_written_where_it_lies_or_refused_with_a_line_that_does() -> None
         w = sl.shard(X, "x y").requires_grad_()
         with pytest.raises(sl.ShardError, match="have no gradient"):
             torch.add(w, 1, out=x)
+
+
+INTO_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
+    "add_": lambda p, x: p.add_(x),
+    "+=": lambda p, x: p.__iadd__(x),
+    "copy_": lambda p, x: p.copy_(x),
+    "setitem": lambda p, x: p.__setitem__(..., x),
+    "masked_fill_": lambda p, x: p.masked_fill_(x > 0, 1.0),
+    "addcmul_": lambda p, x: p.addcmul_(x, x),
+    "foreach": lambda p, x: torch._foreach_add_([p], [x]),
+}
+
+
+@pytest.mark.parametrize("layout", ["... .", "x y"])
+@pytest.mark.parametrize("write", INTO_PLAIN)
+def test_a_plain_tensor_that_is_written_to_holds_the_values(write: str, layout: str) -> None:
+    want = torch.ones_like(X)
+    INTO_PLAIN[write](want, X)
+    with sl.simulate(x=2, y=2):
+        x, p = sl.shard(X, layout), torch.ones_like(X)
+        if layout == "x y":
+            with promoting(), pytest.raises(sl.errors.ImplicitCommunication) as caught:
+                INTO_PLAIN[write](p, x)
+            assert torch.equal(p, torch.ones_like(X)) and "sl.implicit" in caught.value.fix
+        with pytest.raises(sl.errors.PlainTensor):  # where does it lie?
+            INTO_PLAIN[write](p, x)
+        with promoting(), sl.implicit():
+            INTO_PLAIN[write](p, x)
+        assert type(p) is Tensor and torch.equal(p, want)
+
+
+def test_a_plain_sum_of_losses_is_their_sum_and_has_their_gradient() -> None:
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(X, "x y").requires_grad_()
+        loss = torch.zeros((), dtype=X.dtype)
+        same = loss
+        loss += (x * x).sum()
+        loss.backward()
+        assert same is loss and torch.allclose(loss, (X * X).sum())
+        assert torch.allclose(sl.unshard(x.grad), 2 * X)
+
+
+def test_inference_mode_computes_what_no_grad_does() -> None:
+    for under in (torch.inference_mode, torch.no_grad):
+        with sl.simulate(x=2, y=2), sl.implicit(), under():
+            x = sl.shard(X, "x y") * 1
+            assert torch.allclose(sl.unshard(x.logcumsumexp(0)), X.logcumsumexp(0))
+            assert torch.equal(sl.unshard(x.arccosh_().nan_to_num_(5.0)), X.arccosh().nan_to_num(5.0))
+            x.index_put_((sl.shard(torch.tensor([1]), "."),), sl.shard(torch.zeros((), dtype=X.dtype), "..."))
+            assert not sl.unshard(x)[1].any()
+
+
+def test_pending_targets_are_not_read_as_if_they_were_whole() -> None:
+    with sl.simulate(x=2, y=2):
+        x, target = sl.shard(X, ". ."), sl.reshard(sl.shard(TARGET, "."), ". + sum(x)")
+        with pytest.raises(sl.errors.PartialEscape):
+            F.cross_entropy(x, target)
+        with sl.implicit():
+            assert torch.allclose(sl.unshard(F.cross_entropy(x, target)), F.cross_entropy(X, TARGET))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_that_ask_for_a_gradient_are_refused_as_torch_does(training: bool) -> None:
+    parts = [X.reshape(4, 6), *(r(6, seed=k).abs() for k in (11, 12))]
+    with sl.simulate(x=2):
+        x, mean, var = (sl.shard(t.clone(), lay) for t, lay in zip(parts, ("x .", ".", "."), strict=True))
+        mean.requires_grad_()
+        with pytest.raises(sl.errors.BadArgument):
+            F.batch_norm(x, mean, var, training=training)
+        with torch.no_grad():
+            want = F.batch_norm(*parts, training=training)
+            assert torch.allclose(sl.unshard(F.batch_norm(x, mean, var, training=training)), want)
+
+
+def test_a_transposed_view_of_one_row_blocks_is_copied_where_the_whole_would_be() -> None:
+    x = r(6, 6)
+    for layout in (". x", "x ."):
+        with sl.simulate(x=6):
+            y = sl.shard(x, layout) * 1
+            y.T.flatten().zero_()
+            assert torch.equal(sl.unshard(y), x)
+
+
+def test_a_power_in_place_of_another_dtype_has_its_gradient() -> None:
+    def power(x: Any, y: Any) -> Any:
+        z = x * 1
+        z **= y
+        return z
+
+    base = (X.abs() + 1).half()
+    want = torch.autograd.grad(power(a := base.clone().requires_grad_(), Y).sum(), a)[0]
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(base, "x y").requires_grad_()
+        got = torch.autograd.grad(power(x, sl.shard(Y, "x y")).sum(), x)[0]
+        assert torch.allclose(sl.unshard(got), want, rtol=1e-2)
 
 
 def test_an_argument_that_is_not_understood_is_refused() -> None:
