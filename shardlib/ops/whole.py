@@ -7,6 +7,7 @@
    result is whole; outside, ImplicitCommunication says how many bytes and what to write.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -502,7 +503,9 @@ def _title(func: Any) -> str:
     name = getattr(func, "__name__", "f")
     if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"
-    if getattr(torch, name, func) is not func and name not in _SPREAD:  # torch's function of this name is Python,
+    if (
+        inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
+    ):  # torch's function of this name is Python,
         return f"torch.ops.aten.{name}"  # and takes other arguments than the one it ends in
     module = getattr(func, "__module__", None) or "torch"
     return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
