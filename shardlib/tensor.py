@@ -492,7 +492,8 @@ class _Sum(Local):
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
-            return unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
+            out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
+        return out if out.numel() else out.clone()  # nothing was sent, and autograd lets no one write to an alias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

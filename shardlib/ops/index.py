@@ -270,7 +270,8 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
         return out
-    return reshard(out, Layout((*dims[:dim], token, *dims[dim + 1 :])))
+    cut = reshard(out, Layout((*dims[:dim], token, *dims[dim + 1 :])))
+    return cut.like(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
 
 
 _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")

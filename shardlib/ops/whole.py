@@ -146,6 +146,8 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
 def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True) -> Any:
     """The last resort of every function; ``opens`` False: its Python body need not be tried."""
     name = getattr(func, "__name__", str(func))
+    if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
+        raise refusal  # what a graph says, gathered tensors do not mend
     if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
         raise refusal or no_rule(func, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor | tuple | list):

@@ -321,6 +321,31 @@ def test_a_transposed_view_of_one_row_blocks_is_copied_where_the_whole_would_be(
             assert torch.equal(sl.unshard(y), x)
 
 
+def test_what_has_no_derivative_is_refused_as_torch_refuses_it() -> None:
+    with sl.simulate(x=2), sl.implicit():
+        x = sl.shard(X.abs(), "... .").requires_grad_()
+        for f in (lambda: torch.igammac(x, x), lambda: (x * 1).arcsinh_()):
+            with pytest.raises(NotImplementedError, match="derivative"):
+                torch.autograd.grad(f().sum(), x)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 1}], ids=str)
+def test_results_may_be_written_to(mesh: dict[str, int]) -> None:
+    index = torch.tensor([3, 0])
+    forms: list[Callable[[Any, Any], Any]] = [
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: x[:, :0].sum(0),
+        lambda x, i: x[i, 2:2],
+        lambda x, i: x.sum(0),
+    ]
+    for f in forms:
+        want = f(X, index) * 3
+        with sl.simulate(**mesh), sl.implicit():
+            y = f(sl.shard(X, "x .").requires_grad_(), sl.shard(index, "."))
+            y *= 3
+            assert torch.allclose(sl.unshard(y), want)
+
+
 def test_a_power_in_place_of_another_dtype_has_its_gradient() -> None:
     def power(x: Any, y: Any) -> Any:
         z = x * 1

@@ -87,6 +87,8 @@ class Product(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         schedule, mesh, over = ctx.call
         x, w = ctx.saved_tensors
+        if x.is_complex():  # dX is dY times W's adjoint, and schedules transpose
+            x, w = x.conj().resolve_conj(), w.conj().resolve_conj()
         need = ctx.needs_input_grad[3:5]
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
