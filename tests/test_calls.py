@@ -28,9 +28,7 @@ def _answers(seeds: list[int]) -> list[tuple[str, ...]]:
     for seed in seeds:
         case = draw(seed, ranks=4)
         got = ours(case)
-        found.append(
-            (case.text(), judge(got, dense(case)), got.kind, got.error.partition("\n  at ")[0], str(got.moved))
-        )
+        found.append((case.text(), judge(got, dense(case)), got.kind, got.error.partition(" at ")[0], str(got.moved)))
     return found
 
 
