@@ -23,7 +23,7 @@ def as_dtensor(x: ShardedTensor) -> DTensor:
             operands={"tensor": typeof(x)},
             fix="sl.to_dtensor(sl.shard(x, '...'))",
         )
-    if x.mesh.kind != "dist":
+    if x.mesh.device_mesh is None:
         raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
     x = settle(x)  # what DTensor computes with it is one more use, whose gradient comes whole
     placements = x.sharding.placements(x.mesh)

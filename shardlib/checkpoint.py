@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardlib.collectives import played, storage
 from shardlib.errors import RankMismatch, ShardError, UnknownParameter
-from shardlib.mesh import coordinates
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -49,7 +49,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         part = f"{os.fspath(path)}.part"
         save_file(whole, part, metadata=layouts | ({_KEPT: json.dumps(kept)} if kept else {}))
         os.replace(part, path)
-    if any(isinstance(p, ShardedTensor) and p.mesh.kind == "dist" for p in tensors.values()):
+    if any(isinstance(p, ShardedTensor) and p.mesh.device_mesh is not None for p in tensors.values()):
         dist.barrier()
 
 
@@ -103,9 +103,8 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
         )
     if not isinstance(p, ShardedTensor):
         return source[...].to(p.dtype).to(p.device).requires_grad_(p.requires_grad)
-    coords = [dict(p.mesh.coord or {})] if p.mesh.kind == "dist" else coordinates(p.mesh)
     blocks = []
-    for c in coords:
+    for c in played(p.mesh):
         where = p.sharding.slices(shape, p.mesh, c)
         plain = tuple(w if isinstance(w, slice) and w.step == 1 else slice(None) for w in where)
         block = source[plain] if plain else source[...]
@@ -114,5 +113,5 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
                 at = list(range(*w.indices(shape[d]))) if isinstance(w, slice) else w
                 block = block.index_select(d, torch.tensor(at, dtype=torch.int64))
         blocks.append(block.to(p.dtype).to(p.device))
-    raw = torch.stack(blocks) if p.mesh.kind == "stacked" else blocks[0].contiguous()
+    raw = storage(blocks, p.mesh).contiguous()
     return ShardedTensor(raw.requires_grad_(p.requires_grad), p.sharding, p.size_, p.mesh)

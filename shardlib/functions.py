@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import NO_SETUP, HookFunction, Local, intercept_functions, intercept_inputs
-from shardlib.collectives import Stacked
+from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, bind
 from shardlib.placing import reshard
@@ -53,7 +53,7 @@ class _Form:
         """The raw gradient of a plain tensor, which every rank holds."""
         if isinstance(g, ShardedTensor):
             g = reshard(g, "...").raw
-            return g[0] if self.mesh.kind == "stacked" else g
+            return blocks(g, self.mesh)[0]
         return g.ranks.sum(0) if type(g) is Stacked else g
 
 

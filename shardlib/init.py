@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.aliases import writes
-from shardlib.collectives import pmax, unwrap, wrap
+from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, as_mesh, bind
@@ -62,7 +62,7 @@ def init(
     """
     mesh = as_mesh(mesh)
     apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
-    if mesh.kind == "record":
+    if not holds_values(mesh):
         return apply, params
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
     tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
@@ -177,7 +177,7 @@ def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
 
 def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     local = layout.local_shape(tuple(x.shape), x.mesh)
-    raw = x.raw.new_full((x.mesh.size, *local) if x.mesh.kind == "stacked" else local, float("nan"))
+    raw = x.raw.new_full((*(x.mesh.size,) * lead(x.mesh), *local), float("nan"))
     return ShardedTensor(raw, layout, torch.Size(x.shape), x.mesh)
 
 
@@ -222,7 +222,7 @@ class _Unwritten:
         if not raw.is_floating_point():
             return False
         blank = raw.isnan()  # ``weight.data`` counts its writes apart
-        dims = tuple(range(int(self.mesh.kind == "stacked"), raw.ndim))
+        dims = tuple(range(lead(self.mesh), raw.ndim))
         flag = (blank.any() if not dims else blank.amax(dims)).float()
         axes = tuple(a for a in self.mesh.names if self.mesh.axes[a] > 1)
         if axes:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardlib._compat import uncompiled
+from shardlib.collectives import holds_values, lead
 from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
 from shardlib.experts import divided, standing_in
 from shardlib.layouts import Layout
@@ -100,7 +101,7 @@ class Apply:
         return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
 
     def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        if blank := [n for n, b in buffers.items() if b.device.type == "meta" and self.mesh.kind != "record"]:
+        if blank := [n for n, b in buffers.items() if b.device.type == "meta" and holds_values(self.mesh)]:
             raise ShardError(
                 f"the module was made on the meta device, and nothing gave a value to its buffer {blank[0]!r}",
                 op="apply",
@@ -356,11 +357,11 @@ def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tenso
 
 
 def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool) -> ShardedTensor:
-    if (p.is_meta or blank) and mesh.kind != "record":
+    if (p.is_meta or blank) and holds_values(mesh):
         size = padded_size(layout, p, mesh) if pad else p.shape
         layout.check(tuple(size), mesh, op="parallelize")
         block = layout.local_shape(tuple(size), mesh)
-        shape = (mesh.size, *block) if mesh.kind == "stacked" else block
+        shape = (*(mesh.size,) * lead(mesh), *block)
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(p.requires_grad)
         if size != p.shape:
             return PaddedTensor(raw, layout, size, mesh, p.shape)

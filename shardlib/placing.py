@@ -15,18 +15,22 @@ from shardlib.collectives import (
     all_to_all,
     axis_index,
     each_rank,
+    holds_values,
+    lead,
     pbroadcast,
+    played,
     ppermute,
     pslice,
     psum,
     psum_scatter,
     start_ppermutes,
+    storage,
     unwrap,
     wrap,
 )
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Exchange, Layout, Step
-from shardlib.mesh import Mesh, as_mesh, bind, coordinates, current_mesh
+from shardlib.mesh import Mesh, as_mesh, bind, current_mesh, rank_along
 from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
@@ -158,7 +162,7 @@ def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
 def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
     if src != 0:
         raise ShardError(f"src must be 0, not {src}", op="shard", mesh=m, fix="sl.shard(x, layout, src=0)")
-    if m.kind != "dist":
+    if m.device_mesh is None:
         return x
     with bind(m):
         return pbroadcast(x.to(m.device), m.names, 0)
@@ -167,13 +171,12 @@ def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
 def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     """Raw storage of a tensor that is whole here."""
     shape = tuple(x.shape)
-    if m.kind == "record":
+    if not holds_values(m):
         return torch.empty(layout.local_shape(shape, m), dtype=x.dtype, device="meta")
-    if m.kind == "dist":
-        if m.coord is None:
-            raise MeshError("this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)")
-        return _cut(x, layout, m, m.coord).to(m.device)
-    return torch.stack([_cut(x, layout, m, c) for c in coordinates(m)])
+    if m.device_mesh is not None and m.coord is None:
+        raise MeshError("this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)")
+    raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
+    return raw if m.device_mesh is None else raw.to(m.device)
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
@@ -220,14 +223,12 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
 def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
     """Post all rounds, place what stays, then what arrives."""
     mesh, raw = current_mesh(), unwrap(x)
-    lead = raw.shape[:1] if mesh.kind == "stacked" else ()
-    sent = [raw.new_zeros((*lead, *r.shape)) for r in plan.rounds]
-    out = raw.new_empty((*lead, *plan.shape))
+    front = raw.shape[: lead(mesh)]
+    sent = [raw.new_zeros((*front, *r.shape)) for r in plan.rounds]
+    out = raw.new_empty((*front, *plan.shape))
     ranks = []
     for coord, view in each_rank(mesh):
-        rank = 0
-        for a in axes:
-            rank = rank * mesh.axes[a] + coord[a]
+        rank = rank_along(axes, coord, mesh.axes)
         ranks.append((rank, view))
         for buffer, r in zip(sent, plan.rounds, strict=True):
             if rank in r.takes:
@@ -355,7 +356,7 @@ def unshard(x: Any) -> Any:
     if isinstance(x, PaddedTensor):
         return unshard(x.inner)[tuple(slice(n) for n in x.true)]
     whole = settle(reshard(x, "..."))
-    if x.mesh.kind == "stacked":
+    if lead(x.mesh):
         return _First.apply(whole.raw)
     return whole.raw if whole is not x else whole.raw.view_as(whole.raw)
 

@@ -63,7 +63,7 @@ def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[s
     {'x': Link(alpha=2e-05, beta=1e-09)}
     """
     m = as_mesh(mesh)
-    if m.kind != "dist":
+    if m.device_mesh is None:
         return {axis: m.links.get(axis, Link()) for axis in m.names}
     axes = [axis for axis in m.names if m.axes[axis] > 1]
     times = []

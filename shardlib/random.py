@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib._compat import SEEDED, job_store
-from shardlib.collectives import all_gather, pbroadcast, unwrap, wrap
+from shardlib.collectives import all_gather, holds_values, pbroadcast, played, storage, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, as_mesh, bind, scope, within
 
@@ -173,7 +173,7 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives the key itself:
     rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
     """
-    if mesh.kind == "record":
+    if not holds_values(mesh):
         return 0
     if generator is not None:
         return _named(mesh, generator)
@@ -195,7 +195,7 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
     axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
     if axes:
         with bind(mesh):
-            raw = key.expand(mesh.size, 1) if mesh.kind == "stacked" else key
+            raw = storage([key] * len(played(mesh)), mesh)
             key = unwrap(pbroadcast(wrap(raw, mesh), axes, 0)).flatten()
     return int(key[0]) & _WORD
 

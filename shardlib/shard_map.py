@@ -14,8 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import wrap
-from shardlib.collectives.simulate import of
+from shardlib.collectives import held, lead, wrap
 from shardlib.errors import RankMismatch, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh, bind
@@ -90,7 +89,7 @@ def shard_map(
 
 
 def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
-    raw = of(block, mesh) if mesh.kind == "stacked" else block  # a tensor made inside is the same for all
+    raw = held(block, mesh)  # a tensor made inside is the same for all
     local = list(block.shape)
     layout = layout.resolve(len(local))
     if len(layout.dims) != len(local):
@@ -105,7 +104,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)
     copied = [a for a in mesh.names if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1]
-    if mesh.kind == "stacked":
+    if lead(mesh):
         _check_copies(raw, layout, mesh, copied, i)
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:

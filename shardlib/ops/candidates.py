@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.collectives import played, storage
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import coordinates
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
 from shardlib.ops.reduce import extreme
@@ -106,11 +106,9 @@ def _block(x: ShardedTensor, dim: int) -> int:
 def _positions(x: ShardedTensor) -> list[Tensor]:
     """For each dimension where this rank's block has its elements, [n] (simulated: [ranks, n])."""
     mesh, shape = x.mesh, tuple(x.size_)
-    places = [dict(mesh.coord or {})] if mesh.kind == "dist" else coordinates(mesh)
-    places = places[:1] if mesh.kind == "record" else places
-    found = [x.sharding.indices(shape, mesh, place) for place in places]
+    found = [x.sharding.indices(shape, mesh, place) for place in played(mesh)]
     tables = [torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))]
-    return tables if mesh.kind == "stacked" else [t[0] for t in tables]
+    return [storage(list(t), mesh) for t in tables]
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlib.aliases import WRITERS, link, same_memory
+from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, PartialEscape, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
@@ -123,7 +124,7 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
     """A key for the plan of a call of leading tensors and plain numbers on real ranks; None for any other."""
     first = args[0] if args else None
-    if type(first) is not ShardedTensor or first.mesh.kind == "stacked":
+    if type(first) is not ShardedTensor or lead(first.mesh):
         return None
     operands: list[Any] = []
     for x in args:

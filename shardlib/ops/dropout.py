@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
+from shardlib.collectives import lead
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.keyed import Make, Pairs, drawn, kept, then, unit
@@ -61,10 +62,9 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
     key = next_key(x.mesh)
     if not features:
         return drawn(x, key, make, dtype)
-    lead = x.mesh.kind == "stacked"
     layout = Layout((*x.sharding.resolve(len(x.size_)).dims[:2], *[Dim()] * (len(x.size_) - 2)))
     shape = torch.Size((*x.size_[:2], *[1] * (len(x.size_) - 2)))
-    block = x.raw.new_empty((*x.raw.shape[: 2 + lead], *[1] * (len(x.size_) - 2)), dtype=dtype)
+    block = x.raw.new_empty((*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.size_) - 2)), dtype=dtype)
     if not isinstance(x, PaddedTensor):
         return drawn(ShardedTensor(block, layout, shape, x.mesh), key, make, dtype)
     true = torch.Size((*x.true[:2], *shape[2:]))

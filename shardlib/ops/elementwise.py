@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import psum, unwrap, wrap
+from shardlib.collectives import lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -121,7 +121,7 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, ShardedTensor):  # a plain tensor, made as a sharded one is
         return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
     rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
-    if x.mesh.kind == "stacked" and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
+    if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
         leaves, tree = flat((x.raw, *rest), kwargs)  # of a block: all of them have one more dimension
         out = each(func, x.mesh, leaves, [0], tree)
     else:

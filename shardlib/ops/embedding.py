@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
+from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -117,7 +117,7 @@ def embedding(func: Any, args: Any, kwargs: Any, vocabulary: int | None = None) 
             raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))
     if plan.axes:
         raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
-    elif mesh.kind != "stacked":
+    elif not lead(mesh):
         raw = F.embedding(ids.raw, raw_table, padding)
     else:
         with bind(mesh):

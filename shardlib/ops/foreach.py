@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import amp_unscale, foreach_ops, fused_steps
-from shardlib.collectives import pmax, psum, unwrap, wrap
+from shardlib.collectives import blocks, lead, played, pmax, psum, unwrap, wrap
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
@@ -36,7 +36,7 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
         if alike and not x.sharding.partial:
             return x.raw
         whole = x.ndim == 0 and x.mesh is first.mesh and not x.sharding.partial
-        return (x.raw[0] if x.mesh.kind == "stacked" else x.raw) if whole else None
+        return blocks(x.raw, x.mesh)[0] if whole else None
     return x if x.ndim == 0 else None
 
 
@@ -119,8 +119,8 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     if plain or _tracked([xs]) or not (order > 0) or any(x.raw.numel() == 0 for x in xs):
         return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
     mesh: Mesh = xs[0].mesh
-    lead = mesh.size if mesh.kind == "stacked" else 1
-    local = [torch.linalg.vector_norm(x.raw.detach().reshape(lead, -1), order, 1, dtype=dtype) for x in xs]
+    ranks = len(played(mesh))
+    local = [torch.linalg.vector_norm(x.raw.detach().reshape(ranks, -1), order, 1, dtype=dtype) for x in xs]
     out: list[Any] = [None] * len(xs)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, x in enumerate(xs):
@@ -129,11 +129,11 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
         parts = torch.stack([local[i].double() for i in members], -1)  # [ranks, members]; squares cannot overflow
         if axes:
             with bind(mesh):
-                parts = _over(parts if mesh.kind == "stacked" else parts[0], mesh, axes, order)
-            parts = parts if mesh.kind == "stacked" else parts.unsqueeze(0)
+                parts = _over(parts if lead(mesh) else parts[0], mesh, axes, order)
+            parts = parts if lead(mesh) else parts.unsqueeze(0)
         for k, i in enumerate(members):
             raw = parts[:, k].to(local[i].dtype)
-            raw = raw if mesh.kind == "stacked" else raw[0]
+            raw = raw if lead(mesh) else raw[0]
             out[i] = ShardedTensor(raw, _SCALAR, torch.Size(()), mesh)
     return tuple(out)
 
@@ -189,7 +189,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
         func(plain, *bare)
     for mesh, raws in per_mesh.items():
         func(raws, *bare)
-        if mesh.kind == "dist":
+        if mesh.device_mesh is not None:  # an overflow may be on a rank played elsewhere
             with bind(mesh):
                 bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
     if isinstance(found, ShardedTensor):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.aliases import link
+from shardlib.collectives import blocks, holds_values, lead
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
@@ -161,7 +162,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
     Nothing is summed where the dimensions they address are whole.  None where something else is asked for.
     """
-    if x.sharding.partial or x.sharding.skew or type(x) is not ShardedTensor or x.mesh.kind == "record":
+    if x.sharding.partial or x.sharding.skew or type(x) is not ShardedTensor or not holds_values(x.mesh):
         return None
     index: list[Any] = []
     for i in given:
@@ -178,7 +179,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
     index = [*index[:at], *fill, *index[at + 1 :]]
     tokens, raw, summed = x.sharding.resolve(x.ndim).dims, x.raw, []
-    stacked, mesh = int(x.mesh.kind == "stacked"), x.mesh
+    stacked, mesh = lead(x.mesh), x.mesh
     given_, d = [], 0
     for i in index:
         if i is None:
@@ -289,9 +290,8 @@ def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
     cut = cut or x.raw.requires_grad or source.raw.requires_grad
     if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.size_), x.mesh):
         return on_whole(func, args, kwargs, None)
-    blocks, mine, ids = x.raw, reshard(source, x.sharding).raw, index.raw
-    stacked = x.mesh.kind == "stacked"
-    for block, part, at in zip(*((blocks, mine, ids) if stacked else ([blocks], [mine], [ids])), strict=True):
+    raws = x.raw, reshard(source, x.sharding).raw, index.raw
+    for block, part, at in zip(*[blocks(raw, x.mesh) for raw in raws], strict=True):
         block.index_copy_(dim, at, part)
     return x
 
@@ -312,14 +312,14 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(func, args, kwargs, None)
     token = x.sharding.resolve(x.ndim).dims[dim]
     plain = all(type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values)
-    if not plain or mesh.kind == "record" or index.ndim != 1 or source.ndim != x.ndim:
+    if not plain or not holds_values(mesh) or index.ndim != 1 or source.ndim != x.ndim:
         return on_whole(func, args, kwargs, None)
     theirs = source.sharding.resolve(x.ndim)
     lies = Layout(tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims)))
     if source.size_[dim] != index.size_[0] or (theirs >> lies).bytes(tuple(source.size_), mesh):
         return on_whole(func, args, kwargs, None)
     index, source = _whole(index), reshard(source, lies)
-    ids, stacked = index.raw.long(), int(mesh.kind == "stacked")
+    ids, stacked = index.raw.long(), lead(mesh)
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
     n = x.size_[dim]
     in_range(ids, n, "index_add", f"index of dimension {dim}")

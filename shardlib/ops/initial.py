@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import intercept_init
+from shardlib.collectives import blocks
 from shardlib.ops.keyed import along, bits, drawn, open_unit
 from shardlib.ops.random import filled
 from shardlib.placing import reshard
@@ -103,7 +104,7 @@ def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> S
     with torch.no_grad():
         from_here = replicated(x.raw.new_empty(rows, columns), x.mesh)
         flat = drawn(from_here, key, _gauss, torch.float64)
-        flat = flat[0] if x.mesh.kind == "stacked" else flat
+        flat = blocks(flat, x.mesh)[0]
         q, r = torch.linalg.qr(flat.T if rows < columns else flat)
         q = q * torch.diag(r, 0).sign()
         q = (q.T if rows < columns else q).reshape(tuple(x.shape)).mul(gain)

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.collectives import blocks, played, storage
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, coordinates
 from shardlib.tensor import PaddedTensor, ShardedTensor
 
 __all__ = [
@@ -154,8 +154,8 @@ def drawn(x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, ou
     if out.is_meta or not out.numel():
         return out
     whole = tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
-    blocks, axes = out if x.mesh.kind == "stacked" else [out], tuple(x.mesh.axes.items())
-    for block, coord in zip(blocks, _coordinates(x.mesh), strict=True):
+    axes = tuple(x.mesh.axes.items())
+    for block, coord in zip(blocks(out, x.mesh), played(x.mesh), strict=True):
         place = x.sharding, tuple(x.size_), axes, tuple(coord.values()), whole, isinstance(make, Pairs)
         flat = block.view(-1)
         if out.device.type == "cpu" and len(flat) <= _STEP:
@@ -194,19 +194,12 @@ def along(x: ShardedTensor, dim: int) -> Tensor:
     """The global positions along one dimension of every element, shaped to broadcast with the raw block."""
     size, ndim = tuple(x.size_), len(x.size_)
     tables = []
-    for coord in _coordinates(x.mesh):
+    for coord in played(x.mesh):
         held = x.sharding.resolve(ndim).indices(size, x.mesh, coord)[dim]
         tables.append(torch.tensor(list(held), dtype=torch.int64))
-    found = torch.stack(tables) if x.mesh.kind == "stacked" else tables[0]
-    lead = found.shape[:-1] if x.mesh.kind == "stacked" else ()
-    shape = [*lead, *[1] * dim, -1, *[1] * (ndim - 1 - dim)]
+    found = storage(tables, x.mesh)
+    shape = [*found.shape[:-1], *[1] * dim, -1, *[1] * (ndim - 1 - dim)]
     return found.reshape(shape).to(x.raw.device)
-
-
-def _coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    if mesh.kind == "dist":
-        return [dict(mesh.coord or {})]
-    return [dict.fromkeys(mesh.names, 0)] if mesh.kind == "record" else coordinates(mesh)
 
 
 @lru_cache(maxsize=256)

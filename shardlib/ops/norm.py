@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import all_gather, axis_size, psum, unwrap, wrap
+from shardlib.collectives import all_gather, axis_size, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
@@ -143,14 +143,14 @@ def _whole(
     mesh = x.mesh
     raw = vary(raw, mesh, overs[0]) if overs[0] else raw
     w, b = widened((w, b), mesh, (overs[1] if w is not None else (), overs[-1]))
-    if mesh.kind != "stacked" and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
+    if not lead(mesh) and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
         return F.layer_norm(raw, shape, w, b, eps)
     wide = raw.float() if is_half(raw) else raw  # every rank has its own scale; elsewhere no kernel mixes dtypes
     out = F.layer_norm(wide, shape, None, None, eps)
     for scale, f in ((w, torch.mul), (b, torch.add)):
         if scale is not None:
-            ones = [1] * (raw.ndim - len(shape) - (mesh.kind == "stacked"))
-            out = f(out, scale.unflatten(0, (-1, *ones)) if mesh.kind == "stacked" else scale)
+            ones = [1] * (raw.ndim - len(shape) - lead(mesh))
+            out = f(out, scale.unflatten(0, (-1, *ones)) if lead(mesh) else scale)
     return out.to(raw.dtype)
 
 

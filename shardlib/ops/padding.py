@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, coordinates
+from shardlib.mesh import Mesh
 from shardlib.ops.elementwise import converted, elementwise
 from shardlib.ops.embedding import EMBEDDING, embedding
 from shardlib.ops.index import choice
@@ -31,7 +32,7 @@ __all__ = ["masked"]
 
 def masked(x: PaddedTensor) -> ShardedTensor:
     """The padded value with zeros in the padding, and a gradient of zeros there."""
-    if x.mesh.kind == "record":
+    if not holds_values(x.mesh):
         return x.inner
     return ShardedTensor(torch.where(_inside(x).raw, x.raw, 0), x.sharding, x.size_, x.mesh)
 
@@ -44,15 +45,14 @@ def _inside(x: PaddedTensor) -> ShardedTensor:
 
 @lru_cache(maxsize=64)
 def _mask(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
-    coords = [dict(mesh.coord or {})] if mesh.kind == "dist" else coordinates(mesh)
     masks = []
-    for c in coords:
+    for c in played(mesh):
         inside = torch.ones((), dtype=torch.bool, device=device)
         for d, index in enumerate(layout.indices(shape, mesh, c)):
             row = torch.tensor([i < true[d] for i in index], device=device)
             inside = inside & row.reshape(-1, *[1] * (len(shape) - 1 - d))
         masks.append(inside)
-    return torch.stack(masks) if mesh.kind == "stacked" else masks[0]
+    return storage(masks, mesh)
 
 
 def _wrapped(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
@@ -81,7 +81,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             f"{str(padded.sharding)!r}, pad=True)",
         ) from None
     mask: Any = None
-    if torch.is_grad_enabled() and any(a.requires_grad for a in given) and padded.mesh.kind != "record":
+    if torch.is_grad_enabled() and any(a.requires_grad for a in given) and holds_values(padded.mesh):
         for a in (a for a in given if isinstance(a, PaddedTensor)):
             mask = _inside(a) if mask is None else elementwise(Tensor.__and__, (mask, _inside(a)), {})
 

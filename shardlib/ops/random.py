@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local, builtin
+from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.dims import Labels, rows_call
@@ -488,8 +489,8 @@ def _fractional(d: int, indices: bool) -> Callable[..., Any]:
             rows = (*tokens[: x.ndim - d], Dim())
             layout = Layout(rows if x.ndim == d + 2 else (Dim(), *rows))
             shape = torch.Size((*((1,) if x.ndim == d + 1 else ()), *x.shape[: x.ndim - d], d))
-            lead = (x.mesh.size,) if x.mesh.kind == "stacked" else ()
-            block = x.raw.new_empty((*lead, *layout.local_shape(shape, x.mesh)))
+            front = (x.mesh.size,) * lead(x.mesh)
+            block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
             places = torch.rand_like(ShardedTensor(block, layout, shape, x.mesh))
         kernel, size = (v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size))
         pool = builtin(f"fractional_max_pool{d}d")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib._compat import opened, seeded
 from shardlib.aliases import WRITERS, link, refuse_write, same_memory, writes, written
+from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
@@ -72,7 +73,7 @@ def is_whole(x: ShardedTensor) -> bool:
 
 def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
     """The call; on a recorded mesh, which has shapes alone, what hangs on values is refused."""
-    if mesh.kind != "record":
+    if holds_values(mesh):
         return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
@@ -84,7 +85,7 @@ def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
 
 def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
     """The function on every rank's blocks, one rank after the other; leaves[i] for i in ``at`` hold raw tensors."""
-    if mesh.kind != "stacked":
+    if not lead(mesh):
         a, k = optree.tree_unflatten(tree, leaves)
         return run(func, mesh, a, k)
     found: list[Any] = []
@@ -215,13 +216,13 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         raise _refused(func, name, leaves, tree, values, at, bytes_, refusal)
     moved = [_gathered(v) if w is None else w for v, w in zip(values, wholes, strict=True)]
     deferred = frozenset().union(*(v.deferred for v in moved))
-    per_rank = mesh.kind == "stacked" and bool(deferred)
+    per_rank = bool(deferred) and lead(mesh) > 0
     raws: list[Any] = []
     stats = _statistics(name, args, kwargs)
     targets = [*written(func, args, kwargs), *stats]
     for i, v, w in zip(at, moved, wholes, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
-        if mesh.kind == "stacked" and not per_rank:
+        if lead(mesh) and not per_rank:
             raw = _First.apply(raw)
         elif w is None and any(leaves[i] is t for t in targets):
             raw = raw.clone()  # autograd lets nothing write to what a transfer returned
@@ -237,7 +238,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     before = [(writes(r), r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = run(func, mesh, a, k)
-    if mesh.kind == "stacked" and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
+    if lead(mesh) and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
         blocks = [m.raw for m in moved]
         for i, raw in zip(at, blocks, strict=True):
             given[i] = raw
@@ -245,7 +246,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     for v, m, raw, old, unsaid in zip(values, moved, raws, before, quiet, strict=True):
         if unsaid or writes(raw) != old[0]:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
-                _write(v, m, raw, name, mesh.kind != "stacked")
+                _write(v, m, raw, name, not lead(mesh))
     return replied(out, raws, values, mesh, deferred, per_rank)
 
 
@@ -427,14 +428,14 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     if raw is moved.raw and moved is x:
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
-    lead = int(mesh.kind == "stacked" and ranks)
-    if tuple(raw.shape[lead:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
+    front = lead(mesh) if ranks else 0
+    if tuple(raw.shape[front:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
         what = {"tensor": typeof(x)}
         raise Unsupported("a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)")
     if raw is moved.raw:
         new = moved
     else:
-        full = raw if lead or mesh.kind != "stacked" else _Copies.apply(raw, mesh.size)
+        full = raw if front or not lead(mesh) else _Copies.apply(raw, mesh.size)
         new = ShardedTensor(full, Layout.parse("...").resolve(len(x.size_)), moved.size_, mesh, moved.deferred)  # type: ignore[arg-type]
     if x.sharding.partial:
         new = reshard(new, x.sharding)
@@ -452,8 +453,8 @@ def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: 
                 return v
         if t.layout != torch.strided:
             raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
-        full: Any = t if per_rank or mesh.kind != "stacked" else _Copies.apply(t, mesh.size)
-        shape = full.shape[1:] if mesh.kind == "stacked" else full.shape
+        full: Any = t if per_rank or not lead(mesh) else _Copies.apply(t, mesh.size)
+        shape = full.shape[lead(mesh) :]
         new = ShardedTensor(full, Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred)
         for raw, v in zip(raws, values, strict=True):
             if same_memory(t, raw):

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import psum, unwrap, wrap
+from shardlib.collectives import played, psum, storage, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
@@ -357,11 +357,11 @@ def global_norm(tree: Any) -> Tensor:
         copies = x.mesh.size
         for axis in x.sharding.axes:
             copies //= x.mesh.axes[axis]
-        flat = x.raw.detach().reshape(x.mesh.size if x.mesh.kind == "stacked" else 1, -1)
+        flat = x.raw.detach().reshape(len(played(x.mesh)), -1)
         squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square() / copies
         per_mesh[x.mesh] = per_mesh[x.mesh] + squares if x.mesh in per_mesh else squares
     for mesh, squares in per_mesh.items():
-        local = squares if mesh.kind == "stacked" else squares[0]
+        local = storage(list(squares), mesh)
         with bind(mesh):
             total = total.to(squares.device) + unwrap(psum(wrap(local, mesh), mesh.names)).reshape(-1)[0]
     return total.sqrt()

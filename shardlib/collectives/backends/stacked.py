@@ -24,7 +24,7 @@ def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
 
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
-    return list(raw.unbind())
+    return [raw[rank] for rank in range(len(raw))]
 
 
 def lead(mesh: Mesh) -> int:

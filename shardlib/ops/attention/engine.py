@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from shardlib.cost import Cost, moving
-from shardlib.mesh import Link, Mesh
+from shardlib.mesh import Link, Mesh, rank_along
 from shardlib.ops.attention.case import AttentionCase, Runs
 from shardlib.ops.attention.chunks import Chunk
 from shardlib.ops.attention.kernels import Kernel
@@ -262,7 +262,4 @@ class Job:
 
     def place(self, coord: dict[str, int], axes: tuple[str, ...] | None = None) -> int:
         """Give a rank's place on the ring, or on some axes."""
-        out = 0
-        for a in self.axes if axes is None else axes:
-            out = out * self.mesh.axes[a] + coord[a]
-        return out
+        return rank_along(self.axes if axes is None else axes, coord, self.mesh.axes)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import unwrap
+from shardlib.collectives import lead, unwrap
 from shardlib.cost import summing
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
@@ -88,7 +88,7 @@ def oned(case: MatmulCase) -> Match | str:
         if not (axes or over[1] or wide is not None):
             if bias is None:
                 return local_call(torch.matmul, x.mesh, (met, w.raw), {})
-            if x.mesh.kind != "stacked":
+            if not lead(x.mesh):
                 return F.linear(met, w.raw.mT, bias)
         return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local, owned
-from shardlib.collectives import unwrap, wrap
+from shardlib.collectives import lead, unwrap, wrap
 from shardlib.errors import BadArgument, NoRule, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind, scope
@@ -174,7 +174,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     inside = bias is not None and _may_add(bias, x, out, match)
     if bias is not None and inside:
         met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
-        own = match.adds and mesh.kind != "stacked" and not over[1] and not (over[0] and is_half(x.raw))
+        own = match.adds and not lead(mesh) and not over[1] and not (over[0] and is_half(x.raw))
         added = vary(bias.raw, mesh, met) if own else bias.raw.detach()
         met = None if own or not bias.raw.requires_grad else met  # torch's own function gives its gradient
     if match.call is None:
@@ -208,7 +208,7 @@ _NOTHING: frozenset[Any] = frozenset()
 
 def _may_add(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
     """May the algorithm add this bias: before a half precision result is rounded, or by torch's own function?"""
-    able = is_half(x.raw) or (match.adds and x.mesh.kind != "stacked")
+    able = is_half(x.raw) or (match.adds and not lead(x.mesh))
     alike = bias.raw.dtype == x.raw.dtype and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:]
     return able and alike and not bias.deferred
 
@@ -225,7 +225,7 @@ class _Biased(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, dtype = ctx.place
         if torch.is_grad_enabled():
-            g = grads[0].flatten(1 if mesh.kind == "stacked" else 0, -2)
+            g = grads[0].flatten(lead(mesh), -2)
             g = g.float() if is_half(g) else g
             return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
         with bind(mesh):
