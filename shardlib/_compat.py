@@ -10,15 +10,17 @@ from contextlib import AbstractContextManager
 from contextvars import Context
 from importlib.abc import MetaPathFinder
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "backward_now",
@@ -30,6 +32,7 @@ __all__ = [
     "attention_op",
     "builtin_homes",
     "dtensor_handlers",
+    "is_dtensor",
     "is_strided",
     "no_redistribution",
     "no_torch_function",
@@ -58,6 +61,13 @@ StorageWeakRef: Any = reductions.StorageWeakRef
 DispatchMode: Any = TorchDispatchMode
 
 
+def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
+    """Whether a value is a DTensor: there is none before its module, which takes longer to import than torch, is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)  # None while it is being imported
+    return kind is not None and isinstance(x, kind)
+
+
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """The table that DTensor's dispatcher consults before its own rules.
 
@@ -65,6 +75,8 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     parallel replaces the dict, so it is looked up at each use.  When it goes:
     ``sl.dtensor_rules`` raises Unsupported, and ``sl.from_dtensor`` remains.
     """
+    from torch.distributed.tensor import DTensor
+
     dispatcher = getattr(DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if handlers is None:

@@ -1,17 +1,22 @@
 """To and from torch's DTensor without a copy: the blocks are shared, gradients flow."""
 
-import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from typing import TYPE_CHECKING
 
+import torch
+
+from shardlib._compat import is_dtensor
 from shardlib.errors import PlainTensor, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh
 from shardlib.tensor import ShardedTensor, settle, typeof
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = ["as_dtensor", "from_dtensor"]
 
 
-def as_dtensor(x: ShardedTensor) -> DTensor:
+def as_dtensor(x: ShardedTensor) -> "DTensor":
     """The same blocks as a DTensor.
 
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
@@ -26,21 +31,25 @@ def as_dtensor(x: ShardedTensor) -> DTensor:
     if x.mesh.device_mesh is None:
         raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
     x = settle(x)  # what DTensor computes with it is one more use, whose gradient comes whole
+    from torch.distributed.tensor import DTensor
+
     placements = x.sharding.placements(x.mesh)
     stride = torch.empty(x.size_, device="meta").stride()
     return DTensor.from_local(x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride)
 
 
-def from_dtensor(t: DTensor) -> ShardedTensor:
+def from_dtensor(t: "DTensor") -> ShardedTensor:
     """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
 
     Raises: NotExpressible for strided placements and for pending averages, maxima and norms; UnevenSplit for
     uneven splits; MeshError for a mesh without names.
     """
-    if not isinstance(t, DTensor):
+    if not is_dtensor(t):
         raise PlainTensor("not a DTensor", op="from_dtensor", operands={"tensor": typeof(t)}, fix="sl.shard(t, '...')")
     layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
     layout.check(tuple(t.shape), mesh, op="from_dtensor")
+    from torch.distributed.tensor import Partial, Replicate
+
     cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
     local = t.to_local(grad_placements=cotangent)
     local = local.wait() if hasattr(local, "wait") else local  # a result that is still under way

@@ -1,11 +1,10 @@
 """The border to torch's DTensor: conversion without a copy, and our matmul rules on plain DTensors."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardlib._compat import dtensor_handlers
+from shardlib._compat import dtensor_handlers, is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.errors import NotExpressible, ShardError
 from shardlib.layouts import Dim, Layout
@@ -14,10 +13,13 @@ from shardlib.ops.registry import pinned
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = ["dtensor_rules", "from_dtensor", "to_dtensor"]
 
 
-def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> DTensor:
+def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
     """The same blocks as a DTensor; no copy, gradients flow.
 
     ``normalize``  a layout that placements cannot say is first brought to one they can.
@@ -72,9 +74,9 @@ def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out if not bias else bias[0] + out
 
 
-def _product(a: Any, b: Any) -> DTensor | None:
+def _product(a: Any, b: Any) -> "DTensor | None":
     """a @ b by our rules, or None where none fits."""
-    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
+    if not (is_dtensor(a) and is_dtensor(b)):
         return None
     try:
         x, w = from_dtensor(a), from_dtensor(b)

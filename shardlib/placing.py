@@ -6,9 +6,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardlib._compat import Local
+from shardlib._compat import Local, is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import (
     all_gather,
@@ -53,6 +52,8 @@ def _layout(layout: Any, op: str = "reshard", ndim: int = 1, mesh: Mesh | None =
 
 def _as_text(spec: Any, ndim: int, mesh: Mesh | None) -> str:
     """What None, a JAX PartitionSpec or a list of DTensor placements says, in a layout's text."""
+    from torch.distributed.tensor import Placement, Shard
+
     given = spec if isinstance(spec, tuple | list) else (spec,)
     if any(isinstance(p, Placement) for p in given):
         dims: list[list[str]] = [[] for _ in range(ndim)]
@@ -295,7 +296,7 @@ def reshard(x: Any, layout: Any) -> Any:
     """
     if not isinstance(x, Tensor):
         return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), x)
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor):
         raise PlainTensor(
@@ -349,7 +350,7 @@ def unshard(x: Any) -> Any:
     """
     if not isinstance(x, Tensor):
         return optree.tree_map(lambda leaf: _each(unshard, leaf), x)
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
         raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")

@@ -57,14 +57,15 @@ class _Stream:
         self.seed = self.first = _Seed(0)
         self.count = 0
         self.heard: tuple[int, int] | None = None  # how many seedings, torch's and ours, were followed
+        self.base = self  # the stream that this one stands for: it counts the agreements of its ranks
         self.agreements = 0
         self.lock = threading.Lock()  # two threads that draw at once have two keys
 
     def at(self, seed: "_Seed", count: int) -> "_Stream":
         """Another stream of these ranks, that stands elsewhere."""
         other = _Stream(self.ranks)
-        other.seed, other.first, other.count, other.agreements = seed, self.first, count, self.agreements
-        other.heard = SEEDED.calls, _TOLD.calls
+        other.seed, other.first, other.count = seed, self.first, count
+        other.heard, other.base = (SEEDED.calls, _TOLD.calls), self.base
         return other
 
     def follow(self) -> _Seed:
@@ -94,7 +95,7 @@ class _Stream:
     def _ask(self, mine: _Seed) -> int:
         store, me = job_store(), dist.get_rank()
         where = f"shardlib/seed/{'-'.join(map(str, self.ranks))}"
-        names = {r: f"{where}/{self.agreements}/{r}" for r in self.ranks}
+        names = {r: f"{where}/{self.base.agreements}/{r}" for r in self.ranks}
         store.set(names[me], f"{mine.given} {self.count} {int(mine.exact)}")
         try:
             store.wait(list(names.values()), WAIT)
@@ -113,9 +114,9 @@ class _Stream:
                 op="random",
                 fix="sl.random.seed(0)  # the same number on every rank",
             )
-        self.agreements += 1
-        if self.agreements > 1:  # all have read what came before the last
-            store.delete_key(f"{where}/{self.agreements - 2}/{me}")
+        self.base.agreements += 1
+        if self.base.agreements > 1:  # all have read what came before the last
+            store.delete_key(f"{where}/{self.base.agreements - 2}/{me}")
         return int(found[self.ranks[0]][0])
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardlib._compat import (
     Local,
     any_autocast,
     backward_now,
     begins_forward_ad,
+    is_dtensor,
     may_swap_data,
     no_torch_function,
     under_transform,
@@ -380,7 +380,7 @@ def typeof(x: Tensor) -> str:
     >>> sl.typeof(torch.zeros(3))
     'f32[3]'
     """
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), Layout.from_dtensor(x), x.shape, None)  # type: ignore[arg-type]
     if not isinstance(x, ShardedTensor):
         return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
@@ -403,7 +403,7 @@ def layout_of(x: Tensor) -> Layout:
     """
     if isinstance(x, ShardedTensor):
         return x.sharding
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         return Layout.from_dtensor(x)
     raise PlainTensor(
         "a plain tensor has no layout", op="layout_of", operands={"tensor": typeof(x)}, fix='sl.shard(x, "...")'

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
@@ -37,8 +37,8 @@ def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Ope
     Raises: PlainTensor, RankMismatch, ImplicitCommunication and their kin for what does not fit.
     """
     keys_layout = layout if kv_layout is None else kv_layout
-    if any(isinstance(t, DTensor) for t in (q, k, v)):
-        values = [from_dtensor(t) if isinstance(t, DTensor) else t for t in (q, k, v)]
+    if any(is_dtensor(t) for t in (q, k, v)):
+        values = [from_dtensor(t) if is_dtensor(t) else t for t in (q, k, v)]
         leave: Callable[[ShardedTensor], Tensor] | None = as_dtensor
     elif isinstance(q, ShardedTensor):
         values, leave = [q, k, v], None
