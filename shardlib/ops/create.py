@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.collectives import lead
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
@@ -28,8 +29,8 @@ def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
     dims = x.sharding.resolve(x.ndim).dims
     layout = Layout(tuple(t if n == m else Dim() for t, n, m in zip(dims, whole.shape, x.size_, strict=True)))
     local = layout.local_shape(tuple(whole.shape), x.mesh)
-    lead = (x.mesh.size,) if x.mesh.kind == "stacked" else ()
-    raw = torch.empty((*lead, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad)
+    front = (x.mesh.size,) * lead(x.mesh)
+    raw = torch.empty((*front, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad)
     return ShardedTensor(raw, layout, whole.shape, x.mesh)
 
 

@@ -273,7 +273,7 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
             mesh=mesh,
             fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
         )
-    if mesh.kind == "record":
+    if not holds_values(mesh):
         return args[0] if args else targets[0]
     for i, x in ours.items():
         leaves[i] = unshard(x)
