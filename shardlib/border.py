@@ -8,7 +8,7 @@ from shardlib._compat import is_dtensor
 from shardlib.errors import PlainTensor, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh
-from shardlib.tensor import ShardedTensor, settle, typeof
+from shardlib.tensor import Place, ShardedTensor, settle, typeof
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,8 +34,10 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
     from torch.distributed.tensor import DTensor
 
     placements = x.sharding.placements(x.mesh)
-    stride = torch.empty(x.size_, device="meta").stride()
-    return DTensor.from_local(x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.size_, stride=stride)
+    stride = torch.empty(x.padded_shape, device="meta").stride()
+    return DTensor.from_local(
+        x.raw, x.mesh.device_mesh, placements, run_check=False, shape=x.padded_shape, stride=stride
+    )
 
 
 def from_dtensor(t: "DTensor") -> ShardedTensor:
@@ -60,4 +62,4 @@ def from_dtensor(t: "DTensor") -> ShardedTensor:
             operands={"dtensor": typeof(t)},
             fix="sl.shard(t.full_tensor(), '...')",
         )
-    return ShardedTensor(local, layout, t.shape, mesh)
+    return ShardedTensor(local, Place(layout, t.shape, mesh))

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlib.collectives import played, storage
 from shardlib.errors import RankMismatch, ShardError, UnknownParameter
 from shardlib.placing import unshard
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = ["load", "save"]
 
@@ -114,4 +114,4 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
                 block = block.index_select(d, torch.tensor(at, dtype=torch.int64))
         blocks.append(block.to(p.dtype).to(p.device))
     raw = storage(blocks, p.mesh).contiguous()
-    return ShardedTensor(raw.requires_grad_(p.requires_grad), p.sharding, p.size_, p.mesh)
+    return ShardedTensor(raw.requires_grad_(p.requires_grad), Place(p.sharding, p.padded_shape, p.mesh))

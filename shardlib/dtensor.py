@@ -35,7 +35,7 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
 
 def _natural(x: ShardedTensor) -> Layout:
     names = x.mesh.names
-    dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.sharding.resolve(len(x.size_)).dims]
+    dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.dims]
     return Layout(tuple(dims), x.sharding.partial)
 
 
@@ -81,10 +81,10 @@ def _product(a: Any, b: Any) -> "DTensor | None":
     try:
         x, w = from_dtensor(a), from_dtensor(b)
         if not x.sharding.axes and len(w.sharding.axes) == 2:  # a replicated cotangent: slice it, nothing moves
-            k, n = w.sharding.dims
+            k, n = w.dims
             x = reshard(x, Layout((n, k)))
         elif not w.sharding.axes and len(x.sharding.axes) == 2:
-            m, k = x.sharding.dims
+            m, k = x.dims
             w = reshard(w, Layout((k, m)))
             if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:  # x is a transposed view
                 with pinned(matmul="summa_w"):

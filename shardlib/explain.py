@@ -21,7 +21,7 @@ from shardlib.mesh import record, within
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.plan import lower_bound
-from shardlib.tensor import PaddedTensor, ShardedTensor, settle, typeof
+from shardlib.tensor import ShardedTensor, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -168,15 +168,13 @@ def _explained(
 
 def _on_paper(x: Any, mesh: Any) -> Any:
     """The same value as a shape on another mesh."""
-    if isinstance(x, PaddedTensor):
+    if isinstance(x, ShardedTensor) and x.is_padded:
         raise Unsupported(
             "padded blocks are not planned", op="explain", operands={"tensor": typeof(x)}, fix="sl.unshard(x)"
         )
     if isinstance(x, ShardedTensor):
-        block = torch.empty(x.sharding.local_shape(tuple(x.size_), mesh), dtype=x.raw.dtype, device="meta")
-        out = ShardedTensor(block.requires_grad_(x.requires_grad), x.sharding, x.size_, mesh)
-        out.yields = x.yields
-        return out
+        block = torch.empty(x.sharding.local_shape(tuple(x.padded_shape), mesh), dtype=x.raw.dtype, device="meta")
+        return ShardedTensor(block.requires_grad_(x.requires_grad), x.place._replace(mesh=mesh, deferred=frozenset()))
     return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 
@@ -214,10 +212,10 @@ class _Watch:
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
-            k, item = operands[0].size_[-1], out.raw.element_size()
+            k, item = operands[0].padded_shape[-1], out.raw.element_size()
             row.product = self.product
             if row.product:
-                row.bound = lower_bound(out.size_[:-1].numel(), k, out.size_[-1], self.ranks) * item
+                row.bound = lower_bound(out.padded_shape[:-1].numel(), k, out.padded_shape[-1], self.ranks) * item
         self.rows.append(row)
         node = out.raw.grad_fn
         if self.marks and node is not None and node not in self.nodes:

@@ -20,11 +20,11 @@ from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, bind
 from shardlib.placing import reshard
-from shardlib.tensor import PaddedTensor, ShardedTensor, gradient_of, promoting, replicated, settle, typeof
+from shardlib.tensor import ShardedTensor, gradient_of, promoting, replicated, settle, typeof
 
 __all__ = ["STANDINS", "Node"]
 
-_WRAPPERS: frozenset[type] = frozenset({ShardedTensor, PaddedTensor, Stacked})
+_WRAPPERS: frozenset[type] = frozenset({ShardedTensor, Stacked})
 
 STANDINS: dict[Any, Callable[..., Any]] = {}
 """Function class -> what runs instead where a wrapper is among its arguments."""
@@ -62,8 +62,7 @@ class _Whole(_Form):
 
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
-        self.like = x.like(x.raw.detach())
-        self.like.yields, self.like.folded = x.yields, x.folded
+        self.like = x.becomes(x.raw.detach())
 
     @staticmethod
     def raw(x: Any) -> Tensor:
@@ -71,16 +70,13 @@ class _Whole(_Form):
 
     def value(self, raw: Tensor) -> Tensor:
         """As saved: a use in backward is one more use, whose gradient is not deferred."""
-        return self.given(raw if not self.like.deferred else settle(self.like.like(raw)).raw)
+        return self.given(raw if not self.like.deferred else settle(self.like.becomes(raw)).raw)
 
     def given(self, raw: Tensor) -> Tensor:
-        x = self.like.like(raw)
-        x.deferred = frozenset()
-        x.yields, x.folded = self.like.yields, self.like.folded
-        return x
+        return ShardedTensor(raw, self.like.place._replace(deferred=frozenset()))
 
     def output(self, raw: Tensor) -> Tensor:
-        return self.like.like(raw)
+        return self.like.becomes(raw)
 
     def cotangent(self, raw: Tensor) -> Tensor:
         return gradient_of(self.like, raw)
@@ -290,7 +286,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
         if n in call.same:
             out[i] = x = args[call.same[n]]
             if isinstance(x, ShardedTensor):
-                x.deferred = frozenset()
+                x.place = x.place._replace(deferred=frozenset())
         else:
             out[i] = form.output(raw) if type(form) is not _Form else raw
     call.rest = [None] * len(out)

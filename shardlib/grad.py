@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
-from shardlib.tensor import PaddedTensor, ShardedTensor, gradient_of, settle, typeof
+from shardlib.tensor import ShardedTensor, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
 
@@ -117,19 +117,15 @@ def _leaf(x: Any, axes: tuple[str, ...]) -> Tensor:
     for a in axes:
         x.mesh.axis_size(a)  # raises where there is none
     apart = frozenset(a for a in axes if a not in x.sharding.axes)
-    if isinstance(x, PaddedTensor):
-        if apart:
-            raise Unsupported(
-                "a padded parameter's gradient cannot be left pending",
-                op="value_and_grad",
-                operands={"parameter": typeof(x)},
-                mesh=x.mesh,
-                fix="sl.value_and_grad(loss)(params)",
-            )
-        return x.like(x.raw.detach().requires_grad_())
-    leaf = ShardedTensor(x.raw.detach().requires_grad_(), x.sharding, x.size_, x.mesh, apart)
-    leaf.yields = x.yields
-    return leaf
+    if apart and x.is_padded:
+        raise Unsupported(
+            "a padded parameter's gradient cannot be left pending",
+            op="value_and_grad",
+            operands={"parameter": typeof(x)},
+            mesh=x.mesh,
+            fix="sl.value_and_grad(loss)(params)",
+        )
+    return ShardedTensor(x.raw.detach().requires_grad_(), x.place._replace(deferred=apart))
 
 
 def _ready(loss: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from shardlib.mesh import Mesh, as_mesh, bind
 from shardlib.parallelize import Apply, Rules, matches, placed, swapped
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
-from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, real_axes, replicated
+from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
 
 __all__ = ["init"]
 
@@ -89,7 +89,7 @@ def init(
 
 def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
     """A buffer of the meta device, here and without a value."""
-    block = torch.zeros(tuple(b.size_), dtype=b.dtype, device=mesh.device)
+    block = torch.zeros(tuple(b.padded_shape), dtype=b.dtype, device=mesh.device)
     return replicated(block.fill_(float("nan")) if block.is_floating_point() else block, mesh)
 
 
@@ -178,17 +178,17 @@ def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
 def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     local = layout.local_shape(tuple(x.shape), x.mesh)
     raw = x.raw.new_full((*(x.mesh.size,) * lead(x.mesh), *local), float("nan"))
-    return ShardedTensor(raw, layout, torch.Size(x.shape), x.mesh)
+    return ShardedTensor(raw, Place(layout, torch.Size(x.shape), x.mesh))
 
 
 def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
     """What was filled, where it belongs."""
-    if isinstance(like, PaddedTensor):
-        cut = [d for d, (n, t) in enumerate(zip(like.size_, like.true, strict=True)) if n != t]
-        if any(real_axes(x.mesh, x.sharding.dims[d].axes) for d in cut):
+    if like.is_padded:
+        cut = [d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t]
+        if any(real_axes(x.mesh, x.dims[d].axes) for d in cut):
             x = reshard(x, "...")
-        widths = [w for n, s in zip(reversed(like.true), reversed(like.size_), strict=True) for w in (0, s - n)]
-        x = ShardedTensor(nn.functional.pad(x.raw, widths), x.sharding, like.size_, x.mesh)
+        widths = [w for n, s in zip(reversed(like.shape), reversed(like.padded_shape), strict=True) for w in (0, s - n)]
+        x = ShardedTensor(nn.functional.pad(x.raw, widths), Place(x.sharding, like.padded_shape, x.mesh))
     return reshard(x, like.sharding).raw
 
 

@@ -29,7 +29,7 @@ from shardlib.mesh import Mesh, as_mesh, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
-from shardlib.tensor import PaddedTensor, ShardedTensor, promoting, replicated
+from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 
 __all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
 
@@ -56,7 +56,8 @@ class Apply:
 
     ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
     ``buffers``  name -> tensor, cloned from the module.
-    ``yields``   parameter name -> the layout that products with it must give, where a rule says so.
+    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
+    says so.
     ``stacks``   modules of experts that are split, see experts.py.
     """
 
@@ -67,10 +68,10 @@ class Apply:
         tied: dict[str, str],
         inputs: Mapping[str, Layout],
         mesh: Mesh,
-        yields: Mapping[str, Layout] | None = None,
+        out_layouts: Mapping[str, Layout] | None = None,
     ) -> None:
         self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
-        self.yields = yields or {}
+        self.out_layouts = out_layouts or {}
         self.stacks = divided(module, layouts)
         self.plain = Plain()
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
@@ -88,7 +89,7 @@ class Apply:
         if mesh is self.mesh:
             buffers = {n: b.clone() for n, b in self.buffers.items()}  # what forward writes to them ends with it
             return self._run(params, buffers, args, kwargs)[0]
-        moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.yields)
+        moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.out_layouts)
         moved.orders, moved.reads, moved.plain = self.orders, self.reads, self.plain
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved._run(params, moved.buffers, args, kwargs)[0]
@@ -108,7 +109,7 @@ class Apply:
                 mesh=self.mesh,
                 fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
             )
-        params = {**params, **{n: yielding(params[n], layout) for n, layout in self.yields.items()}}
+        params = {**params, **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
         args = tuple(self.place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
@@ -279,13 +280,11 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     return Layout.parse(" ".join(resolve(t) for t in tokens))
 
 
-def yielding(weight: Tensor, layout: Layout) -> Tensor:
+def giving(weight: Tensor, layout: Layout) -> Tensor:
     """The same weight, whose products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
         return weight
-    out = weight.like(weight.raw)
-    out.yields = layout
-    return out
+    return ShardedTensor(weight.raw, weight.place._replace(out_layout=layout))
 
 
 def match_rules(
@@ -310,7 +309,7 @@ def match_rules(
         rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
     used = [False] * len(rules)
     layouts: dict[str, Layout] = {}
-    yields: dict[str, Layout] = {}
+    out_layouts: dict[str, Layout] = {}
     unmatched = []
     for name, value in named.items():
         hits = [i for i, (pattern, *_) in enumerate(rules) if matches(pattern, name, value)]
@@ -322,7 +321,7 @@ def match_rules(
         with _naming(name, rules, named):
             layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
         if out:
-            yields[name] = logical(str(out[0]), axes or {})
+            out_layouts[name] = logical(str(out[0]), axes or {})
     spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in given]
     unused = [rules[i][0] for i, hit in enumerate(used) if not hit and not spare[i]]
     if unmatched or unused:
@@ -333,7 +332,7 @@ def match_rules(
             if not unused
             else "rules = [r for r in rules if r[0] not in (" + "".join(f"{_pattern_text(p)}, " for p in unused) + ")]",
         )
-    return layouts, yields
+    return layouts, out_layouts
 
 
 def _reached(pattern: Pattern, named: Mapping[str, Tensor]) -> bool:
@@ -363,9 +362,7 @@ def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bo
         block = layout.local_shape(tuple(size), mesh)
         shape = (*(mesh.size,) * lead(mesh), *block)
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(p.requires_grad)
-        if size != p.shape:
-            return PaddedTensor(raw, layout, size, mesh, p.shape)
-        return ShardedTensor(raw, layout, p.shape, mesh)
+        return ShardedTensor(raw, Place(layout, size, mesh, p.shape if size != p.shape else None))
     return shard(p.detach(), layout, mesh, pad=pad).requires_grad_(p.requires_grad)
 
 
@@ -438,7 +435,7 @@ def placed(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
     named = dict(module.named_parameters())
-    layouts, yields = match_rules(named, rules, axes, pad)
+    layouts, out_layouts = match_rules(named, rules, axes, pad)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
@@ -448,4 +445,4 @@ def placed(
         with _naming(n, rules, named):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
     given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
-    return Apply(module, layouts, tied, given, mesh, yields), params
+    return Apply(module, layouts, tied, given, mesh, out_layouts), params

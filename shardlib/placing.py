@@ -30,7 +30,7 @@ from shardlib.collectives import (
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Exchange, Layout, Step
 from shardlib.mesh import Mesh, as_mesh, bind, current_mesh, rank_along
-from shardlib.tensor import PaddedTensor, ShardedTensor, _First, implements, settle, typeof
+from shardlib.tensor import Place, ShardedTensor, _First, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
@@ -123,8 +123,8 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
         x = _from_rank(x, m, src)
     if size != x.shape:
         widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
-        return PaddedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), lay, size, m, x.shape)
-    return ShardedTensor(_placed(x, lay, m), lay, x.shape, m)
+        return ShardedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), Place(lay, size, m, x.shape))
+    return ShardedTensor(_placed(x, lay, m), Place(lay, x.shape, m))
 
 
 def _each(f: Any, leaf: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,20 +305,20 @@ def reshard(x: Any, layout: Any) -> Any:
             operands={"tensor": typeof(x)},
             fix=f"sl.shard(x, {str(_layout(layout, 'shard', x.ndim))!r})",
         )
-    target = layout if type(layout) is Layout else _layout(layout, "reshard", len(x.size_), x.mesh)
-    target = target.resolve(len(x.size_))
+    target = layout if type(layout) is Layout else _layout(layout, "reshard", len(x.padded_shape), x.mesh)
+    target = target.resolve(len(x.padded_shape))
     if target == x.sharding:
         return x
-    if isinstance(x, PaddedTensor):
-        moved = reshard(x.inner, target)
-        return PaddedTensor(moved.raw, moved.sharding, x.size_, x.mesh, x.true)
-    target.check(tuple(x.size_), x.mesh, op="reshard")
+    if x.is_padded:
+        moved = reshard(x.with_padding, target)
+        return ShardedTensor(moved.raw, moved.place._replace(true_shape=x.shape))
+    target.check(tuple(x.padded_shape), x.mesh, op="reshard")
     if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
         x = settle(x)
-    size = tuple(x.size_)
+    size = tuple(x.padded_shape)
     still = not any((a >> b).steps(size, x.mesh) for a, b in ((x.sharding, target), (target.bare, x.sharding.bare)))
     raw: Any = x.raw if still else _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
-    return ShardedTensor(raw, target, x.size_, x.mesh, x.deferred)
+    return x.becomes(raw, target)
 
 
 def constrain(x: Any, layout: Any) -> Any:
@@ -337,7 +337,7 @@ class _Placed(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layout, shape, mesh, device = ctx.way
-        return unshard(ShardedTensor(grads[0], layout.bare, shape, mesh)).to(device), None, None
+        return unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device), None, None
 
 
 def unshard(x: Any) -> Any:
@@ -354,8 +354,8 @@ def unshard(x: Any) -> Any:
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
         raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")
-    if isinstance(x, PaddedTensor):
-        return unshard(x.inner)[tuple(slice(n) for n in x.true)]
+    if x.is_padded:
+        return unshard(x.with_padding)[tuple(slice(n) for n in x.shape)]
     whole = settle(reshard(x, "..."))
     if lead(x.mesh):
         return _First.apply(whole.raw)
@@ -369,7 +369,7 @@ def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
     if x.raw.device.type == func.__name__:
         return x
     if func is Tensor.cpu and not (x.sharding.axes or x.sharding.partial):
-        return x.like(func(x.raw, *args[1:], **kwargs))
+        return x.becomes(func(x.raw, *args[1:], **kwargs))
     raise ShardError(
         f"the blocks lie on {x.raw.device}, where the mesh computes",
         op=func.__name__,

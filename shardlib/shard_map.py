@@ -18,7 +18,7 @@ from shardlib.collectives import held, lead, wrap
 from shardlib.errors import RankMismatch, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh, bind
-from shardlib.tensor import ShardedTensor, _Share, lift, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, _Share, lift, typeof, vary
 
 __all__ = ["shard_map"]
 
@@ -58,7 +58,7 @@ def shard_map(
         blocks = []
         for i, (x, layout) in enumerate(zip(args, ins, strict=True)):
             x = lift(x, m, "shard_map")
-            want = layout.resolve(len(x.size_))
+            want = layout.resolve(len(x.padded_shape))
             if x.sharding != want:
                 raise ShardError(
                     f"operand {i} is laid out {x.sharding}, not {want}",
@@ -109,7 +109,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
         raw = _Share.apply(raw, copies)
-    return ShardedTensor(raw, layout, torch.Size(local), mesh)  # type: ignore[arg-type]
+    return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 
 def _check_copies(raw: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:

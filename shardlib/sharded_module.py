@@ -21,7 +21,7 @@ from shardlib.errors import UnevenSplit
 from shardlib.experts import forward_of
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
-from shardlib.parallelize import Apply
+from shardlib.parallelize import Apply, giving
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor
 
@@ -46,7 +46,7 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     ('Linear', 'f32[6@x, 4]', 'f32[6@x, 4]')
     """
     apply.check(params)
-    leaves = {n: _parameter(p, apply.yields.get(n)) for n, p in params.items()}
+    leaves = {n: _parameter(p, apply.out_layouts.get(n)) for n, p in params.items()}
     leaves |= {alias: leaves[name] for alias, name in apply.tied.items()}
     buffers = {n: b.clone() for n, b in apply.buffers.items()}
     copies: dict[int, nn.Module] = {}
@@ -62,11 +62,9 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     return top
 
 
-def _parameter(p: Tensor, yields: Any) -> nn.Parameter:
-    leaf = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-    if yields is not None:
-        leaf.yields = yields
-    return leaf
+def _parameter(p: Tensor, out_layout: Any) -> nn.Parameter:
+    value = p if out_layout is None else giving(p, out_layout)
+    return nn.Parameter(value.detach(), requires_grad=p.requires_grad)
 
 
 def _copied(

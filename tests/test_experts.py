@@ -248,7 +248,7 @@ def test_mixtures_under_recipes_with_split_experts_equal_dense(name: str, implem
             rules = getattr(sl.recipes, recipe)(want.module, experts=axes)
             apply, params = sl.parallelize(want.module, rules, inputs={"input_ids": rules.tokens})
             assert len(apply.stacks) == 2
-            assert all(str(p.sharding.dims[0]) == axes for n, p in params.items() if ".experts." in n)
+            assert all(str(p.dims[0]) == axes for n, p in params.items() if ".experts." in n)
 
             def loss(p: Any, apply: Any = apply) -> tuple[Tensor, Tensor]:
                 logits = apply(p, **want.inputs).logits

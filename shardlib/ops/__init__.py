@@ -14,6 +14,7 @@ from shardlib.ops import (
     loss,
     matmul,
     matrix,
+    metadata,
     norm,
     normalise,
     padding,
@@ -29,6 +30,6 @@ from shardlib.ops import (
 
 __all__ = [
     "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach", "index",
-    "initial", "loss", "matmul", "matrix", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa",
-    "space", "spelled", "views", "whole",
+    "initial", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding", "random", "recurrent", "reduce",
+    "sdpa", "space", "spelled", "views", "whole",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
 from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, real_axes
+from shardlib.tensor import Place, ShardedTensor, implements, real_axes
 
 __all__ = ["arg_extreme", "kthvalue", "max_or_min", "topk"]
 
@@ -91,21 +91,21 @@ def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
     """Whether ``dim``, or with None any dimension, lies on several ranks; an empty tensor has nothing there."""
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     if dim is not None:
         dim = dim_of(dim, ndim, "max")
     tokens = x.sharding.resolve(ndim).dims
     axes = x.sharding.axes if dim is None or not ndim else tokens[dim].axes
-    return bool(real_axes(x.mesh, axes)) and 0 not in x.size_ and not x.sharding.partial and not x.sharding.skew
+    return bool(real_axes(x.mesh, axes)) and 0 not in x.padded_shape and not x.sharding.partial and not x.sharding.skew
 
 
 def _block(x: ShardedTensor, dim: int) -> int:
-    return x.sharding.local_shape(tuple(x.size_), x.mesh)[dim]
+    return x.sharding.local_shape(tuple(x.padded_shape), x.mesh)[dim]
 
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
     """For each dimension where this rank's block has its elements, [n] (simulated: [ranks, n])."""
-    mesh, shape = x.mesh, tuple(x.size_)
+    mesh, shape = x.mesh, tuple(x.padded_shape)
     found = [x.sharding.indices(shape, mesh, place) for place in played(mesh)]
     tables = [torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))]
     return [storage(list(t), mesh) for t in tables]
@@ -120,18 +120,18 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
 
     leaves, tree = flat((x.raw, _positions(x)[d]), {})
     raw, where = each(here, x.mesh, leaves, [0, 1], tree)
-    dims = list(x.sharding.resolve(len(x.size_)).dims)
+    dims = list(x.dims)
     dims[d] = Dim(dims[d].axes)
-    size = list(x.size_)
+    size = list(x.padded_shape)
     size[d] = raw.shape[d - len(size)] * x.mesh.axis_size(dims[d].axes)
     split, whole = Layout(tuple(dims)), Layout((*dims[:d], Dim(), *dims[d + 1 :]))
-    values = ShardedTensor(raw, split, torch.Size(size), x.mesh, x.deferred)
-    return reshard(values, whole), reshard(ShardedTensor(where, split, torch.Size(size), x.mesh), whole)
+    values = x.becomes(raw, split, torch.Size(size))
+    return reshard(values, whole), reshard(ShardedTensor(where, Place(split, torch.Size(size), x.mesh)), whole)
 
 
 def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
     """Each block's extreme and its position in the flattened tensor, of every rank: [ranks] each."""
-    strides = [math.prod(x.size_[d + 1 :]) for d in range(len(x.size_))]
+    strides = [math.prod(x.padded_shape[d + 1 :]) for d in range(len(x.padded_shape))]
 
     def here(block: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
         at = func(block)
@@ -143,7 +143,7 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
     raw, where = each(here, x.mesh, leaves, list(range(len(leaves))), tree)
     axes = real_axes(x.mesh, x.sharding.axes)
     lies, size = Layout((Dim(axes),)), torch.Size([x.mesh.axis_size(axes)])
-    return tuple(reshard(ShardedTensor(t, lies, size, x.mesh), ".") for t in (raw, where))  # type: ignore[return-value]
+    return tuple(reshard(ShardedTensor(t, Place(lies, size, x.mesh)), ".") for t in (raw, where))  # type: ignore[return-value]
 
 
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:

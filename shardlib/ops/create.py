@@ -9,7 +9,7 @@ from shardlib.collectives import lead
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
-from shardlib.tensor import ShardedTensor, implements, replicated
+from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
@@ -27,11 +27,11 @@ def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
     if type(x) is not ShardedTensor or x.sharding.skew or whole.ndim != x.ndim:
         return new(func, args, kwargs)
     dims = x.sharding.resolve(x.ndim).dims
-    layout = Layout(tuple(t if n == m else Dim() for t, n, m in zip(dims, whole.shape, x.size_, strict=True)))
+    layout = Layout(tuple(t if n == m else Dim() for t, n, m in zip(dims, whole.shape, x.padded_shape, strict=True)))
     local = layout.local_shape(tuple(whole.shape), x.mesh)
     front = (x.mesh.size,) * lead(x.mesh)
     raw = torch.empty((*front, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad)
-    return ShardedTensor(raw, layout, whole.shape, x.mesh)
+    return ShardedTensor(raw, Place(layout, whole.shape, x.mesh))
 
 
 def _grid(b: Bound) -> Labels:

@@ -81,7 +81,7 @@ def _enter(name: str, bind: Callable[..., Bound], labels: Callable[[Bound], Labe
         return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
 
     functions = homes(name)
-    implements(*functions)(rule)
+    implements(*functions, padded=True)(rule)
     DECLARED[name] = Declared(tuple(functions), bind, labels)
 
 
@@ -89,7 +89,7 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
     """Operators that are a line of others: ``body`` takes the bound arguments."""
     for name, signature in lines(text):
         bind = binder(signature)
-        implements(*homes(name))(lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs)))
+        implements(*homes(name), padded=True)(lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs)))
 
 
 # ---------------------------------------------------------------- labels

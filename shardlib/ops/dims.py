@@ -25,18 +25,19 @@ from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, PartialEscape, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
+from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget, remember
 from shardlib.ops.signatures import Slot
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, lift, real_axes, total, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, has_padding, lift, real_axes, total, typeof, vary
 
 __all__ = ["Labels", "Unfit", "rows_call"]
 
 Labels = dict[int, tuple[Any, ...]]  # operand -> label of each dimension, None where it must be whole
 
 
-class Unfit(Exception):
+class Unfit(TypeError):
     """The declaration does not cover this call."""
 
 
@@ -63,6 +64,8 @@ def rows_call(
     ``free``   the answer is None where something would move, or the labels do not cover the call.
     ``pending``  what is contracted stays a pending sum.
     """
+    if has_padding(args) or (kwargs and has_padding(kwargs.values())):
+        return _on_padded(func, args, kwargs, labels, sums)
     known = _shallow(func, args, kwargs, sums)
     if known is not None and (plan := args[0].mesh.plans.get(known)) is not None:
         return _as_planned(func, args, kwargs, plan)
@@ -74,7 +77,7 @@ def rows_call(
         return on_whole(func, args, kwargs, opens=False)
     fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
     kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal, and not the same argument
-    key = (_made, func, tree, tuple((v.sharding, v.size_, v.dtype) for v in values), fixed, kinds, sums)
+    key = (_made, func, tree, tuple((v.sharding, v.padded_shape, v.dtype) for v in values), fixed, kinds, sums)
     try:
         plan = mesh.plans.get(key)
     except TypeError:
@@ -95,7 +98,7 @@ def rows_call(
     for i, v, target, over in zip(at, values, plan.targets, plan.overs, strict=True):
         if target is not None:
             v = reshard(v, target)
-            v = v if v.raw.is_contiguous() else v.like(v.raw.contiguous())
+            v = v if v.raw.is_contiguous() else v.becomes(v.raw.contiguous())
         given[i] = vary(v.raw, mesh, (over | deferred) - v.deferred) if over or deferred else v.raw
     out = each(func, mesh, given, at, tree)
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
@@ -108,13 +111,57 @@ def rows_call(
             layout = Layout(layout.dims, plan.summed)
         elif plan.summed:
             raw = total(raw, mesh, plan.summed)
-        found[k] = ShardedTensor(raw, layout, size, mesh, deferred)
+        found[k] = ShardedTensor(raw, Place(layout, size, mesh, deferred=deferred))
     if func in WRITERS:
         if plan.targets[0] is not None:
             values[0].raw.copy_(reshard(found[0], values[0].sharding).raw)
         return values[0]
     if known is not None and not any(plan.targets):
         remember(mesh.plans, known, plan)
+    return optree.tree_unflatten(shape, found)
+
+
+def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> Any:
+    """Run a call where padding lies in rows alone: what is computed there is padding again.
+
+    Rows of padding hold ones (zeros where rows are summed), so that they have values and no gradient.
+    """
+    leaves, tree = flat(args, kwargs)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    slots, inner, true = list(leaves), list(leaves), list(leaves)
+    for k, i in enumerate(at):
+        x = leaves[i]
+        slots[i] = Slot(k, tuple(x.padded_shape if isinstance(x, ShardedTensor) else x.shape))
+        true[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        if isinstance(x, ShardedTensor) and x.is_padded:
+            inner[i] = filled(x, 0 if sums else 1)
+    a, k_ = optree.tree_unflatten(tree, slots)
+    named = labels(a, k_)
+    for k, i in enumerate(at):
+        x = leaves[i]
+        if not isinstance(x, ShardedTensor) or not x.is_padded:
+            continue
+        mine = named.get(k, (None,) * x.ndim)
+        if any(n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)):
+            raise Unfit("the padding is read")
+    if func in WRITERS:
+        raise Unfit("written in place")
+    a, k_ = optree.tree_unflatten(tree, true)
+    with torch.no_grad():
+        shapes = [t.shape for t in optree.tree_leaves(func(*a, **k_), none_is_leaf=True)]
+    a, k_ = optree.tree_unflatten(tree, inner)
+    try:
+        out = rows_call(func, a, k_, labels, sums, free=True)
+    except RuntimeError as e:
+        raise Unfit(f"torch refuses rows of ones: {e}") from None
+    if out is None:
+        raise Unfit("the operands lie apart")
+    found, shape = optree.tree_flatten(out, none_is_leaf=True)
+    for j, (y, size) in enumerate(zip(found, shapes, strict=True)):
+        if len(size) != y.ndim:
+            raise Unfit("the result's dimensions hang on its sizes")
+        y = padded_to(y, tuple(size))
+        found[j] = padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
     return optree.tree_unflatten(shape, found)
 
 
@@ -132,7 +179,7 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
             break
         if x.deferred or x.mesh is not first.mesh:
             return None
-        operands += (x.sharding, x.size_, x.raw.dtype)
+        operands += (x.sharding, x.padded_shape, x.raw.dtype)
     rest = (*args[len(operands) // 3 :], *kwargs.values())
     kinds = tuple(map(type, rest))
     if not _ATOMS.issuperset(kinds):
@@ -154,7 +201,7 @@ def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
 
 
 def _laid(raw: Tensor, plan: _Plan, layout: Layout, size: torch.Size, mesh: Mesh) -> ShardedTensor:
-    return ShardedTensor(total(raw, mesh, plan.summed) if plan.summed else raw, layout, size, mesh)
+    return ShardedTensor(total(raw, mesh, plan.summed) if plan.summed else raw, Place(layout, size, mesh))
 
 
 def _made(
@@ -164,7 +211,7 @@ def _made(
     try:
         slots = list(leaves)
         for k, i in enumerate(at):
-            slots[i] = Slot(k, tuple(values[k].size_))
+            slots[i] = Slot(k, tuple(values[k].padded_shape))
         a, k_ = optree.tree_unflatten(tree, slots)
         named = labels(a, k_)
         return _planned(func, leaves, tree, at, values, mesh, named, sums)
@@ -178,13 +225,13 @@ def _planned(
 ) -> _Plan:  # fmt: skip
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
-    for k in sorted(range(len(values)), key=lambda k: -values[k].size_.numel()):
-        v, mine = values[k], named.get(k, (None,) * len(values[k].size_))
-        if len(mine) != len(v.size_):
-            raise Unfit(f"operand {k} has {len(v.size_)} dimensions")
+    for k in sorted(range(len(values)), key=lambda k: -values[k].padded_shape.numel()):
+        v, mine = values[k], named.get(k, (None,) * len(values[k].padded_shape))
+        if len(mine) != len(v.padded_shape):
+            raise Unfit(f"operand {k} has {len(v.padded_shape)} dimensions")
         if v.sharding.skew:
             raise Unfit("skewed")
-        for label, n, token in zip(mine, v.size_, v.sharding.resolve(len(v.size_)).dims, strict=True):
+        for label, n, token in zip(mine, v.padded_shape, v.dims, strict=True):
             if label is None or n == 1:
                 continue
             if sizes.setdefault(label, n) != n:
@@ -199,14 +246,17 @@ def _planned(
     targets: list[Layout | None] = []
     moved: list[float] = []
     for k, v in enumerate(values):
-        mine = named.get(k, (None,) * len(v.size_))
+        mine = named.get(k, (None,) * len(v.padded_shape))
         want = Layout(
-            tuple(Dim() if label is None or n == 1 else tokens[label] for label, n in zip(mine, v.size_, strict=True))
+            tuple(
+                Dim() if label is None or n == 1 else tokens[label]
+                for label, n in zip(mine, v.padded_shape, strict=True)
+            )
         )
         if want == v.sharding:
             targets.append(None)
             continue
-        cost = float((v.sharding >> want).bytes(tuple(v.size_), mesh, v.raw.element_size()))
+        cost = float((v.sharding >> want).bytes(tuple(v.padded_shape), mesh, v.raw.element_size()))
         if cost:
             moved.append(cost)
         targets.append(want)
@@ -219,10 +269,10 @@ def _planned(
     def shaped(small: set[Any]) -> list[Any]:
         given = list(leaves)
         for k, i in enumerate(at):
-            v, mine = values[k], named.get(k, (None,) * len(values[k].size_))
+            v, mine = values[k], named.get(k, (None,) * len(values[k].padded_shape))
             size = [
                 n // mesh.axis_size(tokens[lb].axes) if lb in small and n != 1 else n
-                for lb, n in zip(mine, v.size_, strict=True)
+                for lb, n in zip(mine, v.padded_shape, strict=True)
             ]
             given[i] = torch.empty(size, dtype=v.dtype, device="meta")
         a, k_ = optree.tree_unflatten(tree, given)

@@ -17,7 +17,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.keyed import Make, Pairs, drawn, kept, then, unit
 from shardlib.ops.signatures import binder
 from shardlib.random import next_key
-from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, typeof
+from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, typeof
 
 __all__ = ["dropout"]
 
@@ -62,13 +62,11 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
     key = next_key(x.mesh)
     if not features:
         return drawn(x, key, make, dtype)
-    layout = Layout((*x.sharding.resolve(len(x.size_)).dims[:2], *[Dim()] * (len(x.size_) - 2)))
-    shape = torch.Size((*x.size_[:2], *[1] * (len(x.size_) - 2)))
-    block = x.raw.new_empty((*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.size_) - 2)), dtype=dtype)
-    if not isinstance(x, PaddedTensor):
-        return drawn(ShardedTensor(block, layout, shape, x.mesh), key, make, dtype)
-    true = torch.Size((*x.true[:2], *shape[2:]))
-    return drawn(PaddedTensor(block, layout, shape, x.mesh, true), key, make, dtype)
+    layout = Layout((*x.dims[:2], *[Dim()] * (len(x.padded_shape) - 2)))
+    shape = torch.Size((*x.padded_shape[:2], *[1] * (len(x.padded_shape) - 2)))
+    block = x.raw.new_empty((*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.padded_shape) - 2)), dtype=dtype)
+    true = torch.Size((*x.shape[:2], *shape[2:])) if x.is_padded else None
+    return drawn(ShardedTensor(block, Place(layout, shape, x.mesh, true)), key, make, dtype)
 
 
 def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
@@ -89,46 +87,46 @@ def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = Fa
         _checked(name, func, x, p)
         if not b.get("training", b.get("train")) or p == 0 or x.numel() == 0:
             return x
-        if features and len(x.size_) < 2:
+        if features and len(x.padded_shape) < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
         keep = _keep(x, kept(p), torch.bool, features)
         raw = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)
         if inplace:
             x.raw.copy_(raw)  # type: ignore[arg-type]
             return x
-        return x.like(raw)  # type: ignore[arg-type]
+        return x.becomes(raw)  # type: ignore[arg-type]
 
     return run
 
 
 dropout = _rule("dropout")
-implements(F.dropout, torch.dropout, torch.dropout_)(dropout)
-implements(F.alpha_dropout)(_rule("alpha_dropout", off=True, alpha=True))
-implements(torch.alpha_dropout, torch.alpha_dropout_)(_rule("alpha_dropout", alpha=True))
-implements(F.feature_alpha_dropout)(_rule("feature_alpha_dropout", off=True, features=True, alpha=True))
-implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_)(
+implements(F.dropout, torch.dropout, torch.dropout_, padded=True)(dropout)
+implements(F.alpha_dropout, padded=True)(_rule("alpha_dropout", off=True, alpha=True))
+implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True)(_rule("alpha_dropout", alpha=True))
+implements(F.feature_alpha_dropout, padded=True)(_rule("feature_alpha_dropout", off=True, features=True, alpha=True))
+implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_, padded=True)(
     _rule("feature_alpha_dropout", features=True, alpha=True)
 )
-implements(torch.feature_dropout, torch.feature_dropout_)(_rule("feature_dropout", features=True))
+implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(_rule("feature_dropout", features=True))
 
 
-@implements(torch.native_dropout)
+@implements(torch.native_dropout, padded=True)
 def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """(output, mask)"""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
     x, p = b["input"], b["p"]
     _checked("dropout", F.dropout, x, p)
     if b["train"] is False:
-        return x.like(x.raw * 1), x.like(torch.ones_like(x.raw, dtype=torch.bool))
+        return x.becomes(x.raw * 1), x.becomes(torch.ones_like(x.raw, dtype=torch.bool))
     keep = _keep(x, kept(p), torch.bool, False)
-    return x.like(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)), x.like(keep)  # type: ignore[arg-type]
+    return x.becomes(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)), x.becomes(keep)  # type: ignore[arg-type]
 
 
 _rrelu = binder("rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False)\n"
                 "rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, generator=None)")  # fmt: skip
 
 
-@implements(F.rrelu, torch.rrelu, torch.rrelu_)
+@implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True)
 def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Leaky with a slope between lower and upper: one per element in training, their mean otherwise."""
     b = _rrelu(*args, **kwargs)
@@ -146,16 +144,4 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if b.get("inplace") or func is torch.rrelu_:
         x.raw.copy_(raw)
         return x
-    return x.like(raw)
-
-
-PADDED.update(
-    {
-        f: TABLE[f]
-        for f in (
-            F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_,
-            F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.feature_dropout,
-            torch.feature_dropout_, torch.native_dropout, F.rrelu, torch.rrelu, torch.rrelu_,
-        )
-    }
-)  # fmt: skip
+    return x.becomes(raw)

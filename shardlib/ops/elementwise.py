@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import lead, psum, unwrap, wrap
-from shardlib.errors import BadArgument, ImplicitCommunication, lettered
+from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
+from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
+from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import (
+    Place,
     ShardedTensor,
     implements,
     lift,
@@ -87,7 +89,42 @@ def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return args, rest
 
 
-@implements(*{f: None for n in _NAMES for f in homes(n)})
+def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve padded operands: they broadcast as their true shapes do, and are padded alike or have size 1."""
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    ours = [a for a in given if isinstance(a, ShardedTensor)]
+    padded = [a for a in ours if a.is_padded]
+    if func in (torch.where, Tensor.where) and len(given) == 1:
+        raise TypeError("positions, which are not in the padding")
+    try:
+        true = torch.broadcast_shapes(*(a.shape for a in given))
+        torch.broadcast_shapes(*(a.padded_shape if isinstance(a, ShardedTensor) else a.shape for a in given))
+    except RuntimeError:
+        other = next((a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape), padded[0])
+        raise Unsupported(
+            "a padded tensor combines with tensors padded alike and with numbers",
+            op=func.__name__,
+            operands={"x": typeof(padded[0]), "y": typeof(other)},
+            mesh=padded[0].mesh,
+            fix=f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
+            f"{str(padded[0].sharding)!r}, pad=True)",
+        ) from None
+    mask: Any = None
+    if torch.is_grad_enabled() and any(a.requires_grad for a in given) and holds_values(padded[0].mesh):
+        for a in padded:
+            mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
+
+    def brought(x: Any) -> Any:
+        """What is computed in the padding has a gradient there, maybe 0 * inf; it ends before it is summed."""
+        x = x.with_padding if isinstance(x, ShardedTensor) else x
+        tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
+        return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
+
+    out = run(func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()})
+    return padded_to(out, true) if isinstance(out, ShardedTensor) else out
+
+
+@implements(*{f: None for n in _NAMES for f in homes(n)}, padded=padded_alike)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One rule for every function that acts on each element alone."""
     if kwargs:
@@ -96,24 +133,24 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             raise TypeError("out")  # ops/whole.py writes it
     x = args[0]
     if len(args) == 1 and not kwargs and type(x) is ShardedTensor and not x.sharding.partial:
-        return x.like(local_call(func, x.mesh, (x.raw,), kwargs))
+        return x.becomes(local_call(func, x.mesh, (x.raw,), kwargs))
     if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
         y, mesh = args[1], x.mesh
         if _same_place(x, y):
-            return x.like(local_call(func, mesh, (x.raw, y.raw), {}))
+            return x.becomes(local_call(func, mesh, (x.raw, y.raw), {}))
         if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
             raws, out, shape, deferred = aligned(func.__name__, [x, y])
-            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), out, shape, mesh, deferred)
+            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), Place(out, shape, mesh, deferred=deferred))
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
-            return x.like(local_call(func, x.mesh, (x.raw, *args[1:]), kwargs))
+            return x.becomes(local_call(func, x.mesh, (x.raw, *args[1:]), kwargs))
         if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
-            return x.like(local_call(func, x.mesh, (x.raw, args[1].raw), kwargs))
+            return x.becomes(local_call(func, x.mesh, (x.raw, args[1].raw), kwargs))
     return _general(func, args, kwargs)
 
 
-@implements(Tensor.to, Tensor.type, Tensor.type_as)
+@implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike)
 def converted(func: Any, args: Any, kwargs: Any) -> Any:
     """Another dtype, or device; a tensor given as the example gives these alone."""
     args, kwargs = _placed(func, args, kwargs)
@@ -130,7 +167,7 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
         return out  # the name of its type
     if x.sharding.partial and x.is_floating_point() and not (out.is_floating_point() or out.is_complex()):
         raise partial_escape(func.__name__, x)
-    return x.like(out)
+    return x.becomes(out)
 
 
 def _like(x: Any) -> Any:
@@ -143,7 +180,7 @@ def _same_place(x: Any, y: Any) -> bool:
         and isinstance(y, ShardedTensor)
         and x.mesh is y.mesh
         and (x.sharding is y.sharding or x.sharding == y.sharding)
-        and x.size_ == y.size_
+        and x.padded_shape == y.padded_shape
         and not (x.sharding.partial or x.deferred or y.deferred)
     )
 
@@ -161,7 +198,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
     new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     raw = local_call(func, mesh, new_args, new_kwargs)
-    return ShardedTensor(raw, out, shape, mesh, deferred)
+    return ShardedTensor(raw, Place(out, shape, mesh, deferred=deferred))
 
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -201,7 +238,7 @@ def aligned(
 
 def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size) -> Tensor:
     """A block that meets data of which it has no part: its gradient is summed over those axes."""
-    if raw.dtype in (torch.bfloat16, torch.float16) and over and v.size_ != shape:
+    if raw.dtype in (torch.bfloat16, torch.float16) and over and v.padded_shape != shape:
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
     return vary(raw, v.mesh, over)
 
@@ -211,7 +248,7 @@ def brought(
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
     """As ``aligned``, but the axes over which each operand's gradient must be summed are given, not yet heeded."""
     mesh, moving = values[0].mesh, False
-    key = (_Plan, partial, *[(v.sharding, v.size_) for v in values])
+    key = (_Plan, partial, *[(v.sharding, v.padded_shape) for v in values])
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plans[key] = _planned(op, key[2:], mesh, partial)  # type: ignore[arg-type]
@@ -380,19 +417,21 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     """An operand's block where it meets ``x``, which stays where it lies."""
-    lead = len(x.size_) - len(v.size_)
-    if lead < 0 or any(m not in (1, n) for m, n in zip(v.size_, x.size_[lead:], strict=True)):
+    lead = len(x.padded_shape) - len(v.padded_shape)
+    if lead < 0 or any(m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)):
         raise BadArgument(
             "the result's shape is not that of the tensor it is written to",
             op=op,
             operands={"tensor": typeof(x), "operand": typeof(v)},
             mesh=x.mesh,
         )
-    mine = x.sharding.resolve(len(x.size_)).dims[lead:]
-    dims = tuple(Dim() if m == 1 and n != 1 else d for m, n, d in zip(v.size_, x.size_[lead:], mine, strict=True))
+    mine = x.dims[lead:]
+    dims = tuple(
+        Dim() if m == 1 and n != 1 else d for m, n, d in zip(v.padded_shape, x.padded_shape[lead:], mine, strict=True)
+    )
     want = Layout(dims, v.sharding.partial, x.sharding.skew if not lead else v.sharding.skew)
     if want != v.sharding:
-        moved = (v.sharding >> want).bytes(tuple(v.size_), x.mesh, v.raw.element_size())
+        moved = (v.sharding >> want).bytes(tuple(v.padded_shape), x.mesh, v.raw.element_size())
         budget = implicit_budget()
         if moved and (budget is None or moved > budget):
             raise ImplicitCommunication(
@@ -408,7 +447,7 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         v = settle(v)
     meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
     over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
-    return _met(v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.size_)
+    return _met(v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.padded_shape)
 
 
 # ---------------------------------------------------------------- declared: any number of results, run rank by rank

@@ -24,9 +24,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
-from shardlib.tensor import ShardedTensor, implements, lift, partial_escape, real_axes, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, has_padding, implements, lift, partial_escape, real_axes, typeof, vary
 
-__all__ = ["EMBEDDING", "embedding"]
+__all__ = ["embedding"]
 
 
 class _Lookup(Local):
@@ -69,18 +69,23 @@ def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
     return torch.index_add(g.new_zeros(vocab, g.shape[-1]), 0, ids.reshape(-1), rows)
 
 
-EMBEDDING = binder(
+_EMBEDDING = binder(
     "embedding(input: tensor, weight: tensor, padding_idx: int = None, max_norm: number = None, norm_type=2.0, "
     "scale_grad_by_freq=False, sparse=False)"
 )
 
 
-@implements(F.embedding)
-def embedding(func: Any, args: Any, kwargs: Any, vocabulary: int | None = None) -> ShardedTensor:
-    """F.embedding(ids, table): ids split or not, the table's rows and columns over any axes."""
-    given = EMBEDDING(*args, **kwargs)
+@implements(F.embedding, padded=True)
+def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """F.embedding(ids, table): ids split or not, the table's rows and columns over any axes.
+
+    The vocabulary may be padded: no id names the rows beyond it.
+    """
+    given = _EMBEDDING(*args, **kwargs)
     ids, table, padding = given["input"], given["weight"], given["padding_idx"]
-    count = table.shape[0] if vocabulary is None else vocabulary
+    count, padded = table.shape[0], False
+    if has_padding((ids, table)):
+        table, padded = _unpadded(ids, table), True
     if ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         raise BadArgument(
             "ids are int64 or int32, a table has two dimensions",
@@ -100,11 +105,11 @@ def embedding(func: Any, args: Any, kwargs: Any, vocabulary: int | None = None) 
     padding = None if padding is None else padding % count
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
-    key = (_Plan, ids.sharding, ids.size_, table.sharding, table.size_)
+    key = (_Plan, ids.sharding, ids.padded_shape, table.sharding, table.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plans[key] = _planned(ids, table)
-    if plan.axes or vocabulary is not None:  # else torch's own kernel looks
+    if plan.axes or padded:  # else torch's own kernel looks
         in_range(ids.raw, count, "embedding", "id")
     out, raw_table, deferred = plan.out, table.raw, _NONE
     if table.deferred:
@@ -122,7 +127,23 @@ def embedding(func: Any, args: Any, kwargs: Any, vocabulary: int | None = None) 
     else:
         with bind(mesh):
             raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
-    return ShardedTensor(raw, out, plan.shape, mesh, deferred)
+    return ShardedTensor(raw, Place(out, plan.shape, mesh, deferred=deferred))
+
+
+def _unpadded(ids: Any, table: Any) -> ShardedTensor:
+    """The table with the padding of its vocabulary; any other padding is refused."""
+    if getattr(table, "is_padded", False) and table.shape[1] == table.padded_shape[1] and not has_padding((ids,)):
+        return table.with_padding
+    mesh = getattr(table, "mesh", None)
+    axis = "x" if mesh is None else mesh.names[0]
+    whole = ["sl.shard(sl.unshard(ids), '...')" if has_padding((ids,)) else "ids", "sl.unshard(table)"]
+    raise Unsupported(
+        "only the vocabulary of an embedding may be padded",
+        op="embedding",
+        operands={"ids": typeof(ids), "table": typeof(table)},
+        mesh=mesh,
+        fix=f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))",
+    )
 
 
 _NONE: frozenset[str] = frozenset()
@@ -149,7 +170,7 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
     for value in (ids, table):
         if value.sharding.partial:
             raise partial_escape("embedding", value)
-    tokens = ids.sharding.resolve(len(ids.size_)).dims
+    tokens = ids.dims
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}
     axes = tuple(a for a in vocab.axes if mesh.axes[a] > 1)
@@ -173,4 +194,4 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
         )
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
-    return _Plan(out, torch.Size((*ids.size_, table.size_[1])), axes, at, gathered, meets)
+    return _Plan(out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets)

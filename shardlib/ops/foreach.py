@@ -17,7 +17,7 @@ from shardlib.collectives import blocks, lead, played, pmax, psum, unwrap, wrap
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor import ShardedTensor, implements, partial_escape, real_axes, typeof
+from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, real_axes, typeof
 
 __all__ = ["unscale"]
 
@@ -32,7 +32,11 @@ def _tensors(x: Any) -> bool:
 def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
     """The block of ``x`` that goes with ``first``'s; None where positions do not tell."""
     if isinstance(x, ShardedTensor):
-        alike = (x.sharding, x.size_, x.shape) == (first.sharding, first.size_, first.shape) and x.mesh is first.mesh
+        alike = (x.sharding, x.padded_shape, x.shape) == (
+            first.sharding,
+            first.padded_shape,
+            first.shape,
+        ) and x.mesh is first.mesh
         if alike and not x.sharding.partial:
             return x.raw
         whole = x.ndim == 0 and x.mesh is first.mesh and not x.sharding.partial
@@ -78,7 +82,7 @@ def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     found = func(*raws[: len(args)], **more)
     if name.endswith("_"):
         return list(args[0])
-    return tuple(x.like(raw) for x, raw in zip(args[0], found, strict=True))
+    return tuple(x.becomes(raw) for x, raw in zip(args[0], found, strict=True))
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
@@ -134,7 +138,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
         for k, i in enumerate(members):
             raw = parts[:, k].to(local[i].dtype)
             raw = raw if lead(mesh) else raw[0]
-            out[i] = ShardedTensor(raw, _SCALAR, torch.Size(()), mesh)
+            out[i] = ShardedTensor(raw, Place(_SCALAR, torch.Size(()), mesh))
     return tuple(out)
 
 

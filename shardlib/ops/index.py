@@ -8,18 +8,19 @@ from torch import Tensor
 
 from shardlib.aliases import link
 from shardlib.collectives import blocks, holds_values, lead
-from shardlib.errors import OutOfRange
+from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, Unfit, rows_call
-from shardlib.ops.elementwise import elementwise
+from shardlib.ops.elementwise import elementwise, padded_alike
+from shardlib.ops.padding import last_only, padded_to
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole
 from shardlib.placing import reshard, shard
-from shardlib.tensor import ShardedTensor, implements, lift, real_axes, replicated, settle, total, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, implements, lift, real_axes, replicated, settle, total, typeof, vary
 
 
 def _dim(b: Bound) -> int:
@@ -89,7 +90,28 @@ def _indexed(b: Bound) -> Labels:
     return out
 
 
-@implements(Tensor.__getitem__)
+def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve a padded operand: pieces of the dimensions that are not padded."""
+    x, index = args
+    if not isinstance(x, ShardedTensor) or not x.is_padded:
+        raise TypeError("a padded index")
+    last_only(x, func)
+    index = index if isinstance(index, tuple) else (index,)
+    named = [i for i in index if i is not None and i is not Ellipsis]
+    reaches = len(named) == x.ndim or (Ellipsis in index and index[-1] is not Ellipsis)
+    if reaches and index[-1] != slice(None):
+        raise Unsupported(
+            "an index into the padded dimension",
+            op="getitem",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="sl.unshard(x)[..., 0]",
+        )
+    out = run(func, (x.with_padding, index), {})
+    return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
+
+
+@implements(Tensor.__getitem__, padded=_padded_getitem)
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     """Numbers and slices cut a piece; tensors pick positions, a mask those where it is true."""
     x, index = args
@@ -119,7 +141,9 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
     at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
     full = [i for i in (*given[:at], *[slice(None)] * (x.ndim - named), *given[at + 1 :]) if i is not None]
     tokens = x.sharding.resolve(x.ndim).dims
-    cut = [(i, n) for i, t, n in zip(full, tokens, x.size_, strict=True) if real_axes(x.mesh, t.axes) and i != _ALL]
+    cut = [
+        (i, n) for i, t, n in zip(full, tokens, x.padded_shape, strict=True) if real_axes(x.mesh, t.axes) and i != _ALL
+    ]
     return bool(cut) and all(isinstance(i, int) and -n <= i < n for i, n in cut)
 
 
@@ -190,7 +214,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
         if isinstance(i, ShardedTensor):
             i = i.raw.long()
             if axes:
-                n = x.size_[d]
+                n = x.padded_shape[d]
                 in_range(i, n, "getitem", f"index of dimension {d}", lowest=-n)
                 table = _here(n, token, mesh)
                 i = table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape) if stacked else table[i % n]
@@ -223,7 +247,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     layout = Layout(dims)
     local = joined.shape[stacked:]
     size = torch.Size(n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True))
-    return ShardedTensor(joined, layout, size, mesh, x.deferred)
+    return ShardedTensor(joined, Place(layout, size, mesh, deferred=x.deferred))
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
@@ -242,7 +266,7 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
     return func(reshard(x != 0, "..."), *rest, **kwargs)
 
 
-@implements(torch.where, Tensor.where)
+@implements(torch.where, Tensor.where, padded=padded_alike)
 def choice(func: Any, args: Any, kwargs: Any) -> Any:
     """One argument: the positions where it is true, a tensor per dimension.  Three: element by element."""
     if len(args) == 1 and not kwargs:
@@ -264,15 +288,15 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
         raise OutOfRange(f"index_select takes int32 or int64, not {index.dtype}", op="index_select",
                          operands={"tensor": typeof(x), "index": typeof(index)}, mesh=x.mesh)  # fmt: skip
     raw = index.raw if isinstance(index, ShardedTensor) else index
-    in_range(raw, x.size_[dim], "index_select", f"index of dimension {dim}")  # x[...] wraps negative ones
+    in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")  # x[...] wraps negative ones
     out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.sharding.resolve(x.ndim).dims[dim]
     dims = out.sharding.resolve(x.ndim).dims
-    if not token.is_split or dims[dim].is_split or out.size_[dim] % x.mesh.axis_size(token.axes):
+    if not token.is_split or dims[dim].is_split or out.padded_shape[dim] % x.mesh.axis_size(token.axes):
         return out
     if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
         return out
     cut = reshard(out, Layout((*dims[:dim], token, *dims[dim + 1 :])))
-    return cut.like(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
+    return cut.becomes(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
 
 
 _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
@@ -288,7 +312,7 @@ def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
     dims = x.sharding.resolve(x.ndim).dims
     cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial
     cut = cut or x.raw.requires_grad or source.raw.requires_grad
-    if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.size_), x.mesh):
+    if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.padded_shape), x.mesh):
         return on_whole(func, args, kwargs, None)
     raws = x.raw, reshard(source, x.sharding).raw, index.raw
     for block, part, at in zip(*[blocks(raw, x.mesh) for raw in raws], strict=True):
@@ -316,12 +340,12 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(func, args, kwargs, None)
     theirs = source.sharding.resolve(x.ndim)
     lies = Layout(tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims)))
-    if source.size_[dim] != index.size_[0] or (theirs >> lies).bytes(tuple(source.size_), mesh):
+    if source.padded_shape[dim] != index.padded_shape[0] or (theirs >> lies).bytes(tuple(source.padded_shape), mesh):
         return on_whole(func, args, kwargs, None)
     index, source = _whole(index), reshard(source, lies)
     ids, stacked = index.raw.long(), lead(mesh)
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
-    n = x.size_[dim]
+    n = x.padded_shape[dim]
     in_range(ids, n, "index_add", f"index of dimension {dim}")
     if real_axes(mesh, token.axes):
         table = _here(n, token, mesh)
@@ -331,7 +355,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
         rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
     leaves, tree = flat((x.raw, dim, ids, rows), {"alpha": alpha})
     if func is not Tensor.index_add_:
-        return x.like(each(torch.index_add, mesh, leaves, [0, 2, 3], tree))
+        return x.becomes(each(torch.index_add, mesh, leaves, [0, 2, 3], tree))
     added = each(torch.index_add, mesh, [torch.zeros_like(x.raw), *leaves[1:]], [0, 2, 3], tree)
     x.raw.add_(added)
     return x

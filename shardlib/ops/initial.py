@@ -16,12 +16,12 @@ from shardlib.ops.keyed import along, bits, drawn, open_unit
 from shardlib.ops.random import filled
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
-from shardlib.tensor import PADDED, TABLE, PaddedTensor, ShardedTensor, implements, partial_escape, replicated
+from shardlib.tensor import ShardedTensor, implements, partial_escape, replicated
 
 __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
 
-@implements(nn.init.uniform_)
+@implements(nn.init.uniform_, padded=True)
 def uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """nn.init.uniform_"""
     return _uniform(*args[len(kwargs) > 0 :], **kwargs)
@@ -32,7 +32,7 @@ def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = No
         return tensor.uniform_(a, b, generator=generator)
 
 
-@implements(nn.init.normal_)
+@implements(nn.init.normal_, padded=True)
 def normal_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """nn.init.normal_"""
     return _normal(*args[len(kwargs) > 0 :], **kwargs)
@@ -43,14 +43,14 @@ def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any 
         return tensor.normal_(mean, std, generator=generator)
 
 
-@implements(nn.init.constant_)
+@implements(nn.init.constant_, padded=True)
 def constant_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """nn.init.constant_"""
     with torch.no_grad():
         return kwargs["tensor"].fill_(kwargs["val"])
 
 
-@implements(nn.init.kaiming_uniform_)
+@implements(nn.init.kaiming_uniform_, padded=True)
 def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """nn.init.kaiming_uniform_"""
     return _kaiming(*args[len(kwargs) > 0 :], **kwargs)
@@ -118,8 +118,8 @@ def _gauss(h: Tensor) -> Tensor:
 
 def _put(x: ShardedTensor, whole: Tensor) -> None:
     """This rank's block of a tensor that every rank holds."""
-    if isinstance(x, PaddedTensor):
-        pad = [n for s, t in zip(reversed(x.size_), reversed(x.true), strict=True) for n in (0, s - t)]
+    if x.is_padded:
+        pad = [n for s, t in zip(reversed(x.padded_shape), reversed(x.shape), strict=True) for n in (0, s - t)]
         whole = nn.functional.pad(whole, pad)
     x.raw.copy_(reshard(replicated(whole, x.mesh), x.sharding).raw)
 
@@ -183,6 +183,5 @@ def _settled(name: str, x: ShardedTensor) -> None:
 
 intercept_init(
     {"trunc_normal_": trunc_normal_, "orthogonal_": orthogonal_, "dirac_": dirac_, "eye_": eye_, "sparse_": sparse_},
-    frozenset({ShardedTensor, PaddedTensor}),
+    frozenset({ShardedTensor}),
 )
-PADDED.update({f: TABLE[f] for f in (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)})

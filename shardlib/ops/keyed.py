@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardlib.collectives import blocks, played, storage
 from shardlib.layouts import Layout
-from shardlib.tensor import PaddedTensor, ShardedTensor
+from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "Make", "Pairs", "along", "bits", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal", "open_unit",
@@ -153,10 +153,10 @@ def drawn(x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, ou
     out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
     if out.is_meta or not out.numel():
         return out
-    whole = tuple(x.true) if isinstance(x, PaddedTensor) else tuple(x.size_)
+    whole = tuple(x.shape)
     axes = tuple(x.mesh.axes.items())
     for block, coord in zip(blocks(out, x.mesh), played(x.mesh), strict=True):
-        place = x.sharding, tuple(x.size_), axes, tuple(coord.values()), whole, isinstance(make, Pairs)
+        place = x.sharding, tuple(x.padded_shape), axes, tuple(coord.values()), whole, isinstance(make, Pairs)
         flat = block.view(-1)
         if out.device.type == "cpu" and len(flat) <= _STEP:
             index, paired = _only(*place)
@@ -192,7 +192,7 @@ def _only(*place: Any) -> tuple[Tensor, bool]:
 
 def along(x: ShardedTensor, dim: int) -> Tensor:
     """The global positions along one dimension of every element, shaped to broadcast with the raw block."""
-    size, ndim = tuple(x.size_), len(x.size_)
+    size, ndim = tuple(x.padded_shape), len(x.padded_shape)
     tables = []
     for coord in played(x.mesh):
         held = x.sharding.resolve(ndim).indices(size, x.mesh, coord)[dim]

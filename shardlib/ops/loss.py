@@ -22,11 +22,14 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, lines, rows, slots
 from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
+    Place,
     ShardedTensor,
+    has_padding,
     implements,
     is_half,
     lift,
@@ -37,7 +40,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["CROSS_ENTROPY", "checked", "split_cross_entropy"]
+__all__ = ["cross_entropy"]
 
 
 class _RowLoss(Local):
@@ -179,7 +182,7 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
     return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
 
 
-def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
+def _split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
     """F.cross_entropy(logits [N, C], target [N]) with N, C or both split; ``classes`` of them are no padding."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -187,7 +190,7 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
     logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    key = (_Plan, logits.sharding, logits.size_, target.sharding, target.size_)
+    key = (_Plan, logits.sharding, logits.padded_shape, target.sharding, target.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = mesh.plans[key] = _planned(logits, target)
@@ -196,7 +199,7 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
         raise _unsupported(logits, target)
     if plan.brought:
         target = reshard(target, plan.rows)  # cut, nothing moves
-    smooth, every = float(given.get("label_smoothing", 0.0)), logits.size_[1]
+    smooth, every = float(given.get("label_smoothing", 0.0)), logits.padded_shape[1]
     x: Any = logits.raw
     raw: Any
     if plan.axes or (classes or every) != every:
@@ -207,17 +210,17 @@ def split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None =
             raw = _WholeRowLoss.apply(*flat, ignore, smooth)
         elif x.ndim == 2 and reduction != "none" and not plan.over:
             raw = F.cross_entropy(x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction)
-            return ShardedTensor(raw, _SCALAR, torch.Size(()), mesh, logits.deferred)
+            return ShardedTensor(raw, Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred))
         else:  # too small to be worth cutting
             raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
         raw = raw if x.ndim == 2 else raw.view(target.raw.shape)
     if reduction == "none":
-        return ShardedTensor(raw.to(x.dtype), plan.rows, logits.size_[:1], mesh, logits.deferred)
+        return ShardedTensor(raw.to(x.dtype), Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred))
     if reduction == "mean":
         raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
     else:
         raw = total(raw.sum(-1, dtype=_wide(raw)), mesh, plan.over)
-    return ShardedTensor(raw.to(x.dtype), _SCALAR, torch.Size(()), mesh, logits.deferred)
+    return ShardedTensor(raw.to(x.dtype), Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred))
 
 
 class _Plan(NamedTuple):
@@ -245,22 +248,22 @@ def _unsupported(logits: ShardedTensor, target: ShardedTensor) -> Unsupported:
 
 def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
     mesh = logits.mesh
-    if len(logits.size_) != 2:
+    if len(logits.padded_shape) != 2:
         raise _unsupported(logits, target)
     for x in (logits, target):
         if x.sharding.partial:
             raise partial_escape("cross_entropy", x)
     row, col = logits.sharding.resolve(2).dims
-    if target.size_ != logits.size_[:1]:
+    if target.padded_shape != logits.padded_shape[:1]:
         raise ShardError(
-            f"{target.size_[0] if target.size_ else 'no'} targets for {logits.size_[0]} rows",
+            f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for {logits.padded_shape[0]} rows",
             op="cross_entropy",
             operands={"logits": typeof(logits), "target": typeof(target)},
             mesh=mesh,
             fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
         )
     rows = Layout(dims=(row,))
-    brought = target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.size_), mesh)
+    brought = target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.padded_shape), mesh)
     grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
     if (not brought and target.sharding.resolve(1).dims[0] != row) or grouped:
         raise ImplicitCommunication(
@@ -396,7 +399,7 @@ _losses(
 _NLL = binder(
     "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')"
 )
-CROSS_ENTROPY = binder(
+_CROSS_ENTROPY = binder(
     "cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
     "label_smoothing=0.0)"
 )
@@ -434,7 +437,7 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
     return out.sum() / count.sum()
 
 
-def checked(given: Bound, classes: int | None = None) -> str:
+def _checked(given: Bound, classes: int | None = None) -> str:
     """The reduction of a cross entropy whose arguments torch takes; ``classes`` of the logits are no padding."""
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     operands = {"logits": typeof(x), "target": typeof(t)}
@@ -459,15 +462,26 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     return _weighed(F.nll_loss, given, _how(given))
 
 
-@implements(F.cross_entropy)
+def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Serve padded logits: the classes beyond the true ones count nothing."""
+    given = _CROSS_ENTROPY(*args, **kwargs)
+    x = given["input"]
+    if not has_padding((x,)) or has_padding((given["target"],)):
+        raise TypeError("a padded target")
+    last_only(x, func)
+    how, classes = _checked(given, x.shape[-1]), x.shape[-1]
+    return _split_cross_entropy(func, (), given | {"input": x.with_padding, "reduction": how}, classes=classes)
+
+
+@implements(F.cross_entropy, padded=_padded_classes)
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     """Integer targets of rows: the algorithm above; else torch's on the rows."""
-    given = CROSS_ENTROPY(*args, **kwargs)
-    how = checked(given)
+    given = _CROSS_ENTROPY(*args, **kwargs)
+    how = _checked(given)
     x, t = given["input"], given["target"]
     if isinstance(x, Tensor) and x.ndim == 2 and given["weight"] is None and not t.is_floating_point():
         try:
-            return split_cross_entropy(func, (), given | {"reduction": how})
+            return _split_cross_entropy(func, (), given | {"reduction": how})
         except Unsupported:
             pass
     return _weighed(F.cross_entropy, given, how)

@@ -19,9 +19,12 @@ from shardlib.collectives import all_gather, axis_size, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
+from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.signatures import binder
 from shardlib.tensor import (
+    Place,
     ShardedTensor,
+    has_padding,
     implements,
     is_half,
     lift,
@@ -161,17 +164,17 @@ def _normalised(
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
     values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
     x = values[0]
-    if not width or tuple(x.size_[-width:]) != shape:
+    if not width or tuple(x.padded_shape[-width:]) != shape:
         raise BadArgument(
             f"normalized_shape {list(shape)} is not the tail of the tensor's shape",
             op=op,
             operands={"tensor": typeof(x)},
             mesh=mesh,
-            fix=f"F.{op}(x, {list(x.size_[-1:])})",
+            fix=f"F.{op}(x, {list(x.padded_shape[-1:])})",
         )
     for v in values:
         mixed = centre and v.dtype != x.dtype and not (is_half(x) and v.dtype == torch.float32)
-        if mixed or not v.dtype.is_floating_point or (v is not x and tuple(v.size_) != shape):
+        if mixed or not v.dtype.is_floating_point or (v is not x and tuple(v.padded_shape) != shape):
             raise BadArgument(
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which is floating point",
                 op=op,
@@ -186,9 +189,9 @@ def _normalised(
     axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
     if centre and not axes:
         whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
-        return ShardedTensor(whole, out, size, x.mesh, deferred)
+        return ShardedTensor(whole, Place(out, size, x.mesh, deferred=deferred))
     raw = _Normalise.apply(x.mesh, axes, overs, width, math.prod(shape), eps, centre, raws[0], w, b)
-    return ShardedTensor(raw, out, size, x.mesh, deferred)  # type: ignore[arg-type]
+    return ShardedTensor(raw, Place(out, size, x.mesh, deferred=deferred))  # type: ignore[arg-type]
 
 
 _LAYER = binder(
@@ -198,14 +201,25 @@ _LAYER = binder(
 _RMS = binder("rms_norm(input: tensor, normalized_shape, weight: tensor = None, eps: number = None)")
 
 
-@implements(F.layer_norm, torch.layer_norm)
+def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve a padded operand whose normalised dimensions have no padding: rows of ones are padding again."""
+    given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
+    x, width = given["input"], len(given["normalized_shape"])
+    others = (given["weight"], given.get("bias"))
+    if not x.is_padded or has_padding(others) or x.shape[-width:] != x.padded_shape[-width:]:
+        raise TypeError("the padding would be normalised")
+    out = padded_to(run(func, (), given | {"input": filled(x, 1)}), tuple(x.shape))
+    return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
+
+
+@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows)
 def layer_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """F.layer_norm with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
     return _normalised("layer_norm", x, tuple(shape), w, b, eps, True)
 
 
-@implements(F.rms_norm, torch.rms_norm)
+@implements(F.rms_norm, torch.rms_norm, padded=_padded_rows)
 def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """F.rms_norm with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()

@@ -23,9 +23,7 @@ from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor import (
-    PADDED,
-    TABLE,
-    PaddedTensor,
+    Place,
     ShardedTensor,
     implements,
     lift,
@@ -141,8 +139,7 @@ def _in_place(func: Any, signature: str, make: Callable[[dict[str, Any], Sharded
         b = bind(*args, **kwargs)
         return filled(x, make(b, x), b["generator"])
 
-    implements(func)(rule)
-    PADDED[func] = rule
+    implements(func, padded=True)(rule)
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
@@ -161,7 +158,7 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
           lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
 
-@implements(Tensor.uniform_)
+@implements(Tensor.uniform_, padded=True)
 def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Its keyword ``from`` is a word of Python's."""
     x = args[0]
@@ -171,7 +168,7 @@ def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return filled(x, uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype), kwargs.get("generator"))
 
 
-@implements(Tensor.random_)
+@implements(Tensor.random_, padded=True)
 def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """random_(), random_(to), random_(from, to)"""
     x = args[0]
@@ -229,10 +226,10 @@ def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         _probabilities("bernoulli", x.raw)
     u = _uniforms(x, next_key(x.mesh, b["generator"]))
     sample = (u < (x.raw.detach() if p is None else p)).to(x.dtype)
-    return x.like(_Sampled.apply(sample, x.raw) if x.raw.requires_grad and p is None else sample)  # type: ignore[arg-type]
+    return x.becomes(_Sampled.apply(sample, x.raw) if x.raw.requires_grad and p is None else sample)  # type: ignore[arg-type]
 
 
-@implements(Tensor.bernoulli_)
+@implements(Tensor.bernoulli_, padded=True)
 def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """bernoulli_(p), p a number or a tensor that broadcasts"""
     b = _bernoulli_(*args, **kwargs)
@@ -251,9 +248,9 @@ def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     p = lift(p, x.mesh, "bernoulli_")
     _settled("bernoulli_", p)
     _probabilities("bernoulli_", p.raw)
-    frame = x.inner if isinstance(x, PaddedTensor) else x
-    raws, out, shape, _ = aligned("bernoulli_", [frame, p.inner if isinstance(p, PaddedTensor) else p])
-    if out != x.sharding or shape != x.size_:
+    frame = x.with_padding
+    raws, out, shape, _ = aligned("bernoulli_", [frame, p.with_padding])
+    if out != x.sharding or shape != x.padded_shape:
         raise ImplicitCommunication(
             "the probabilities lie otherwise than the tensor they are drawn for",
             op="bernoulli_",
@@ -269,7 +266,7 @@ def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 
-@implements(torch.normal)
+@implements(torch.normal, padded=True)
 def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """mean + std z, of tensors that broadcast."""
     b = _normal(*args, **kwargs)
@@ -282,7 +279,7 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise RuntimeError(f"normal expects all elements of std >= 0.0, but found std {float(held.min())}")
     with torch.no_grad():
         frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
-        z = frame.like(drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype))
+        z = frame.becomes(drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype))
         out = mean + std * z
     for t in (mean, std):
         if isinstance(t, Tensor) and t.requires_grad:
@@ -303,7 +300,7 @@ def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     key = next_key(x.mesh, b["generator"])
     rate = x.raw.detach().double()
     sample = torch.zeros_like(rate) if rate.is_meta else _counts(x, rate, key)
-    return x.like(_Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype))  # type: ignore[arg-type]
+    return x.becomes(_Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype))  # type: ignore[arg-type]
 
 
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
@@ -363,11 +360,8 @@ def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pai
     if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
         raise Unsupported(f"the memory format {b['memory_format']}", op=func.__name__, fix=f"torch.{func.__name__}(x)")
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
-    bare = Layout(x.sharding.resolve(len(x.size_)).dims, skew=x.sharding.skew)
-    if isinstance(x, PaddedTensor):
-        out: ShardedTensor = PaddedTensor(raw, bare, x.size_, x.mesh, x.true)
-    else:
-        out = ShardedTensor(raw, bare, x.size_, x.mesh)
+    bare = Layout(x.dims, skew=x.sharding.skew)
+    out = ShardedTensor(raw, Place(bare, x.padded_shape, x.mesh, x.place.true_shape))
     _asked(_EMPTY[func], out, (), {})
     filled(out, make(dtype), b["generator"])
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
@@ -382,19 +376,19 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-@implements(torch.rand_like)
+@implements(torch.rand_like, padded=True)
 def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Uniform in [0, 1), in the tensor's layout."""
     return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
 
 
-@implements(torch.randn_like)
+@implements(torch.randn_like, padded=True)
 def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Of mean 0 and variance 1, in the tensor's layout."""
     return _like(func, _rand(*args, **kwargs), lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, _real(t)))
 
 
-@implements(torch.randint_like)
+@implements(torch.randint_like, padded=True)
 def randint_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """In [low, high), in the tensor's layout."""
     b = _randint(*args, **kwargs)
@@ -445,7 +439,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             else "invalid multinomial distribution (sum of probabilities <= 0)"
         )
     layout = Layout((*x.sharding.resolve(x.ndim).dims[:-1], Dim()))
-    return ShardedTensor(found, layout, torch.Size((*x.size_[:-1], count)), x.mesh)
+    return ShardedTensor(found, Place(layout, torch.Size((*x.padded_shape[:-1], count)), x.mesh))
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -456,10 +450,10 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
         return value, local
     where = along(x, x.ndim - 1).expand(scores.shape).gather(-1, local)
     each = x.mesh.axis_size(layout.dims[-1].axes)
-    size = torch.Size((*x.size_[:-1], value.shape[-1] * each))
+    size = torch.Size((*x.padded_shape[:-1], value.shape[-1] * each))
     blocks = Layout((*layout.dims[:-1], Dim(layout.dims[-1].axes)))
     whole = Layout((*layout.dims[:-1], Dim()))
-    value, where = (reshard(ShardedTensor(t, blocks, size, x.mesh), whole).raw for t in (value, where))
+    value, where = (reshard(ShardedTensor(t, Place(blocks, size, x.mesh)), whole).raw for t in (value, where))
     best, at = value.topk(count, -1)
     return best, where.gather(-1, at)
 
@@ -491,7 +485,7 @@ def _fractional(d: int, indices: bool) -> Callable[..., Any]:
             shape = torch.Size((*((1,) if x.ndim == d + 1 else ()), *x.shape[: x.ndim - d], d))
             front = (x.mesh.size,) * lead(x.mesh)
             block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
-            places = torch.rand_like(ShardedTensor(block, layout, shape, x.mesh))
+            places = torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))
         kernel, size = (v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size))
         pool = builtin(f"fractional_max_pool{d}d")
 
@@ -511,8 +505,3 @@ for _d, _with, _without in (
 ):
     implements(_with)(_fractional(_d, True))
     implements(_without)(_fractional(_d, False))
-
-PADDED.update({f: TABLE[f] for f in (
-    Tensor.uniform_, Tensor.random_, Tensor.bernoulli_, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.normal,
-)})  # fmt: skip

@@ -16,6 +16,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
+from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.ops.whole import each
 from shardlib.placing import reshard
@@ -28,7 +29,7 @@ def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """(dims reduced, mesh axes that split them, result layout, result shape)."""
-    return _reduced_layout(x.sharding, x.size_, tuple(dim) if isinstance(dim, list) else dim, keepdim, op)
+    return _reduced_layout(x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op)
 
 
 @lru_cache(maxsize=8192)
@@ -71,7 +72,40 @@ def _arguments(bind: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, b
     return x, None if dim == [] else dim, given.pop("keepdim", False), given
 
 
-@implements(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+def _without(value: float | str) -> Any:
+    """Serve a padded operand by a reduction that ``value`` in the padding does not change."""
+
+    def padded(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        given = (SUM if func in _SUMS else _PROD if func in _PRODS else _DIM)(*args, **kwargs)
+        x, dim, keepdim = given.pop("input"), given.pop("dim", None), given.pop("keepdim", False)
+        gone, *_ = reduced_layout(x, None if dim == [] else dim, keepdim, func.__name__)
+        fill: Any = value
+        if isinstance(value, str):
+            if not x.dtype.is_floating_point:
+                raise TypeError("integers have no infinity")
+            fill = float(value)
+        mean = func in (torch.mean, Tensor.mean)
+        if mean and not (given["dtype"] or x.dtype).is_floating_point:
+            raise TypeError("a mean needs floating point")
+        more = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
+        if func in _PRODS:
+            more |= {} if dim is None else {"dim": dim, "keepdim": keepdim}
+        else:
+            more |= {"dim": gone, "keepdim": keepdim}
+        out = run(torch.sum if mean else func, (filled(x, fill),), more)
+        if mean:
+            out = out / math.prod(x.shape[d] for d in gone)
+        true = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
+        return padded_to(out, tuple(true))
+
+    return padded
+
+
+_SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+_PRODS = (torch.prod, Tensor.prod)
+
+
+@implements(*_SUMS, padded=_without(0))
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
@@ -87,12 +121,12 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         exact = x.dtype.is_floating_point or x.dtype.is_complex
         raw = x.raw.to(more.get("dtype") or (x.dtype if exact else torch.int64))
     if func in (torch.mean, Tensor.mean):
-        raw = raw / (x.size_.numel() // max(1, shape.numel()))
+        raw = raw / (x.padded_shape.numel() // max(1, shape.numel()))
     raw = total(raw, x.mesh, axes, asked if half else None)
-    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+    return x.becomes(raw, layout, shape)
 
 
-@implements(Tensor.any, torch.any, Tensor.all, torch.all)
+@implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
     given = _ANY(*args, **kwargs)
@@ -108,7 +142,8 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
-@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+@implements(torch.amax, Tensor.amax, padded=_without("-inf"))
+@implements(torch.amin, Tensor.amin, padded=_without("inf"))
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local maximum; over split dimensions a pmax as well.  Where several are largest they share the gradient."""
     return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
@@ -122,7 +157,7 @@ def extreme(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = F
     axes = real_axes(x.mesh, axes)
     if not axes:
         raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
-        return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+        return x.becomes(raw, layout, shape)
     with torch.no_grad():
         raw = _over_ranks(local_call(func, x.mesh, (x.raw, gone, True), {}), x.mesh, axes, "max" in func.__name__)
     if x.raw.requires_grad and torch.is_grad_enabled():
@@ -132,7 +167,7 @@ def extreme(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = F
             share = ties / total(local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes)
         raw = _Shared.apply(x.raw, raw, share)
     raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
-    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)  # type: ignore[arg-type]
+    return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
 class _Shared(Local):
@@ -173,13 +208,13 @@ def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str,
         return each(func, v.mesh, leaves, [0], tree)
 
     if not real_axes(x.mesh, axes):
-        return ShardedTensor(run(x, keepdim), layout, shape, x.mesh, x.deferred)
-    tokens = x.sharding.resolve(len(x.size_)).dims
+        return x.becomes(run(x, keepdim), layout, shape)
+    tokens = x.dims
     kept = Layout(tuple(Dim(t.axes) if d in gone else t for d, t in enumerate(tokens)))
-    size = [x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.size_)]
-    parts = ShardedTensor(run(x, True), kept, torch.Size(size), x.mesh, x.deferred)
+    size = [x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)]
+    parts = x.becomes(run(x, True), kept, torch.Size(size))
     whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
-    return ShardedTensor(run(whole, keepdim), layout, shape, x.mesh, x.deferred)
+    return x.becomes(run(whole, keepdim), layout, shape)
 
 
 _NORM = binder("""
@@ -198,14 +233,25 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype)
 
 
-@implements(torch.linalg.vector_norm)
+def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve a padded operand: zeros change no norm of a positive order."""
+    x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
+    if not 0 < ord_ < math.inf:
+        raise TypeError("zeros would change this norm")
+    gone, *_ = reduced_layout(x, dim, keepdim, "vector_norm")
+    out = func(masked(x), ord_, dim, keepdim, dtype=dtype)
+    true = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
+    return padded_to(out, tuple(true))
+
+
+@implements(torch.linalg.vector_norm, padded=_padded_norm)
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     x = _asked(x, dtype)
-    if abs(ord_) == math.inf and 0 not in x.size_ and (x.dtype.is_floating_point or x.dtype.is_complex):
+    if abs(ord_) == math.inf and 0 not in x.padded_shape and (x.dtype.is_floating_point or x.dtype.is_complex):
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
-    if ord_ == 0 or 0 in x.size_ or not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if ord_ == 0 or 0 in x.padded_shape or not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise NoRule("no rule for this norm", op="vector_norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x)")
     if not real_axes(x.mesh, x.sharding.axes):
         raise NoRule("whole", op="vector_norm", fix="x")
@@ -217,7 +263,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out.to(x.dtype) if half else out
 
 
-@implements(Tensor.norm, torch.norm)
+@implements(Tensor.norm, torch.norm, padded=True)
 def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Over one dimension or all: a vector's norm; "fro" as torch takes it."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
@@ -232,25 +278,35 @@ _LINALG = binder("norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, 
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
+def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve a padded operand: what is infinitely low has no share."""
+    given = _SOFTMAX(*args, **kwargs)
+    x = given.pop("input")
+    if not x.dtype.is_floating_point:
+        raise TypeError("integers have no infinity")
+    out = padded_to(run(func, (filled(x, -math.inf),), given), tuple(x.shape))
+    return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
+
+
 @implements(
     F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax,
-    F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
+    F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax, padded=_padded_softmax,
 )  # fmt: skip
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
-    if not x.size_:
+    if not x.padded_shape:
         raise TypeError("torch's own softmax of a scalar")
-    dim = dim_of(dim, len(x.size_), func.__name__)
+    dim = dim_of(dim, len(x.padded_shape), func.__name__)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if not (x.dtype if dtype is None else dtype).is_floating_point:
         raise BadArgument(f"not implemented for {x.dtype}", op=func.__name__, operands={"tensor": typeof(x)},
                           mesh=x.mesh, fix="x.double().softmax(-1)")  # fmt: skip
-    if not x.sharding.resolve(len(x.size_)).dims[dim].is_split:
+    if not x.dims[dim].is_split:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
-        return x.like(local_call(run, x.mesh, (x.raw, dim - len(x.size_)), {"dtype": dtype}))
+        return x.becomes(local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype}))
     dtype = x.dtype if dtype is None else dtype
     x = _wide(x, dtype)
     shifted = x - x.detach().amax(dim, keepdim=True)
@@ -265,7 +321,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
-@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of a split dimension: of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
@@ -275,7 +331,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     return merged(torch.logsumexp, wide, dim, keepdim, {}).to(x.dtype)
 
 
-@implements(torch.var, Tensor.var, torch.std, Tensor.std)
+@implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
 def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Around the global mean, in two passes."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
@@ -285,12 +341,12 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point:
         raise NoRule("no real floating point", op="var", operands={"tensor": typeof(x)}, fix="x.double().var()")
-    gone, axes, _, shape = reduced_layout(x, dim, keepdim, func.__name__)
-    if not real_axes(x.mesh, axes):
+    gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
+    if not real_axes(x.mesh, axes) and not x.is_padded:
         return rows_call(
             func, args, kwargs, lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))}
         )
-    count = x.size_.numel() // max(1, shape.numel())
+    count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, _wide(x, x.dtype)
     centred = x - x.mean(gone, keepdim=True)
     out = (centred * centred).sum(gone, keepdim=keepdim) / max(count - unbiased, 0)
@@ -303,7 +359,7 @@ _PROD = binder("""
 """)
 
 
-@implements(torch.prod, Tensor.prod)
+@implements(torch.prod, Tensor.prod, padded=_without(1))
 def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)

@@ -15,7 +15,7 @@ from shardlib.ops.attention import Causal, Full, ring_attention
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, lift, local_call, partial_escape, typeof
+from shardlib.tensor import Place, ShardedTensor, implements, lift, local_call, partial_escape, typeof
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -40,20 +40,24 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.dtype.is_floating_point:
         raise BadArgument("query, key and value have one dtype, which is floating point",
                           op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
-    if min(len(t.size_) for t in (q, k, v)) < 2 or q.size_[-1] != k.size_[-1] or k.size_[-2] != v.size_[-2]:
+    if (
+        min(len(t.padded_shape) for t in (q, k, v)) < 2
+        or q.padded_shape[-1] != k.padded_shape[-1]
+        or k.padded_shape[-2] != v.padded_shape[-2]
+    ):
         raise BadArgument("queries and keys have one size, keys and values one length",
                           op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
     if not 0.0 <= given["dropout_p"] <= 1.0:
         raise BadArgument(f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
                           op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
-    tokens = q.sharding.resolve(len(q.size_)).dims
+    tokens = q.dims
     k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
     if len(tokens) == 4 and (tokens[2].is_split or given["dropout_p"]):
         return _round_a_ring(q, k, v, given)
     for t in (q, k, v):
         if t.sharding.partial:
             raise partial_escape("scaled_dot_product_attention", t)
-        dims = t.sharding.resolve(len(t.size_)).dims
+        dims = t.dims
         if dims[-1].is_split or dims[-2].is_split or dims[:-2] != tokens[:-2]:
             want = " ".join([*(str(d) for d in tokens[:-2]), ".", "."])
             raise ImplicitCommunication(
@@ -74,19 +78,23 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     mask = given.pop("attn_mask", None)
     if mask is not None:
         mask = lift(mask, mesh, "scaled_dot_product_attention")
-        scores = torch.Size((*q.size_[:-1], k.size_[-2]))
-        frame = ShardedTensor(q.raw[..., :1], Layout(dims=(*tokens[:-1], Dim())), scores, mesh)
+        scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
+        frame = ShardedTensor(q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh))
         (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
     raw = local_call(func, mesh, (q.raw, k.raw, v.raw), given)
     deferred = q.deferred | k.deferred | v.deferred
-    return ShardedTensor(raw, q.sharding, torch.Size((*q.size_[:-1], v.size_[-1])), mesh, deferred)
+    return ShardedTensor(
+        raw, Place(q.sharding, torch.Size((*q.padded_shape[:-1], v.padded_shape[-1])), mesh, deferred=deferred)
+    )
 
 
 def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]) -> ShardedTensor:
     """The arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
-    if q.size_[1] != k.size_[1] and k.size_[1] != 1 and not given.get("enable_gqa"):  # one head is broadcast
+    if (
+        q.padded_shape[1] != k.padded_shape[1] and k.padded_shape[1] != 1 and not given.get("enable_gqa")
+    ):  # one head is broadcast
         raise ShardError(
-            f"{q.size_[1]} heads of queries and {k.size_[1]} of keys",
+            f"{q.padded_shape[1]} heads of queries and {k.padded_shape[1]} of keys",
             op="scaled_dot_product_attention",
             operands={"query": typeof(q), "key": typeof(k)},
             mesh=q.mesh,
@@ -101,14 +109,14 @@ def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: d
 
 def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
     """Keys or values whose heads are whole, cut to the heads of the queries; nothing moves for that."""
-    ndim = len(q.size_)
-    mine, theirs = q.sharding.resolve(ndim).dims, t.sharding.resolve(len(t.size_)).dims
+    ndim = len(q.padded_shape)
+    mine, theirs = q.sharding.resolve(ndim).dims, t.dims
     if len(theirs) != ndim or ndim < 3 or theirs[-3].is_split or not mine[-3].is_split or t.sharding.partial:
         return t
     if set(mine[-3].axes) & set(t.sharding.axes):
         return t  # refused, or gathered, as split otherwise than the queries
-    if q.size_[-3] != t.size_[-3]:
+    if q.padded_shape[-3] != t.padded_shape[-3]:
         if not grouped:
             return t
-        t = t.repeat_interleave(q.size_[-3] // t.size_[-3], -3)  # type: ignore[assignment]
+        t = t.repeat_interleave(q.padded_shape[-3] // t.padded_shape[-3], -3)  # type: ignore[assignment]
     return reshard(t, Layout(dims=(*theirs[:-3], mine[-3], *theirs[-2:])))

@@ -15,9 +15,11 @@ from torch import Tensor
 from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
+from shardlib.ops.padding import last_only, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
+    Place,
     ShardedTensor,
     block_strides,
     implements,
@@ -166,7 +168,7 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
             op=op,
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
-            fix=f"x.view({', '.join(map(str, x.size_))})",
+            fix=f"x.view({', '.join(map(str, x.padded_shape))})",
         )
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
@@ -178,7 +180,7 @@ def _viewed(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: 
 
 
 def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
-    new = _infer(new, x, x.size_.numel(), func.__name__)
+    new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
         raise BadArgument(
@@ -188,7 +190,7 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
             mesh=x.mesh,
             fix=f"x.reshape{new}",
         )
-    found = _viewed(x.sharding, tuple(x.size_), new, tuple(x.mesh.axes.items()))
+    found = _viewed(x.sharding, tuple(x.padded_shape), new, tuple(x.mesh.axes.items()))
     if isinstance(found, str):
         raise ImplicitCommunication(
             f"shape {list(new)} cuts through the blocks: {found}",
@@ -201,10 +203,10 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
     raw = local_call(func, x.mesh, (x.raw, local), {})
     if copied and raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
         raw = raw.clone()  # the block alone could be seen so; the whole tensor could not
-    out = ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
-    if len(new) == 2 < len(x.size_) and new[-1] == x.size_[-1]:
-        out.folded = tuple(x.size_[:-1])
-    return out
+    place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
+    if len(new) == 2 < len(x.padded_shape) and new[-1] == x.padded_shape[-1]:
+        place = place._replace(merged_from=tuple(x.padded_shape[:-1]))
+    return ShardedTensor(raw, place)
 
 
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
@@ -212,7 +214,7 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
 
     Its strides are guessed from the block's: in the same order, with a gap wherever the block has one.
     """
-    size, block, local = x.size_, block_strides(x), x.sharding.local_shape(tuple(x.size_), x.mesh)
+    size, block, local = x.padded_shape, block_strides(x), x.sharding.local_shape(tuple(x.padded_shape), x.mesh)
     whole = [0] * len(size)
     inner, outer = 1, 1  # where the block, and the whole tensor, would go on without a gap
     for d in sorted(range(len(size)), key=lambda d: (block[d], local[d] > 1, -d)):
@@ -232,7 +234,37 @@ VIEW = binder("""
 """)
 
 
-@implements(Tensor.view, Tensor.reshape, torch.reshape)
+def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve a padded operand: other dimensions merge and split; the padded last one stays as it is."""
+    x, wanted = VIEW(*args, **kwargs).values()
+    last_only(x, func)
+    known = [n for n in wanted if n != -1]
+    kept = wanted[-1:] == (x.shape[-1],) and wanted.count(-1) <= 1
+    kept = kept or (wanted[-1:] == (-1,) and math.prod(known) * x.shape[-1] == x.shape.numel())
+    if not kept:
+        raise Unsupported(
+            f"a view of {list(wanted)} cuts through the padded dimension",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"x.view(-1, {x.shape[-1]})",
+        )
+    out = run(func, (x.with_padding, *wanted[:-1], x.padded_shape[-1]), {})
+    return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
+
+
+def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve a padded operand of a function that moves dimensions about, and leaves each as it is."""
+    x, *rest = args
+    with torch.no_grad():
+        true = func(torch.empty(x.shape, device="meta"), *rest, **kwargs).shape
+    out = run(func, (x.with_padding, *rest), kwargs)
+    if out.ndim != len(true):
+        raise TypeError("a dimension of one element, and of more with its padding")
+    return padded_to(out, tuple(true))
+
+
+@implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view)
 def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
@@ -257,10 +289,14 @@ _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 @implements(Tensor.flatten, torch.flatten)
 def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, start, end = _FLATTEN(*args, **kwargs).values()
-    start, end = (dim_of(d, len(x.size_), "flatten") for d in (start, end))
+    start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
         raise BadArgument("start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)})
-    return _view(Tensor.reshape, x, (*x.size_[:start], x.size_[start : end + 1].numel(), *x.size_[end + 1 :]))
+    return _view(
+        Tensor.reshape,
+        x,
+        (*x.padded_shape[:start], x.padded_shape[start : end + 1].numel(), *x.padded_shape[end + 1 :]),
+    )
 
 
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
@@ -269,9 +305,9 @@ _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 @implements(Tensor.unflatten, torch.unflatten)
 def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
-    dim = dim_of(dim, len(x.size_), "unflatten")
-    sizes = _infer(tuple(sizes), x, x.size_[dim], "unflatten")
-    return _view(Tensor.reshape, x, (*x.size_[:dim], *sizes, *x.size_[dim + 1 :]))
+    dim = dim_of(dim, len(x.padded_shape), "unflatten")
+    sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
+    return _view(Tensor.reshape, x, (*x.padded_shape[:dim], *sizes, *x.padded_shape[dim + 1 :]))
 
 
 # ---------------------------------------------------------------- permutations
@@ -280,18 +316,18 @@ def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
     layout = x.sharding if order == tuple(range(len(order))) else x.sharding.resolve(len(order)).transpose(*order)
     raw = local_call(Tensor.permute, x.mesh, (x.raw, order), {})
-    return ShardedTensor(raw, layout, torch.Size([x.size_[d] for d in order]), x.mesh, x.deferred)
+    return x.becomes(raw, layout, torch.Size([x.padded_shape[d] for d in order]))
 
 
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
-@implements(Tensor.permute, torch.permute)
+@implements(Tensor.permute, torch.permute, padded=_padded_dims)
 def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, order = _PERMUTE(*args, **kwargs).values()
-    if len(order) != len(x.size_):
-        raise BadArgument(f"{len(order)} dimensions for a tensor that has {len(x.size_)}", op="permute")
-    return _permuted(x, dims_of(order, len(x.size_), "permute"))
+    if len(order) != len(x.padded_shape):
+        raise BadArgument(f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute")
+    return _permuted(x, dims_of(order, len(x.padded_shape), "permute"))
 
 
 _TRANSPOSE = binder("""
@@ -300,10 +336,10 @@ _TRANSPOSE = binder("""
 """)
 
 
-@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims)
+@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, padded=_padded_dims)
 def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
-    order = list(range(len(x.size_)))
+    order = list(range(len(x.padded_shape)))
     i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
     if order:
         order[i], order[j] = order[j], order[i]
@@ -313,25 +349,26 @@ def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _T = binder("t(input)")
 
 
-@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t)
+@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=_padded_dims)
 def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
         raise BadArgument(f"a transpose of {ndim} dimensions", op="t", operands={"tensor": typeof(x)}, mesh=x.mesh)
     order = (*range(ndim - 2), ndim - 1, ndim - 2) if func == Tensor.mT.__get__ else tuple(reversed(range(ndim)))
     out = _permuted(x, order)
-    out.yields = x.yields
-    return out
+    if x.place.out_layout is None:
+        return out
+    return ShardedTensor(out.raw, out.place._replace(out_layout=x.place.out_layout))
 
 
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
 
 
-@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
+@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis, padded=_padded_dims)
 def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
     return _permuted(x, tuple(torch.movedim(frame, source, target).stride()))
 
@@ -356,31 +393,31 @@ def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze)
+@implements(Tensor.unsqueeze, torch.unsqueeze, padded=_padded_dims)
 def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim + 1, "unsqueeze")
     dims = x.sharding.resolve(ndim).dims
     layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
     raw = local_call(Tensor.unsqueeze, x.mesh, (x.raw, dim), {})
-    return ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], 1, *x.size_[dim:])), x.mesh, x.deferred)
+    return x.becomes(raw, layout, torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:])))
 
 
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
-@implements(Tensor.squeeze, torch.squeeze)
+@implements(Tensor.squeeze, torch.squeeze, padded=_padded_dims)
 def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, *where = _SQUEEZE(*args, **kwargs).values()
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
-    gone = {d for d in chosen if x.size_[d] == 1}
+    gone = {d for d in chosen if x.padded_shape[d] == 1}
     keep = [d for d in range(ndim) if d not in gone]
     layout = Layout(dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial)
-    new = torch.Size([x.size_[d] for d in keep])
+    new = torch.Size([x.padded_shape[d] for d in keep])
     raw = local_call(Tensor.reshape, x.mesh, (x.raw, layout.local_shape(tuple(new), x.mesh)), {})
-    return ShardedTensor(raw, layout, new, x.mesh, x.deferred)
+    return x.becomes(raw, layout, new)
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
@@ -393,13 +430,17 @@ def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         sizes = tuple(other.shape)
     else:
         x, sizes, _ = _EXPAND(*args, **kwargs).values()
-    lead = len(sizes) - len(x.size_)
-    new = tuple(x.size_[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes))
-    if lead < 0 or min(new, default=0) < 0 or any(m not in (1, n) for m, n in zip(x.size_, new[lead:], strict=True)):
+    lead = len(sizes) - len(x.padded_shape)
+    new = tuple(x.padded_shape[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes))
+    if (
+        lead < 0
+        or min(new, default=0) < 0
+        or any(m not in (1, n) for m, n in zip(x.padded_shape, new[lead:], strict=True))
+    ):
         raise BadArgument(f"cannot expand to {list(sizes)}", op="expand", operands={"tensor": typeof(x)}, mesh=x.mesh)
-    layout = Layout(dims=(*[Dim()] * lead, *x.sharding.resolve(len(x.size_)).dims), partial=x.sharding.partial)
+    layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
     raw = local_call(Tensor.expand, x.mesh, (x.raw, layout.local_shape(new, x.mesh)), {})
-    return ShardedTensor(raw, layout, torch.Size(new), x.mesh, x.deferred)
+    return x.becomes(raw, layout, torch.Size(new))
 
 
 # ---------------------------------------------------------------- pieces
@@ -428,14 +469,14 @@ _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 @implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
-    if not x.size_:
+    if not x.padded_shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
-    dim = dim_of(dim, len(x.size_), func.__name__)
-    sizes = _split_sizes(func, x.size_[dim], pieces)
-    token = x.sharding.resolve(len(x.size_)).dims[dim]
+    dim = dim_of(dim, len(x.padded_shape), func.__name__)
+    sizes = _split_sizes(func, x.padded_shape[dim], pieces)
+    token = x.dims[dim]
     local, piece = sizes, token
     if len(sizes) == 1:
-        local = [x.sharding.local_shape(x.size_, x.mesh)[dim]]
+        local = [x.sharding.local_shape(x.padded_shape, x.mesh)[dim]]
     elif token.is_split:
         ways = len(sizes)
         groups = token.parts[0] if isinstance(token.parts[0], int) else 1
@@ -455,35 +496,35 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
         piece = Dim(rest_parts)
         shards = math.prod(x.mesh.axes[a] for a in token.axes)
         local = [s // shards for s in sizes]
-    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.size_)), {})
-    dims = x.sharding.resolve(len(x.size_)).dims
+    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.padded_shape)), {})
+    dims = x.dims
     layout = Layout(dims=(*dims[:dim], piece, *dims[dim + 1 :]), partial=x.sharding.partial)
     return tuple(
-        ShardedTensor(raw, layout, torch.Size((*x.size_[:dim], n, *x.size_[dim + 1 :])), x.mesh, x.deferred)
+        x.becomes(raw, layout, torch.Size((*x.padded_shape[:dim], n, *x.padded_shape[dim + 1 :])))
         for raw, n in zip(raws, sizes, strict=True)
     )
 
 
 def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor, ...] | None:
     """Pieces of a split dimension, if every rank holds an equal share of each, in one run."""
-    token, mesh = x.sharding.resolve(len(x.size_)).dims[dim], tuple(x.mesh.axes.items())
+    token, mesh = x.dims[dim], tuple(x.mesh.axes.items())
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    cuts = [cut(token, x.size_[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    cuts = [cut(token, x.padded_shape[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)]
     if any(c is None for c in cuts):
         return None
     return tuple(_piece(x, dim, n, *c) for n, c in zip(sizes, cuts, strict=True) if c is not None)
 
 
 def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
-    ndim, dims = len(x.size_), x.sharding.resolve(len(x.size_)).dims
+    ndim, dims = len(x.padded_shape), x.dims
     raw = local_call(torch.narrow, x.mesh, (x.raw, dim - ndim, here.start, here.stop - here.start), {})
     layout = Layout(dims=(*dims[:dim], token, *dims[dim + 1 :]), partial=x.sharding.partial)
-    shape = torch.Size((*x.size_[:dim], size, *x.size_[dim + 1 :]))
-    return ShardedTensor(raw, layout, shape, x.mesh, x.deferred)
+    shape = torch.Size((*x.padded_shape[:dim], size, *x.padded_shape[dim + 1 :]))
+    return x.becomes(raw, layout, shape)
 
 
 def _with(x: ShardedTensor, dim: int, token: str) -> str:
-    dims = [str(d) for d in x.sharding.resolve(len(x.size_)).dims]
+    dims = [str(d) for d in x.dims]
     dims[dim] = token
     return " ".join(dims)
 
@@ -494,8 +535,8 @@ _UNBIND = binder("unbind(input, dim: int = 0)")
 @implements(Tensor.unbind, torch.unbind)
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
-    dim = dim_of(dim, len(x.size_), "unbind")
-    if x.size_ and not x.size_[dim]:
+    dim = dim_of(dim, len(x.padded_shape), "unbind")
+    if x.padded_shape and not x.padded_shape[dim]:
         return ()
     return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
 
@@ -508,11 +549,11 @@ _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()
-        dim = dim_of(dim, len(x.size_), "select")
+        dim = dim_of(dim, len(x.padded_shape), "select")
     else:
         x, dim, start, length = _NARROW(*args, **kwargs).values()
-        dim = dim_of(dim, len(x.size_), "narrow")
-        size = x.size_[dim] if x.size_ else 0
+        dim = dim_of(dim, len(x.padded_shape), "narrow")
+        size = x.padded_shape[dim] if x.padded_shape else 0
         begin = start + size if start < 0 else start
         if not (0 <= begin <= size and 0 <= length <= size - begin):
             raise OutOfRange(
@@ -528,9 +569,9 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
-    if named > len(x.size_):
-        raise OutOfRange(f"too many indices for a tensor of {len(x.size_)} dimensions", op="getitem")
-    fill = [slice(None)] * (len(x.size_) - named)
+    if named > len(x.padded_shape):
+        raise OutOfRange(f"too many indices for a tensor of {len(x.padded_shape)} dimensions", op="getitem")
+    fill = [slice(None)] * (len(x.padded_shape) - named)
     if Ellipsis in index:
         at = index.index(Ellipsis)
         index = (*index[:at], *fill, *index[at + 1 :])
@@ -538,13 +579,13 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         index = (*index, *fill)
     x, index = _own_shares(x, index)
     dims, sizes, d = [], [], 0
-    tokens = x.sharding.resolve(len(x.size_)).dims
+    tokens = x.dims
     for i in index:
         if i is None:
             dims.append(Dim())
             sizes.append(1)
             continue
-        token, size = tokens[d], x.size_[d]
+        token, size = tokens[d], x.padded_shape[d]
         if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
             raise OutOfRange(f"index {i} is out of bounds for dimension {d} with size {size}", op="getitem",
                              operands={"tensor": typeof(x)}, mesh=x.mesh)  # fmt: skip
@@ -564,9 +605,7 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i for k, i in enumerate(index)
     )
     raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, local), {})
-    return ShardedTensor(
-        raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes), x.mesh, x.deferred
-    )
+    return x.becomes(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes))
 
 
 def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
@@ -575,7 +614,7 @@ def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor
     for k, i in enumerate(index):
         if i is None:
             continue
-        token, size = x.sharding.resolve(len(x.size_)).dims[d], x.size_[d]
+        token, size = x.dims[d], x.padded_shape[d]
         if token.is_split and isinstance(i, slice) and i.indices(size) != (0, size, 1) and i.indices(size)[2] == 1:
             start, stop, _ = i.indices(size)
             found = cut(token, size, tuple(x.mesh.axes.items()), start, max(start, stop))
@@ -593,7 +632,7 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Runs where the padded dimensions are whole."""
     given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     if len(widths) % 2 or len(widths) > 2 * ndim:
         raise BadArgument(f"{len(widths)} widths for {ndim} dimensions", op="pad", operands={"tensor": typeof(x)})
     dims = x.sharding.resolve(ndim).dims
@@ -610,10 +649,10 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             fix=f"sl.reshard(x, {_with(x, split_at, '.')!r})",
         )
     raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
-    size = list(x.size_)
+    size = list(x.padded_shape)
     for i, w in enumerate(widths):
         size[ndim - 1 - i // 2] += w
-    return ShardedTensor(raw, Layout(dims, x.sharding.partial), torch.Size(size), x.mesh, x.deferred)
+    return x.becomes(raw, Layout(dims, x.sharding.partial), torch.Size(size))
 
 
 def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
@@ -623,8 +662,8 @@ def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> boo
 
 def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
     """Pieces that are whole where others are split, cut as those are; nothing moves for that."""
-    ndim = len(values[0].size_)
-    if len({v.sharding for v in values}) == 1 or any(len(v.size_) != ndim or v.sharding.partial for v in values):
+    ndim = len(values[0].padded_shape)
+    if len({v.sharding for v in values}) == 1 or any(len(v.padded_shape) != ndim or v.sharding.partial for v in values):
         return values
     tokens = [v.sharding.resolve(ndim).dims for v in values]
     finest = [next((t[d] for t in tokens if t[d].is_split), Dim()) for d in range(ndim)]
@@ -644,15 +683,15 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Each element ``repeats`` times along a dimension: local, since blocks and groups stay in order."""
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
-    ndim = len(x.size_)
+    ndim = len(x.padded_shape)
     if dim is None or not isinstance(repeats, int):
         raise no_rule(func, args, kwargs, "repeats must be an int and dim given")
     dim = dim_of(dim, ndim, "repeat_interleave")
-    if repeats < 0 or (length is not None and length != repeats * x.size_[dim]):
+    if repeats < 0 or (length is not None and length != repeats * x.padded_shape[dim]):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
     raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
-    size = torch.Size([n * repeats if d == dim else n for d, n in enumerate(x.size_)])
-    return ShardedTensor(raw, x.sharding, size, x.mesh, x.deferred)
+    size = torch.Size([n * repeats if d == dim else n for d, n in enumerate(x.padded_shape)])
+    return x.becomes(raw, x.sharding, size)
 
 
 _CAT = binder("cat(tensors, dim: int = 0)")
@@ -666,12 +705,12 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     values = [lift(t, mesh, func.__name__) for t in tensors]
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
-    elif any(v.size_ != (0,) for v in values):
-        values = [v for v in values if v.size_ != (0,)]  # as torch does
-    ndim = len(values[0].size_)
+    elif any(v.padded_shape != (0,) for v in values):
+        values = [v for v in values if v.padded_shape != (0,)]  # as torch does
+    ndim = len(values[0].padded_shape)
     dim = dim_of(dim, ndim, func.__name__)
-    rest = {(len(v.size_), *(n for d, n in enumerate(v.size_) if d != dim)) for v in values}
-    if len(rest) > 1 or not ndim or (func is torch.stack and len({v.size_ for v in values}) > 1):
+    rest = {(len(v.padded_shape), *(n for d, n in enumerate(v.padded_shape) if d != dim)) for v in values}
+    if len(rest) > 1 or not ndim or (func is torch.stack and len({v.padded_shape for v in values}) > 1):
         raise BadArgument(
             f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
             op=func.__name__,
@@ -696,7 +735,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=mesh,
             fix=_joined(values, "...", dim),
         )
-    if first.sharding.resolve(len(first.size_)).dims[dim].is_split:
+    if first.dims[dim].is_split:
         raise ImplicitCommunication(
             f"joining along dimension {dim} would move blocks",
             op=func.__name__,
@@ -704,10 +743,10 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=mesh,
             fix=_joined(values, _with(first, dim, "."), dim),
         )
-    raw = local_call(torch.cat, mesh, ([v.raw for v in values], dim - len(first.size_)), {})
-    size = list(first.size_)
-    size[dim] = sum(v.size_[dim] for v in values)
-    return ShardedTensor(raw, first.sharding, torch.Size(size), mesh)
+    raw = local_call(torch.cat, mesh, ([v.raw for v in values], dim - len(first.padded_shape)), {})
+    size = list(first.padded_shape)
+    size[dim] = sum(v.padded_shape[dim] for v in values)
+    return ShardedTensor(raw, Place(first.sharding, torch.Size(size), mesh))
 
 
 def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:

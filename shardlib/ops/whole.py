@@ -33,7 +33,7 @@ from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import (
     FALLBACK,
-    PaddedTensor,
+    Place,
     ShardedTensor,
     _Copies,
     _First,
@@ -195,7 +195,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         values = [leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh) for i in at]
     else:
         values = [lift(leaves[i], mesh, name) for i in at]
-    wholes = [v if type(v) is not PaddedTensor and is_whole(v) else None for v in values]
+    wholes = [v if not v.is_padded and is_whole(v) else None for v in values]
     bytes_ = {i: _bytes(v) for i, v, w in zip(at, values, wholes, strict=True) if w is None}
     apart = _APART.get(func)
     if (
@@ -304,7 +304,9 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
         except ImplicitCommunication:
             leaves, tree = flat(args, kwargs)
             at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-            cost = (value.sharding >> target.sharding).bytes(tuple(value.size_), value.mesh, value.raw.element_size())
+            cost = (value.sharding >> target.sharding).bytes(
+                tuple(value.padded_shape), value.mesh, value.raw.element_size()
+            )
             raise ImplicitCommunication(
                 f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank would move "
                 "unasked",
@@ -410,16 +412,16 @@ def _property(func: Any) -> str:
 
 
 def _bytes(x: ShardedTensor) -> float:
-    size = tuple(x.size_)
+    size = tuple(x.padded_shape)
     return float((x.sharding >> Layout.parse("...").resolve(len(size))).bytes(size, x.mesh, x.raw.element_size()))
 
 
 def _gathered(x: ShardedTensor) -> ShardedTensor:
-    if isinstance(x, PaddedTensor):
-        whole = reshard(x.inner, "...")[tuple(slice(n) for n in x.true)]
-        return whole.like(whole.raw.contiguous())
+    if x.is_padded:
+        whole = reshard(x.with_padding, "...")[tuple(slice(n) for n in x.shape)]
+        return whole.becomes(whole.raw.contiguous())
     whole = reshard(x, "...")
-    return whole if whole is x or whole.raw.is_contiguous() else whole.like(whole.raw.contiguous())
+    return whole if whole is x or whole.raw.is_contiguous() else whole.becomes(whole.raw.contiguous())
 
 
 def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
@@ -429,14 +431,17 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
     front = lead(mesh) if ranks else 0
-    if tuple(raw.shape[front:]) != tuple(moved.size_) or isinstance(x, PaddedTensor):
+    if tuple(raw.shape[front:]) != tuple(moved.padded_shape) or x.is_padded:
         what = {"tensor": typeof(x)}
         raise Unsupported("a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)")
     if raw is moved.raw:
         new = moved
     else:
         full = raw if front or not lead(mesh) else _Copies.apply(raw, mesh.size)
-        new = ShardedTensor(full, Layout.parse("...").resolve(len(x.size_)), moved.size_, mesh, moved.deferred)  # type: ignore[arg-type]
+        new = ShardedTensor(
+            full,
+            Place(Layout.parse("...").resolve(len(x.padded_shape)), moved.padded_shape, mesh, deferred=moved.deferred),
+        )  # type: ignore[arg-type]
     if x.sharding.partial:
         new = reshard(new, x.sharding)
     x.raw.copy_(reshard(new, x.sharding).raw)
@@ -455,7 +460,9 @@ def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: 
             raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
         full: Any = t if per_rank or not lead(mesh) else _Copies.apply(t, mesh.size)
         shape = full.shape[lead(mesh) :]
-        new = ShardedTensor(full, Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred)
+        new = ShardedTensor(
+            full, Place(Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred=deferred)
+        )
         for raw, v in zip(raws, values, strict=True):
             if same_memory(t, raw):
                 link(full, v.raw)

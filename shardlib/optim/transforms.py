@@ -15,7 +15,7 @@ from shardlib.collectives import played, psum, storage, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor import PaddedTensor, ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
     "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each", "global_norm", "identity",
@@ -72,8 +72,7 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update")
         raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
         if isinstance(x, ShardedTensor):
             out = f(x.raw, *raws)
-            padded = isinstance(x, PaddedTensor)
-            return x.like(out) if padded else ShardedTensor(out, x.sharding, x.size_, x.mesh)
+            return ShardedTensor(out, x.place._replace(deferred=frozenset()))
         return f(x, *raws)
 
     with torch.no_grad():
@@ -87,14 +86,14 @@ def _alike(x: Tensor, other: Any, op: str) -> None:
         return
     if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):
         same_place = x.sharding == other.sharding and x.mesh is other.mesh
-        if same_place and x.size_ == other.size_ and x.shape == other.shape:
+        if same_place and x.padded_shape == other.padded_shape and x.shape == other.shape:
             return
         if x.mesh is not other.mesh:
             why, fix = (
                 f"lie on different meshes, {x.mesh} and {other.mesh}",
                 "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)",
             )
-        elif x.shape != other.shape or x.size_ != other.size_:
+        elif x.shape != other.shape or x.padded_shape != other.padded_shape:
             why, fix = "have different sizes", "tx.init(x)"
         elif other.sharding.partial and not x.sharding.partial:
             raise PartialEscape(

@@ -24,7 +24,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Item, flatten, index, unflatten
 from shardlib.optim.transforms import Transform, trainable
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = ["zero"]
 
@@ -80,7 +80,7 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
                 for bucket in buckets:
                     whole = all_gather(wrap(updates[bucket.name].raw, mesh), axis, 0)
                     blocks.update(unflatten(whole, bucket))
-        out = iter([p.like(unwrap(blocks[i])) for i, p in enumerate(leaves)])
+        out = iter([p.becomes(unwrap(blocks[i])) for i, p in enumerate(leaves)])
         return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
 
     return Transform(init, update, tx.trait)
@@ -90,7 +90,7 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
     """Blocks go into the buckets by position: each gradient must be split as its parameter is."""
     for p, g in zip(params, grads, strict=True):
         alike = isinstance(g, ShardedTensor) and isinstance(p, ShardedTensor) and g.mesh is p.mesh
-        if not alike or g.sharding.dims != p.sharding.dims or g.sharding.skew != p.sharding.skew or g.shape != p.shape:
+        if not alike or g.dims != p.dims or g.sharding.skew != p.sharding.skew or g.shape != p.shape:
             bare = isinstance(p, ShardedTensor)
             raise ShardError(
                 "a gradient lies otherwise than its parameter" if g is not None else "a parameter has no gradient",
@@ -130,7 +130,7 @@ def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[
             )
         ways = p.mesh.axis_size(axis)
         if axis in p.sharding.axes:
-            whole = tuple(Dim() if axis in d.axes else d for d in p.sharding.resolve(len(p.size_)).dims)
+            whole = tuple(Dim() if axis in d.axes else d for d in p.dims)
             raise ShardError(
                 f"a parameter is split over {axis!r} already, which zero is to split",
                 op="zero",
@@ -139,8 +139,8 @@ def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[
                 fix=f"sl.reshard(x, {str(Layout(whole))!r})",
             )
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes)
-        shape = p.sharding.local_shape(tuple(p.size_), p.mesh)
-        place = f"{p.sharding} of {list(p.size_)} on {p.mesh.axes}"
+        shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
+        place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
         items.append(Item(str(i), shape, p.raw.dtype, axes, values.setdefault(id(p), i), place))
     if not leaves:
         raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
@@ -160,5 +160,5 @@ def _shards(
             part = psum_scatter(flat, axis, 0) if pending else pslice(flat, axis, 0)
             split = (*bucket.axes, axis)
             size = bucket.length * mesh.axis_size(bucket.axes)
-            out[bucket.name] = ShardedTensor(unwrap(part), Layout((Dim(split),)), torch.Size([size]), mesh)
+            out[bucket.name] = ShardedTensor(unwrap(part), Place(Layout((Dim(split),)), torch.Size([size]), mesh))
     return out

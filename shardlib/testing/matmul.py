@@ -105,7 +105,7 @@ def _equals_dense(
     for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
         low = [t.to(dtype) for t in (*dense, bias)]
         p, q = (shard(t, layout) for t, layout in zip(low[:2], (x_text, w_text), strict=True))
-        held = shard(low[2], Layout(c.sharding.dims[-1:]))
+        held = shard(low[2], Layout(c.dims[-1:]))
         if not isinstance(dict(why("matmul", p, q).verdicts)[name], Match):
             continue  # refused, as a sum may be that would be rounded at every step
         got = unshard(F.linear(p, q.mT, held))

@@ -35,7 +35,7 @@ def gradients(params: dict[str, Any], i: int) -> dict[str, Any]:
 def pending(g: sl.ShardedTensor, pieces: int) -> sl.ShardedTensor:
     """The same gradient as a sum over data that is still to be done: exact halves (or one part)."""
     raw = g.raw if pieces == 1 else g.raw * torch.tensor(1 / pieces)
-    return sl.ShardedTensor(raw, sl.Layout(g.sharding.dims, ("data",)), g.size_, g.mesh)
+    return sl.ShardedTensor(raw, sl.Place(sl.Layout(g.dims, ("data",)), g.padded_shape, g.mesh))
 
 
 def run(name: str, layouts: dict[str, str], how: str, count: int = 10) -> Any:

@@ -32,8 +32,8 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
             fix=f"sl.ring_attention(q, k, v, bias=torch.zeros({s}, {t}))",
         )
     if not isinstance(bias, ShardedTensor):
-        if bias.shape[-2] not in (1, q.size_[2]):
-            bias = F.pad(bias, (0, 0, 0, q.size_[2] - s))
+        if bias.shape[-2] not in (1, q.padded_shape[2]):
+            bias = F.pad(bias, (0, 0, 0, q.padded_shape[2] - s))
         bias = replicated(bias, q.mesh)
     bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
     (_, raw), *_ = aligned("ring_attention", [_scores(q, max(t, 2)), bias])  # type: ignore[list-item]
@@ -42,7 +42,7 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
 
 def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
     """One score per local head: [1, h, 1], with a leading dimension of ranks under simulate."""
-    h = q.size_[1]
+    h = q.padded_shape[1]
     if tuple(sink.shape) != (h,):
         raise ShardError(
             f"a sink is one score for each of {h} heads, not {list(sink.shape)}",
@@ -59,4 +59,4 @@ def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
 def _scores(q: ShardedTensor, last: int) -> ShardedTensor:
     """A value laid out as the scores [b, h, s, last]."""
     layout = Layout((*q.sharding.resolve(4).dims[:3], Dim()))
-    return ShardedTensor(q.raw[..., :1], layout, torch.Size((*q.size_[:3], last)), q.mesh, q.deferred)
+    return q.becomes(q.raw[..., :1], layout, torch.Size((*q.padded_shape[:3], last)))

@@ -88,14 +88,14 @@ def case_of_values(
     p = mesh.axis_size(token.axes) if token.axes else 1
     shape, key_shape = q.shape, k.shape  # without padding
     mask.check(shape[0], shape[1], shape[2], key_shape[2])
-    b, h, lq, d = Layout(q.sharding.resolve(4).dims).local_shape(tuple(q.size_), mesh)
-    _, g, lk, _ = Layout(k.sharding.resolve(4).dims).local_shape(tuple(k.size_), mesh)
+    b, h, lq, d = Layout(q.sharding.resolve(4).dims).local_shape(tuple(q.padded_shape), mesh)
+    _, g, lk, _ = Layout(k.sharding.resolve(4).dims).local_shape(tuple(k.padded_shape), mesh)
     item, acc_item = q.raw.element_size(), acc_dtype(q.raw.dtype).itemsize
     return AttentionCase(
         q_runs=tuple(ring_runs(token, shape[2], mesh.axes, r) for r in range(p)),
         k_runs=tuple(ring_runs(key_token, key_shape[2], mesh.axes, r if key_token.axes else 0) for r in range(p)),
         mask=mask,
-        sizes=Sizes(b, h, g, lq, lk, d, v.size_[3], item, acc_item),
+        sizes=Sizes(b, h, g, lq, lk, d, v.padded_shape[3], item, acc_item),
         rows=lk if key_token.axes else 0,
         axes=token.axes,
         mesh=tuple(mesh.axes.items()),

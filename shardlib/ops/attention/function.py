@@ -17,7 +17,7 @@ from shardlib.ops.attention.kernels import KERNELS, Kernel, pick, unfit
 from shardlib.ops.attention.local import batch_and_heads
 from shardlib.ops.attention.masks import Full
 from shardlib.random import next_key
-from shardlib.tensor import PaddedTensor, ShardedTensor, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, typeof, vary
 
 __all__ = ["Options", "attend"]
 
@@ -45,14 +45,16 @@ def attend(
         plan=plan,
         scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
         kernel=_kernel(q, v, plan, bias, options),
-        at=partial(batch_and_heads, q.sharding.resolve(4), tuple(q.size_), q.mesh),
+        at=partial(batch_and_heads, q.sharding.resolve(4), tuple(q.padded_shape), q.mesh),
         whole=(q.shape[1], q.shape[2], k.shape[2]),
         dropout=p,
         seed=next_key(q.mesh) if p else 0,
     )
     out, lse = _Attend.apply(job, *_marked(q, k, v), bias, sink)  # type: ignore[misc]
     deferred = q.deferred | k.deferred | v.deferred
-    return _like(q, out, (*q.size_[:3], v.size_[3]), deferred), _like(q, lse, tuple(q.size_[:3]), deferred)
+    return _like(q, out, (*q.padded_shape[:3], v.padded_shape[3]), deferred), _like(
+        q, lse, tuple(q.padded_shape[:3]), deferred
+    )
 
 
 class _Attend(Local):
@@ -151,7 +153,7 @@ def _marked(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> tuple[Tenso
 
 def _like(q: ShardedTensor, raw: Tensor, size: tuple[int, ...], deferred: frozenset[str]) -> ShardedTensor:
     layout = Layout(q.sharding.resolve(4).dims[: len(size)])
-    if isinstance(q, PaddedTensor):
-        true = torch.Size((*q.true[:3], *size[3:]))
-        return PaddedTensor(raw, layout, torch.Size(size), q.mesh, true)
-    return ShardedTensor(raw, layout, torch.Size(size), q.mesh, deferred)
+    if q.is_padded:
+        true = torch.Size((*q.shape[:3], *size[3:]))
+        return ShardedTensor(raw, Place(layout, torch.Size(size), q.mesh, true))
+    return ShardedTensor(raw, Place(layout, torch.Size(size), q.mesh, deferred=deferred))

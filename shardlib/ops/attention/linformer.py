@@ -17,7 +17,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention.op import ring_attention
 from shardlib.ops.padding import masked
 from shardlib.placing import reshard
-from shardlib.tensor import PaddedTensor, ShardedTensor, local_call, replicated, total, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, local_call, replicated, total, typeof, vary
 
 __all__ = ["linformer_attention"]
 
@@ -48,15 +48,20 @@ def linformer_attention(
     projected = [_projected(w, x) for w, x in ((keys, k), (values if values is not None else keys, v))]
     mesh, axes = k.mesh, k.sharding.resolve(4).dims[2].axes
     both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, axes)  # one psum for keys and values
-    d, dims = k.size_[3], k.sharding.resolve(4).dims
+    d, dims = k.padded_shape[3], k.sharding.resolve(4).dims
     layout = Layout((*dims[:2], Dim(), Dim()))
-    whole = ShardedTensor(both, layout, torch.Size((*k.size_[:2], keys.shape[0], d + v.size_[3])), mesh, k.deferred)
+    whole = ShardedTensor(
+        both,
+        Place(
+            layout, torch.Size((*k.padded_shape[:2], keys.shape[0], d + v.padded_shape[3])), mesh, deferred=k.deferred
+        ),
+    )
     return ring_attention(q, whole[..., :d], whole[..., d:], dropout=dropout, scale=scale)
 
 
 def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
     """This rank's part of w x: raw [b, g, r, d]."""
-    t = (x.true if isinstance(x, PaddedTensor) else x.size_)[2]
+    t = x.shape[2]
     if w.ndim != 2 or w.shape[1] != t:
         raise ShardError(
             f"a projection is [r, {t}], not {list(w.shape)}",
@@ -65,8 +70,8 @@ def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
             mesh=x.mesh,
             fix=f"torch.randn(64, {t})",
         )
-    token, room = x.sharding.resolve(4).dims[2], x.size_[2]
-    if isinstance(x, PaddedTensor):
+    token, room = x.sharding.resolve(4).dims[2], x.padded_shape[2]
+    if x.is_padded:
         x = masked(x)
     w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
     w = reshard(w, Layout((Dim(), token)))

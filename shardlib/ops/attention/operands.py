@@ -17,7 +17,7 @@ from shardlib.mesh import current_mesh
 from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.registry import case_of
-from shardlib.tensor import ShardedTensor, partial_escape, typeof
+from shardlib.tensor import Place, ShardedTensor, partial_escape, typeof
 
 __all__ = ["Operands", "attention_case", "check", "entered"]
 
@@ -76,7 +76,7 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
         token = _token(asked)
         size = list(x.shape)
         size[2] *= mesh.axis_size(token.axes) if token.axes else 1
-        out.append(ShardedTensor(unwrap(x), Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh))
+        out.append(ShardedTensor(unwrap(x), Place(Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh)))
     return out
 
 
@@ -123,11 +123,11 @@ def _check_kinds(q: Any, k: Any, v: Any) -> None:
         if not isinstance(t, ShardedTensor):
             fix = f"sl.shard({name}, {str(q.sharding)!r})"
             raise PlainTensor(f"{name} is a plain tensor and q is sharded", **_about(q, k, v), fix=fix)
-        if len(t.size_) != 4:
+        if len(t.padded_shape) != 4:
             raise RankMismatch(
-                f"{name} has {len(t.size_)} dimensions; attention takes [batch, heads, sequence, size]",
+                f"{name} has {len(t.padded_shape)} dimensions; attention takes [batch, heads, sequence, size]",
                 **_about(q, k, v),
-                fix=f"{name}[(None,) * {max(0, 4 - len(t.size_))}]",
+                fix=f"{name}[(None,) * {max(0, 4 - len(t.padded_shape))}]",
             )
         if t.sharding.partial:
             raise partial_escape("ring_attention", t)
@@ -166,7 +166,7 @@ def _check_layouts(q: Any, k: Any, v: Any) -> None:
             fix=f"sl.reshard(q, {want!r})",
         )
     n = math.prod(mesh.axes[a] for a in qh.axes)
-    if (q.size_[1] // n) % max(1, k.size_[1] // n):
+    if (q.padded_shape[1] // n) % max(1, k.padded_shape[1] // n):
         raise ImplicitCommunication(
             "each rank's heads of queries must share its heads of keys",
             **_about(q, k, v),

@@ -142,15 +142,15 @@ def case(
     for value in (x, w):
         if value.sharding.partial:
             raise partial_escape("matmul", value)
-    _checked(x.size_, w.size_, x.sharding, w.sharding)
+    _checked(x.padded_shape, w.padded_shape, x.sharding, w.sharding)
     if out is not None:
-        out = Layout.parse(str(out)).resolve(len(x.size_))
-        out.check((*x.size_[:-1], w.size_[-1]), x.mesh, op="matmul")
+        out = Layout.parse(str(out)).resolve(len(x.padded_shape))
+        out.check((*x.padded_shape[:-1], w.padded_shape[-1]), x.mesh, op="matmul")
     return MatmulCase(
         x.sharding,
         w.sharding,
-        tuple(x.size_),
-        tuple(w.size_),
+        tuple(x.padded_shape),
+        tuple(w.padded_shape),
         tuple(x.mesh.axes.items()),
         x.raw.element_size(),
         out,

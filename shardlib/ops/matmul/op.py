@@ -24,10 +24,12 @@ from shardlib.ops.matmul.function import NOWHERE, Axes, Product
 from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.panels import rounded
 from shardlib.ops.matmul.prefetch import read_again
+from shardlib.ops.padding import masked, padded_to
 from shardlib.ops.registry import Match, decide, known
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
+    Place,
     ShardedTensor,
     implements,
     is_half,
@@ -55,9 +57,26 @@ _NEED = {
 }
 
 
+def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve padded operands: zeros in the padding add nothing to a contraction."""
+    x, w = _MM(*args, **kwargs).values()
+    if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
+        raise TypeError("a vector, or sizes that differ")
+    out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
+    inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
+    return padded_to(product_of(*inner, out_layout), (*x.shape[:-1], w.shape[-1]))
+
+
+def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve padded operands of ``linear``."""
+    x, w, bias = _LINEAR(*args, **kwargs).values()
+    out = _padded_product(run, torch.matmul, (x, w.mT), {})
+    return out if bias is None else out + bias
+
+
 @implements(
-    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
-    torch.dot, Tensor.dot, torch.linalg.matmul,
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.linalg.matmul,
+    torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot, padded=_padded_product,
 )  # fmt: skip
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
@@ -89,13 +108,13 @@ _LINEAR = binder("linear(input, weight, bias=None)")
 
 def _transposed(w: ShardedTensor) -> Any:
     """w.mT, made once."""
-    found, key = made_of(w), ("mT", w.yields)
+    found, key = made_of(w), ("mT", w.place.out_layout)
     if key not in found:
         found[key] = w.mT
     return found[key]
 
 
-@implements(F.linear)
+@implements(F.linear, padded=_padded_linear)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
@@ -138,10 +157,10 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
     mesh = x.mesh
-    if x.folded and (w.yields or any(isinstance(p, int) for p in x.sharding.dims[0].parts)):
+    if x.place.merged_from and (w.place.out_layout or any(isinstance(p, int) for p in x.dims[0].parts)):
         # the weight's rule speaks of the dimensions before a view, and so do groups of rows
-        unfolded = x.view(*x.folded, x.size_[-1])
-        return product_of(unfolded, w, out, bias).view(x.size_[0], w.size_[-1])  # type: ignore[return-value]
+        unfolded = x.view(*x.place.merged_from, x.padded_shape[-1])
+        return product_of(unfolded, w, out, bias).view(x.padded_shape[0], w.padded_shape[-1])  # type: ignore[return-value]
     if x.raw.dtype != w.raw.dtype:
         raise ShardError(
             "operands have different dtypes",
@@ -151,10 +170,10 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
             fix="x @ w.to(x.dtype)",
         )
     asked = out is not None
-    out = out or w.yields
+    out = out or w.place.out_layout
     more = read_again(x)
-    held = _NOTHING if x.moved is None else frozenset(made_of(x))
-    key = ("matmul", x.sharding, w.sharding, x.size_, w.size_, x.raw.dtype, out, held, more, asked)
+    held = _NOTHING if x.made is None else frozenset(made_of(x))
+    key = ("matmul", x.sharding, w.sharding, x.padded_shape, w.padded_shape, x.raw.dtype, out, held, more, asked)
     match = known(key, lambda: _decided(case(x, w, out, held, more), asked), mesh.plans)
     if type(match) is not Match:
         of_x, of_w, out = match
@@ -186,7 +205,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     raw = owned(raw)
     if more is False:
         let_go(x)
-    y = ShardedTensor(raw, out, torch.Size((*x.size_[:-1], w.size_[-1])), mesh, deferred)
+    y = ShardedTensor(raw, Place(out, torch.Size((*x.padded_shape[:-1], w.padded_shape[-1])), mesh, deferred=deferred))
     return y if bias is None or inside else elementwise(torch.add, (y, bias), {})
 
 
@@ -209,7 +228,7 @@ _NOTHING: frozenset[Any] = frozenset()
 def _may_add(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
     """May the algorithm add this bias: before a half precision result is rounded, or by torch's own function?"""
     able = is_half(x.raw) or (match.adds and not lead(x.mesh))
-    alike = bias.raw.dtype == x.raw.dtype and len(bias.size_) == 1 and bias.sharding.dims == out.dims[-1:]
+    alike = bias.raw.dtype == x.raw.dtype and len(bias.padded_shape) == 1 and bias.dims == out.dims[-1:]
     return able and alike and not bias.deferred
 
 

@@ -126,7 +126,7 @@ class _Call:
         """
         at = len(self.read)
         made_of(x)
-        self.read.append(at if x.moved is None else self.firsts.setdefault(x.moved.serial, at))
+        self.read.append(at if x.made is None else self.firsts.setdefault(x.made.serial, at))
         if self.reads[: at + 1] != self.read:
             return True if scope().rehearsal is None else None
         return self.read[-1] in self.reads[at + 1 :]

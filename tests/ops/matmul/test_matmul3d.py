@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.ops.matmul.matmul3d import cube_words
+from shardlib.parallelize import giving
 from tests.ops.matmul.test_matmul2d import relative
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]
@@ -58,7 +59,7 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
         if form == "nt":
             b = sl.shard(w.detach().T, sl.layout_of(b).T).requires_grad_()
-            b.yields = None if out is None else sl.Layout.parse(out)
+            b = b if out is None else giving(b, sl.Layout.parse(out))
         right = b.T if form == "nt" else b
         with sl.trace() as forward:
             c = F.linear(a, b) if form == "nt" else sl.matmul(a, b, out=out)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
+from shardlib.parallelize import giving
 from tests.ops.matmul.test_matmul2d import relative
 
 # x, w, y: a gather of rows (batch or sequence), a scatter of rows
@@ -70,7 +71,7 @@ def test_second_derivatives_equal_dense() -> None:
     with sl.simulate(tp=4), sl.algorithm(matmul="ring"):
         for x_text, w_text, out in (("tp .", "tp .", ". tp"), (". tp", ". tp", "tp .")):
             a, b = sl.shard(x, x_text).requires_grad_(), sl.shard(w, w_text).requires_grad_()
-            b.yields = sl.Layout.parse(out)
+            b = giving(b, sl.Layout.parse(out))
             for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
                 assert relative(sl.unshard(mine), dense) < 1e-12
 

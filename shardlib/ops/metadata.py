@@ -1,0 +1,390 @@
+"""What torch asks of a tensor beside its values' functions: properties, autograd, copies, Python values."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import begins_forward_ad, may_swap_data, no_torch_function
+from shardlib.errors import BadArgument, ShardError
+from shardlib.mesh import scope
+from shardlib.tensor import (
+    _UNCAST,
+    TABLE,
+    ShardedTensor,
+    block_of,
+    gradient_of,
+    implements,
+    is_dense,
+    lift,
+    no_transform,
+    on_shapes,
+    partial_escape,
+    settle,
+    typeof,
+    vary,
+)
+
+if begins_forward_ad is not None:
+
+    @implements(begins_forward_ad, padded=True)
+    def _dual(func: Any, args: Any, kwargs: Any) -> Any:
+        raise no_transform("jvp")
+
+
+def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answered by the wrapper itself, whose shape is the global one."""
+    with no_torch_function():
+        return func(*args, **kwargs)
+
+
+implements(
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,
+    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_meta.__get__,
+    Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__, Tensor.itemsize.__get__,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel,
+    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, padded=True,
+)(_plain)  # fmt: skip
+
+
+@implements(Tensor.is_contiguous, padded=True)
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    x, form = _FORM(*args, **kwargs)
+    return is_dense(x) if form is torch.contiguous_format else block_of(x).is_contiguous(memory_format=form)
+
+
+@implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True)
+def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].raw)
+
+
+@implements(Tensor.grad_fn.__get__, padded=True)
+def _grad_fn(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].raw) if args[0].node is None else args[0].node
+
+
+@implements(Tensor.requires_grad.__set__, padded=True)
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].raw.requires_grad = args[1]
+
+
+@implements(Tensor.requires_grad_, Tensor.retain_grad, padded=True)
+def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    func(args[0].raw, *args[1:], **kwargs)
+    return args[0] if func is Tensor.requires_grad_ else None
+
+
+@implements(Tensor.grad.__get__, padded=True)
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return None if x.raw.grad is None else gradient_of(x, x.raw.grad)
+
+
+@implements(Tensor.grad.__set__, padded=True)
+def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    if grad is not None:
+        want = gradient_of(x, x.raw)
+        alike = isinstance(grad, ShardedTensor) and (grad.sharding, grad.padded_shape, grad.mesh) == (
+            want.sharding, want.padded_shape, want.mesh
+        )  # fmt: skip
+        if not alike:
+            raise ShardError(
+                "a gradient lies as its tensor does",
+                op="grad",
+                operands={"tensor": typeof(x), "gradient": typeof(grad)},
+                mesh=x.mesh,
+                fix=f"x.grad = sl.{'reshard' if isinstance(grad, ShardedTensor) else 'shard'}"
+                f"(gradient, {str(want.sharding)!r})",
+            )
+    x.raw.grad = None if grad is None else grad.raw
+
+
+@implements(Tensor.grad.__delete__, padded=True)
+def _del_grad(func: Any, args: Any, kwargs: Any) -> None:
+    args[0].raw.grad = None
+
+
+@implements(Tensor.backward, padded=True)
+def _backward(func: Any, args: Any, kwargs: Any) -> None:
+    x, gradient = args[0], (args[1] if len(args) > 1 else kwargs.pop("gradient", None))
+    inputs = kwargs.pop("inputs", None)
+    if inputs is not None:
+        kwargs["inputs"] = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    x = settle(x)
+    x.raw.backward(_cotangent(x, gradient), *args[2:], **kwargs)
+
+
+@implements(torch.autograd.backward, padded=True)
+def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = _listed(given.pop("tensors"))
+    cotangents = given.pop("grad_tensors", None)
+    cotangents = [None] * len(tensors) if cotangents is None else _listed(cotangents)
+    tensors = [settle(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    if given.get("inputs") is not None:
+        given["inputs"] = [_raw(x) for x in _listed(given["inputs"])]
+    torch.autograd.backward(
+        [_raw(x) for x in tensors],
+        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(tensors, cotangents, strict=True)],
+        **given,
+    )
+
+
+@implements(Tensor.register_hook, padded=True)
+def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    like = x.becomes(x.raw.detach())  # not x: its hook would keep it
+
+    def run(raw: Tensor) -> Tensor | None:
+        found = hook(gradient_of(like, raw))
+        return None if found is None else _hooked(like, found)
+
+    return x.raw.register_hook(run)
+
+
+def _hooked(like: ShardedTensor, found: Any) -> Tensor:
+    want = gradient_of(like, like.raw)
+    if (
+        not isinstance(found, ShardedTensor)
+        or found.sharding != want.sharding
+        or found.padded_shape != want.padded_shape
+    ):
+        raise ShardError(
+            "a hook's gradient lies otherwise than the one it was given",
+            op="register_hook",
+            operands={"given": typeof(want), "grad": typeof(found)},
+            mesh=like.mesh,
+            fix=f"return sl.reshard(grad, {str(want.sharding)!r})",
+        )
+    return found.raw
+
+
+@implements(Tensor.register_post_accumulate_grad_hook, padded=True)
+def _register_post_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    held = weakref.ref(x)
+
+    def run(raw: Tensor) -> None:
+        leaf = held()
+        if leaf is not None:
+            hook(leaf)
+
+    return x.raw.register_post_accumulate_grad_hook(run)
+
+
+def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
+    if gradient is not None:
+        if not isinstance(gradient, ShardedTensor):
+            gradient = lift(gradient, x.mesh, "backward")
+        if gradient.sharding != (x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding):
+            raise ShardError(
+                "the cotangent has another layout than the value",
+                op="backward",
+                operands={"value": typeof(x), "cotangent": typeof(gradient)},
+                mesh=x.mesh,
+                fix=f"sl.reshard(gradient, {str(x.sharding)!r})",
+            )
+        return gradient.raw
+    if x.padded_shape.numel() != 1:
+        raise ShardError(
+            "backward of a tensor that is no scalar needs its cotangent",
+            op="backward",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="x.sum().backward()",
+        )
+    return torch.ones_like(x.raw)
+
+
+@implements(torch.autograd.grad, padded=True)
+def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
+    cotangents = given.pop("grad_outputs", None)
+    cotangents = [None] * len(outputs) if cotangents is None else _listed(cotangents)
+    outputs = [settle(x) if isinstance(x, ShardedTensor) else x for x in outputs]
+    raw_grads = torch.autograd.grad(
+        [_raw(x) for x in outputs],
+        [_raw(x) for x in inputs],
+        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(outputs, cotangents, strict=True)],
+        *args[3:],
+        **given,
+    )
+    return tuple(
+        gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
+        for x, g in zip(inputs, raw_grads, strict=True)
+    )
+
+
+def _listed(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _raw(x: Tensor) -> Tensor:
+    return x.raw if isinstance(x, ShardedTensor) else x
+
+
+def _FORM(input: ShardedTensor, memory_format: Any = torch.contiguous_format) -> tuple[ShardedTensor, Any]:
+    return input, memory_format
+
+
+def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
+    """A copy whose blocks' strides are those of a memory format."""
+    if x.mesh.kind != "stacked" or form is torch.preserve_format:
+        return x.becomes(x.raw.clone(memory_format=form))
+    if form is torch.contiguous_format:
+        return x.becomes(x.raw.clone(memory_format=form))
+    ndim = len(x.padded_shape)
+    if ndim != (4 if form is torch.channels_last else 5):
+        return x.becomes(block_of(x).clone(memory_format=form))  # torch's own refusal
+    last = (0, 1, *range(3, ndim + 1), 2)  # ranks, batch, space, channels
+    back = [last.index(d) for d in range(ndim + 1)]
+    return x.becomes(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
+
+
+@implements(Tensor.contiguous, padded=True)
+def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """The tensor itself where torch would give it back, else a copy."""
+    x, form = _FORM(*args, **kwargs)
+    same = is_dense(x) if form is torch.contiguous_format else block_of(x).is_contiguous(memory_format=form)
+    return x if same else _formatted(x, form)
+
+
+def _CLONE(input: ShardedTensor, *, memory_format: Any = None) -> tuple[ShardedTensor, Any]:
+    return input, torch.preserve_format if memory_format is None else memory_format
+
+
+@implements(Tensor.clone, torch.clone, padded=True)
+def _clone(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    return _formatted(*_CLONE(*args, **kwargs))
+
+
+def _ONE(input: ShardedTensor) -> ShardedTensor:
+    return input
+
+
+@implements(Tensor.detach, torch.detach, Tensor.data.__get__, padded=True)
+def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = _ONE(*args, **kwargs)
+    return x.becomes(func(x.raw))
+
+
+@implements(Tensor.data.__set__, padded=True)
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """``x.data = y``: x holds y's blocks; as in torch its dtype may change, and no graph records it."""
+    x, new = args
+    if not isinstance(new, ShardedTensor) and scope().promoting:
+        new = lift(new, x.mesh, "data")
+    alike = isinstance(new, ShardedTensor) and (new.sharding, new.padded_shape, new.shape) == (
+        x.sharding,
+        x.padded_shape,
+        x.shape,
+    )
+    if not alike or new.mesh is not x.mesh:
+        verb = "reshard" if isinstance(new, ShardedTensor) and new.mesh is x.mesh else "shard"
+        fit = isinstance(new, Tensor) and new.shape == x.shape
+        raise ShardError(
+            "data is replaced by data of the same size and layout",
+            op="data",
+            operands={"x": typeof(x), "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__},
+            mesh=x.mesh,
+            fix=f"x.data = sl.{verb}(y, sl.layout_of(x))" if fit else "x = y",
+        )
+    x.raw.data = new.raw.detach()
+    with no_torch_function():  # the wrapper's own dtype and device
+        func(x, x.becomes(x.raw.detach()))
+
+
+if may_swap_data is not None:
+
+    @implements(may_swap_data, padded=True)
+    def _may_swap_data(func: Any, args: Any, kwargs: Any) -> bool:
+        x, new = args
+        if not isinstance(x, ShardedTensor) or not isinstance(new, ShardedTensor):
+            return False
+        same = (new.sharding, new.padded_shape, new.shape, new.mesh) == (x.sharding, x.padded_shape, x.shape, x.mesh)
+        return same and bool(func(x.raw, new.raw))
+
+
+@implements(Tensor.detach_, Tensor.zero_, padded=True)
+def _in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    x = _ONE(*args, **kwargs)
+    func(x.raw)
+    return x
+
+
+def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
+    return input, value
+
+
+@implements(Tensor.fill_, padded=True)
+def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Every position the same value; of a pending sum each part its share."""
+    x, value = _FILL(*args, **kwargs)
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise BadArgument("fill_ takes a value of no dimensions", op="fill_", operands={"value": typeof(value)})
+        value = settle(lift(value, x.mesh, "fill_"))
+        if value.sharding.partial:
+            raise partial_escape("fill_", value)
+        lead = [-1, *[1] * len(x.padded_shape)] if x.mesh.kind == "stacked" else []
+        raw = vary(value.raw, x.mesh, {*x.sharding.axes, *x.deferred})
+        if x.sharding.partial:
+            raise partial_escape("fill_", x)
+        x.raw.copy_(raw.view(lead) if lead else raw)
+    elif x.sharding.partial and value != 0:
+        raise partial_escape("fill_", x)
+    else:
+        x.raw.fill_(value)
+    return x
+
+
+@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+            Tensor.__complex__, padded=True)  # fmt: skip
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    x = _ONE(*args, **kwargs)
+    _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
+    return func(block_of(x))
+
+
+@implements(Tensor.__format__, padded=True)
+def _format(func: Any, args: Any, kwargs: Any) -> str:
+    """A scalar as its number, anything else as its repr, as torch does."""
+    x, spec = args
+    if x.padded_shape:
+        return object.__format__(x, spec)
+    _whole_here(x, func, "item")
+    return func(block_of(x).detach(), spec)
+
+
+@implements(Tensor.__array__, Tensor.numpy, padded=True)
+def _array(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else kwargs["self"]
+    _whole_here(x, func, "numpy")
+    return func(block_of(x), *args[1:], **kwargs)
+
+
+def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
+    if x.sharding.axes or x.sharding.partial:
+        raise ShardError(
+            "a Python value needs the whole tensor",
+            op=func.__name__.strip("_"),
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.unshard(x).{verb}()",
+        )
+    if x.mesh.kind == "record":
+        raise on_shapes(func, x.mesh)
+
+
+_UNCAST.update(
+    f
+    for f, rule in TABLE.items()
+    if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _set_data, _item, _format, _array)
+)
+_UNCAST.add(Tensor.data.__get__)

@@ -1,0 +1,267 @@
+"""The gradient calculus: where a gradient is summed, and what it looks like in the global view.
+
+Gradients in the global view have their value's own layout: a split value has a split cotangent, a
+replicated value a replicated one, and a pending sum (``+ sum(x)``) a replicated one.  Two
+functions, each the other's transpose, hold for all operators (docs/decisions/0001):
+
+``vary``   where a value that is the same along mesh axes meets data that is not: the identity
+           forward, psum backward.  Megatron-LM calls it f; JAX's shard_map calls it pvary.
+``total``  a sum over mesh axes whose result is the same on every rank: psum forward, the identity
+           backward.  Megatron-LM calls it g; in JAX it is psum of a varying value.
+
+``settle`` ends a deferral: a parameter whose gradient is left as pending sums (``deferred``; JAX
+calls such a cotangent unreduced) has its gradient divided where the value is used in full.
+
+Source: arXiv 1909.08053, section 3, for f and g.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import Local, backward_now
+from shardlib.collectives import psum, unwrap, wrap
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor
+
+__all__ = [
+    "Wide", "gradient_of", "is_half", "made_of", "real_axes", "settle", "total", "varied",
+    "varied_wide", "vary", "vjp_again", "widened",
+]  # fmt: skip
+
+
+class Wide:
+    """The gradient of a half precision value, in fp32 until it is summed and rounded once.
+
+    Autograd carries gradients in their value's dtype.  Products that read one value add theirs here instead and
+    hand autograd none; the node that sums runs after all of them, and takes what this backward added.
+    """
+
+    __slots__ = ("sum", "task")
+
+    def __init__(self) -> None:
+        self.task, self.sum = -1, None
+
+    def add(self, g: Tensor) -> None:
+        """``g`` in fp32, not used elsewhere."""
+        task = backward_now()
+        if self.task == task and self.sum is not None:
+            self.sum += g
+        else:  # what a backward left here that did not ask for this gradient is void
+            self.task, self.sum = task, g
+
+    def take(self, g: Tensor | None) -> Tensor | None:
+        """All that was added, and what came by autograd."""
+        mine = self.sum if self.task == backward_now() else None
+        self.task, self.sum = -1, None
+        if mine is None or g is None:
+            return g if mine is None else mine
+        return mine.add_(g)
+
+
+def is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+class _Vary(Local):
+    """Identity; the gradient is summed over ``axes``."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None) -> Tensor:
+        ctx.mesh, ctx.axes, ctx.wide, ctx.dtype = mesh, axes, wide, raw.dtype
+        ctx.set_materialize_grads(False)
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
+        if g is None:
+            return None, None, None, None
+        half = ctx.dtype in (torch.bfloat16, torch.float16)  # its parts travel as they are and are summed in fp32
+        g = _Sum.apply(g.float() if half else g, ctx.mesh, ctx.axes, ctx.dtype if half else None)
+        return g, None, None, None
+
+
+class _Sum(Local):
+    """psum whose result is the same on every rank, and so is its cotangent: backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        with bind(mesh):
+            out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
+        return out if out.numel() else out.clone()  # nothing was sent, and autograd lets no one write to an alias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
+
+
+class _Share(Local):
+    """Identity; the gradient is divided by the number of ranks that all return it."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.count, None
+
+
+def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
+    """Mark a value that is the same along ``axes`` as meeting data that is not.
+
+    Identity forward; backward is one psum over ``axes``.
+    """
+    over = real_axes(mesh, axes)
+    return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
+
+
+_SERIAL = itertools.count()
+
+
+class _Made:
+    """What was made of a value's blocks, and of which: an entry is void once they changed in place."""
+
+    __slots__ = ("found", "raw", "serial", "tracked", "version")
+
+    def __init__(self, raw: Tensor, tracked: bool) -> None:
+        self.raw, self.version, self.tracked = raw, raw._version, tracked
+        self.found: dict[Any, Any] = {}
+        self.serial = next(_SERIAL)
+
+    def fits(self, raw: Tensor, tracked: bool) -> bool:
+        return self.raw is raw and self.version == raw._version and self.tracked == tracked
+
+
+def made_of(x: ShardedTensor) -> dict[Any, Any]:
+    """What was made of ``x`` as it is now, by key; empty where changes in place cannot be seen."""
+    raw = x.raw
+    if raw.is_inference():
+        return {}
+    tracked = raw.requires_grad and torch.is_grad_enabled()
+    if x.made is None or not x.made.fits(raw, tracked):
+        x.made = _Made(raw, tracked)
+    return x.made.found
+
+
+def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
+    """``vary`` of a value, made once: all that read it so add their gradients before the one psum."""
+    return varied_wide(x, axes)[0]
+
+
+def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide | None]:
+    """The same, and where products of half precision add their gradients in fp32."""
+    over = real_axes(x.mesh, axes)
+    if not (over and x.raw.requires_grad and torch.is_grad_enabled()):
+        return x.raw, None
+    found = made_of(x)
+    key = ("vary", over)
+    if key not in found:
+        wide = Wide() if is_half(x.raw) else None
+        found[key] = _Vary.apply(x.raw, x.mesh, over, wide), wide
+    return found[key]
+
+
+def widened(raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]) -> list[Tensor | None]:
+    """``vary`` of several values, and in fp32 of half precision ones, whose gradients come together.
+
+    Those summed over the same axes travel in one psum; half precision is summed wide, and rounded as it travels
+    and once.
+    """
+    met = [
+        real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
+        for t, over in zip(raws, overs, strict=True)
+    ]
+    out = [t.float() if t is not None and not over and is_half(t) else t for t, over in zip(raws, met, strict=True)]
+    left = [i for i, over in enumerate(met) if over]
+    while left:
+        first = raws[left[0]]
+        alike = [i for i in left if met[i] == met[left[0]] and raws[i].dtype == first.dtype]  # type: ignore[union-attr]
+        found = _VaryAll.apply(mesh, met[left[0]], *[raws[i] for i in alike])
+        for i, t in zip(alike, found, strict=True):  # type: ignore[arg-type]
+            out[i] = t
+        left = [i for i in left if i not in alike]
+    return out
+
+
+class _VaryAll(Local):
+    """apply(mesh, axes, *raws): each as it is, half precision in fp32; their gradients are summed in one psum."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.axes, ctx.narrow = mesh, axes, raws[0].dtype if is_half(raws[0]) else None
+        ctx.set_materialize_grads(False)
+        return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        mesh, came = ctx.mesh, [g for g in grads if g is not None]
+        if not came:
+            return None, None, *grads
+        if len(came) == 1:
+            sums = [_Sum.apply(came[0], mesh, ctx.axes, ctx.narrow)]
+        else:
+            lead = mesh.kind == "stacked"
+            flat = [g.flatten(1) if lead else g.flatten() for g in came]
+            both: Any = _Sum.apply(torch.cat(flat, -1), mesh, ctx.axes, ctx.narrow)
+            parts = both.split([f.shape[-1] for f in flat], -1)
+            sums = [part.reshape(g.shape) for part, g in zip(parts, came, strict=True)]
+        found = iter(sums)
+        return None, None, *(None if g is None else next(found) for g in grads)
+
+
+def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None) -> Tensor:
+    """Sum over ``axes``; the result is replicated and so is its cotangent.
+
+    ``narrow``  the dtype of what travels and of the result, where raw is wider.
+    """
+    over = real_axes(mesh, axes)
+    if over:
+        return _Sum.apply(raw, mesh, over, narrow)  # type: ignore[return-value]
+    return raw if narrow is None else raw.to(narrow)
+
+
+def vjp_again(
+    f: Callable[..., Tensor], mesh: Mesh, inputs: Sequence[Tensor | None], overs: Sequence[Collection[str]], g: Tensor
+) -> list[Tensor | None]:
+    """The gradients of f(*inputs) as functions that can be differentiated again; for backward in grad mode.
+
+    ``inputs``  saved raw inputs (their graph goes on), ``overs`` the axes over which each one's is summed.
+    """
+    met = [None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)]
+    need = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(f(*met), need, g, create_graph=True, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
+    """The axes of more than one rank, in the mesh's order: every rank must name them in the same one."""
+    return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1) if axes else ()
+
+
+def settle(x: ShardedTensor) -> ShardedTensor:
+    """End a deferral: from here on the value's cotangent is replicated again."""
+    if not x.deferred:
+        return x
+    count = 1
+    for axis in x.deferred:
+        count *= x.mesh.axes[axis]
+    return ShardedTensor(_Share.apply(x.raw, count), Place(x.sharding, x.padded_shape, x.mesh))  # type: ignore[arg-type]
+
+
+def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
+    """A gradient block as a value: in ``x``'s layout, pending over the axes that ``x`` defers."""
+    layout = x.sharding
+    if x.deferred:
+        layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(len(x.padded_shape))
+    elif layout.partial:
+        layout = Layout(layout.dims, (), layout.skew).resolve(len(x.padded_shape))
+    return ShardedTensor(raw_grad, Place(layout, x.padded_shape, x.mesh, x.place.true_shape))

@@ -1,0 +1,516 @@
+"""ShardedTensor: a tensor with a global shape, a layout, and this rank's block inside.
+
+It subclasses ``torch.Tensor`` only so that modules accept it.  Every torch function on it is
+looked up in ``TABLE``, which the files under ``ops/`` fill; autograd is recorded on the local
+block ``raw``, so nothing is dispatched again on the way back (gradients.py).
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib._compat import (
+    any_autocast,
+    is_dtensor,
+    no_torch_function,
+    under_transform,
+)
+from shardlib.aliases import LINKS, WRITERS, refuse_write, written
+from shardlib.autocast import cast
+from shardlib.collectives import wrap
+from shardlib.errors import (
+    BadArgument,
+    NoRule,
+    OutOfRange,
+    PartialEscape,
+    PlainTensor,
+    RankMismatch,
+    ShardError,
+    Unsupported,
+    lettered,
+)
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, scope
+from shardlib.tensor.place import Place
+
+__all__ = [
+    "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "block_of", "block_strides",
+    "has_padding", "implements",
+    "is_dense", "layout_of", "no_rule", "no_transform", "on_shapes", "partial_escape", "torch_refuses", "typeof",
+]  # fmt: skip
+
+Rule = Callable[..., Any]
+Padded = Callable[[Rule, Any, Any, Any], Any]
+
+TABLE: dict[Any, Rule] = {}
+"""torch function -> rule(func, args, kwargs).  Filled by ``implements`` in the files of ops/."""
+
+TAKES_PADDING: set[Any] = set()
+"""The functions whose implementation takes padded operands; calls of others are refused, or gathered."""
+
+FALLBACK: list[Rule] = []
+"""At most one rule for every other function; see dtensor.py."""
+
+
+_UNCAST: set[Any] = set()
+"""Functions that look at a tensor and compute nothing: autocast does not concern them."""
+
+
+def implements(*funcs: Any, padded: bool | Padded = False) -> Callable[[Rule], Rule]:
+    """Register the implementation of torch functions; two for one are an error.
+
+    ``padded``  what becomes of padded operands.  True: the implementation reads their place
+                itself.  A function: it serves such calls, ``padded(implementation, func, args,
+                kwargs)``.  False: they are refused, or gathered within ``sl.implicit``.
+    """
+
+    def enter(rule: Rule) -> Rule:
+        run = rule if isinstance(padded, bool) else _either(rule, padded)
+        for func in dict.fromkeys(funcs):
+            if func in TABLE:
+                raise ValueError(f"{func} has two implementations: {TABLE[func]} and {run}")
+            TABLE[func] = run
+            if padded:
+                TAKES_PADDING.add(func)
+        return run
+
+    return enter
+
+
+def _either(rule: Rule, padded: Padded) -> Rule:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if has_padding(args) or (kwargs and has_padding(kwargs.values())):
+            return padded(rule, func, args, kwargs)
+        return rule(func, args, kwargs)
+
+    return wraps(rule)(run)
+
+
+class ShardedTensor(torch.Tensor):
+    """A global tensor of which this process holds one block (under simulate: all of them).
+
+    ``raw``    the storage: the local block, or all blocks ``[ranks, *local]`` under simulate.
+    ``place``  its Place: layout, sizes, mesh, padding, deferred axes.
+    ``local``  the local block as per-device code sees it; never a copy.
+    ``node``   what ``grad_fn`` is where hooks on it must see values, see functions.py.
+    ``made``   what was made of the value once, for all that read it, see gradients.py.
+    """
+
+    raw: Tensor
+    place: Place
+    node: Any = None
+    made: Any = None
+
+    @staticmethod
+    def __new__(cls: type, raw: Tensor, place: Place) -> "ShardedTensor":
+        shape = place.shape if place.true_shape is None else place.true_shape
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=raw.dtype, device=raw.device)
+        self.raw, self.place = raw, place
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def becomes(self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None) -> "ShardedTensor":
+        """Another block at the same place, or one whose layout or global sizes have changed.
+
+        What a weight says of its products (``out_layout``) and what was merged into its rows stay
+        with the place; a value that lies elsewhere has neither.
+        """
+        if layout is None and shape is None:
+            return ShardedTensor(raw, self.place)
+        old = self.place
+        size = old.shape if shape is None else torch.Size(shape)
+        new = Place(layout or old.layout, size, old.mesh, None, old.deferred)
+        return ShardedTensor(raw, new)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's block, without a copy."""
+        return wrap(self.raw, self.mesh)
+
+    # Asked for at every turn, and a question to __torch_function__ costs 1.5 us.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        place = self.place
+        return place.shape if place.true_shape is None else place.true_shape
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether its blocks tile more than its sizes say."""
+        return self.place.true_shape is not None
+
+    @property
+    def with_padding(self) -> "ShardedTensor":
+        """The value of the padded sizes, whatever the padding holds."""
+        return ShardedTensor(self.raw, self.place._replace(true_shape=None))
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Global sizes that the blocks tile, with padding where there is any."""
+        return self.place.shape
+
+    @property
+    def sharding(self) -> Layout:
+        """Its layout, one token per dimension."""
+        return self.place.layout
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The tokens of its layout."""
+        return self.place.layout.dims
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh."""
+        return self.place.mesh
+
+    @property
+    def deferred(self) -> frozenset[str]:
+        """The mesh axes over which its gradient is left unsummed."""
+        return self.place.deferred
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.place.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.raw.dtype
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.raw.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.raw.requires_grad = value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = TABLE.get(func, _unknown)
+        if func not in TAKES_PADDING and (has_padding(args) or (kwargs and has_padding(kwargs.values()))):
+            rule = _refuse_padding
+        if LINKS:
+            _check_writes(func, args, kwargs or {})
+        if kwargs and kwargs.get("out") is not None:
+            return FALLBACK[0](func, args, kwargs)  # which writes it
+        if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
+            return FALLBACK[0](func, args, kwargs or {})
+        if (watcher := scope().watcher) is not None:
+            rule = partial(watcher, _guarded(rule))
+        if any_autocast() and func not in _UNCAST:
+            return cast(_guarded(rule), func, args, kwargs or {}, composite=func not in TABLE)
+        try:
+            return rule(func, args, kwargs or {})
+        except _MENDED as e:
+            return _otherwise(e, func, args, kwargs or {})
+        except RuntimeError as e:
+            if name := under_transform():
+                raise no_transform(name) from e
+            raise
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NoRule(
+            f"{func} reached a ShardedTensor below its rules (torch.func transforms and C++ code do that)",
+            op=str(func),
+            operands={"x": next(typeof(v) for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor))},
+            fix="sl.unshard(x)",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedTensor({typeof(self)} on {self.mesh}\n{self.local!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        if id(self) not in memo:
+            memo[id(self)] = _keep_kind(self, self.becomes(copy.deepcopy(self.raw, memo)))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.mesh.kind == "dist":
+            raise ShardError(
+                "a block of a running job cannot be pickled as the whole tensor",
+                op="pickle",
+                operands={"tensor": typeof(self)},
+                mesh=self.mesh,
+                fix="sl.unshard(x)",
+            )
+        parts = (self.raw.detach(), str(self.sharding), tuple(self.padded_shape), dict(self.mesh.axes), self.mesh.kind)
+        return _unpickle, (*parts, self.raw.requires_grad, isinstance(self, torch.nn.Parameter))
+
+
+def has_padding(values: Iterable[Any]) -> bool:
+    """Whether one of the values, or of the values in a list among them, is padded."""
+    for x in values:
+        if type(x) is ShardedTensor:
+            if x.place.true_shape is not None:
+                return True
+        elif type(x) in (list, tuple) and has_padding(x):
+            return True
+    return False
+
+
+def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Where padding would be read, and may hold anything; what is written in other functions may be right."""
+    if func not in TABLE and FALLBACK:
+        try:
+            return FALLBACK[0](func, args, kwargs, None)
+        except ShardError:
+            pass
+    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    x = next(x for x in found if x.is_padded)
+    raise Unsupported(
+        f"{func.__name__} has no implementation for padded blocks",
+        op=func.__name__,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix="sl.shard(sl.unshard(x), '...')",
+    )
+
+
+def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether all that the call writes to is sharded."""
+    return all(isinstance(t, ShardedTensor) for t in written(func, args, kwargs))
+
+
+def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
+    for x in written(func, args, kwargs):
+        if isinstance(x, ShardedTensor):
+            refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
+
+
+_MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, AttributeError, IndexError, NotImplementedError)
+"""What a rule may refuse with where whole operands would do."""
+
+
+def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+    """A refused call on whole operands, if they are whole or may be gathered; else the refusal."""
+    if not FALLBACK or getattr(refusal, "final", False):
+        raise refusal
+    try:
+        return FALLBACK[0](func, args, kwargs, refusal)
+    except ShardError as e:
+        told = refusal if isinstance(refusal, ShardError) else e
+        bad = None if isinstance(told, BadArgument) else torch_refuses(func, args, kwargs)
+        told = told if bad is None else bad
+        told.final = True  # type: ignore[attr-defined]
+        raise told from None
+
+
+def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
+    """The error for a call that no layout would mend: torch refuses it on tensors of these shapes and dtypes.
+
+    It is asked on meta tensors, which hold no values: what hangs on values raises NotImplementedError there, or
+    says so.  They have no graph either, so functions of autograd are not asked.
+    """
+    if getattr(func, "__module__", "") == "torch.autograd" or func is Tensor.backward:
+        return None
+
+    def bare(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+    a, k = optree.tree_unflatten(tree, [bare(x) for x in leaves])
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*a, **k)
+    except (NotImplementedError, RecursionError):
+        return None
+    except (IndexError, ValueError, TypeError, RuntimeError) as e:
+        text = str(e).partition("\n")[0]
+        if "meta" in text.lower() or "data-dependent" in text or "data_ptr" in text:
+            return None
+        found = [x for x in leaves if isinstance(x, ShardedTensor)]
+        kind = OutOfRange if isinstance(e, IndexError) else BadArgument
+        return kind(
+            f"torch refuses this call: {text}",
+            op=getattr(func, "__name__", str(func)),
+            operands={f"operand {i}": typeof(x) for i, x in enumerate(found)},
+            mesh=found[0].mesh if found else None,
+        )
+    return None
+
+
+def _guarded(rule: Rule) -> Rule:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return rule(func, args, kwargs)
+        except _MENDED as e:
+            return _otherwise(e, func, args, kwargs)
+
+    return run
+
+
+def _unpickle(
+    raw: Tensor, layout: str, shape: tuple[int, ...], axes: dict[str, int], kind: str, grad: bool, param: bool
+) -> ShardedTensor:
+    mesh = Mesh(axes, kind=kind)  # type: ignore[arg-type]
+    x = ShardedTensor(raw.requires_grad_(grad), Place(Layout.parse(layout), torch.Size(shape), mesh))
+    return torch.nn.Parameter(x, requires_grad=grad) if param else x  # type: ignore[return-value]
+
+
+def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
+    """A copy of an nn.Parameter is an nn.Parameter."""
+    if isinstance(old, torch.nn.Parameter):
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+# ---------------------------------------------------------------- types as text
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def typeof(x: Tensor) -> str:
+    """Dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     sl.typeof(sl.shard(torch.zeros(4, 6), "x y"))
+    'f32[4@x, 6@y]'
+    >>> sl.typeof(torch.zeros(3))
+    'f32[3]'
+    """
+    if is_dtensor(x):
+        x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), Place(Layout.from_dtensor(x), x.shape, None))  # type: ignore[arg-type]
+    if not isinstance(x, ShardedTensor):
+        return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
+    dims = x.dims
+    body = ", ".join(f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.shape, dims, strict=True))
+    tail = f"{{sum:{' '.join(x.sharding.partial)}}}" if x.sharding.partial else ""
+    skew = f"{{skew:{x.sharding.skew}}}" if x.sharding.skew else ""
+    padded = f"{{padded:{list(x.padded_shape)}}}" if x.is_padded else ""
+    return f"{_SHORT.get(x.raw.dtype, str(x.raw.dtype))}[{body}]{tail}{skew}{padded}"
+
+
+def layout_of(x: Tensor) -> Layout:
+    """The layout of a sharded tensor or DTensor.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     sl.layout_of(sl.shard(torch.zeros(4, 6), "x ."))
+    Layout('x .')
+    """
+    if isinstance(x, ShardedTensor):
+        return x.sharding
+    if is_dtensor(x):
+        return Layout.from_dtensor(x)
+    raise PlainTensor(
+        "a plain tensor has no layout", op="layout_of", operands={"tensor": typeof(x)}, fix='sl.shard(x, "...")'
+    )
+
+
+def block_strides(x: ShardedTensor) -> tuple[int, ...]:
+    """The strides of a block, without the dimension of simulated ranks."""
+    return x.raw.stride()[1:] if x.mesh.kind == "stacked" else x.raw.stride()
+
+
+def is_dense(x: ShardedTensor) -> bool:
+    """Whether the whole tensor would be contiguous.
+
+    A block has its tensor's order of strides.  Along a dimension of which a block has one position its own stride
+    says nothing to torch, but it still says where the dimension came in that order.
+    """
+    size = x.raw.shape[1:] if x.mesh.kind == "stacked" else x.raw.shape
+    expected, last = 1, 0
+    for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True):
+        if whole == 1:
+            continue
+        if (n > 1 and stride != expected) or stride < max(last, expected):
+            return 0 in size
+        last = stride
+        expected *= n
+    return True
+
+
+def block_of(x: ShardedTensor) -> Tensor:
+    """One rank's block; under simulate that of the first."""
+    return x.raw[0] if x.mesh.kind == "stacked" else x.raw
+
+
+_INSTEAD = {
+    "vmap": "torch.vmap(f)(sl.unshard(x))",
+    "grad": "sl.grad(f)(x)",
+    "jvp": "torch.func.jvp(f, (sl.unshard(x),), (sl.unshard(x),))",
+}
+
+
+def no_transform(name: str) -> Unsupported:
+    """The error for a sharded value under one of torch.func's transforms."""
+    return Unsupported(
+        f"torch.func's {name} does not know sharded values",
+        op=f"torch.func.{name}",
+        fix=_INSTEAD.get(name, "f(sl.unshard(x))"),
+    )
+
+
+_VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
+
+
+def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if (name == "__get__" or name == "__set__") and getattr(func.__self__, "__name__", "") not in _VALUES:
+        with no_torch_function():
+            return func(*args, **kwargs)
+    if FALLBACK:
+        return FALLBACK[0](func, args, kwargs)
+    raise no_rule(func, args, kwargs)
+
+
+def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoRule:
+    """The error for a function that has no rule."""
+    name = getattr(func, "__name__", str(func))
+    found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
+    return NoRule(
+        f"no rule for {name}" + (f": {why}" if why else ""),
+        op=name,
+        operands=lettered(map(typeof, found)),
+        mesh=found[0].mesh if found else None,
+        fix="sl.unshard(x)" if found else "",
+    )
+
+
+def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
+    """The error for an answer that hangs on values, on a recorded mesh."""
+    name = getattr(func, "__name__", str(func))
+    return Unsupported(
+        f"what {name} answers hangs on values, and a recorded mesh has shapes alone",
+        op=name,
+        mesh=mesh,
+        fix=f"sl.simulate({', '.join(f'{n}={s}' for n, s in mesh.axes.items())})",
+    )
+
+
+def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
+    """The error for a pending sum used where its value is needed."""
+    bare = str(x.sharding.bare) or "..."
+    return PartialEscape(
+        f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",
+        op=op,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"sl.reshard(x, {bare!r})",
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, tuple | list):
+        return [leaf for item in tree for leaf in _leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in _leaves(item)]
+    return [tree]
