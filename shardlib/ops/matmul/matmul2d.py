@@ -183,7 +183,7 @@ class Sizes2D:
         """
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
-        forms = [self.form, *(f for f in ROLES if f != self.form)]
+        forms: list[Form] = [self.form, *(f for f in ROLES if f != self.form)]
         costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
         backward = costs[1] + costs[2]
         backward += summing(self.case.w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)

@@ -175,7 +175,7 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     held = _NOTHING if x.made is None else frozenset(made_of(x))
     key = ("matmul", x.sharding, w.sharding, x.padded_shape, w.padded_shape, x.raw.dtype, out, held, more, asked)
     match = known(key, lambda: _decided(case(x, w, out, held, more), asked), mesh.plans)
-    if type(match) is not Match:
+    if not isinstance(match, Match):
         of_x, of_w, out = match
         return product_of(reshard(x, of_x), reshard(w, of_w), out, bias)
     if (watcher := scope().watcher) is not None:
