@@ -1,0 +1,60 @@
+"""The way from torch's spelling to an algorithm, and what the first of a value's products leaves for the next."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardlib as sl
+from shardlib.ops.matmul import summa
+
+PACKAGE = Path(sl.__file__).parent
+
+
+def test_a_product_is_five_files_above_summa_s_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but dispatch, the operation, the autograd function and the 2D schedule stand between."""
+    ways: list[list[str]] = []
+    real = summa.accumulator
+
+    def seen(*args: Any) -> Any:
+        files = [Path(f.filename) for f in traceback.extract_stack()[:-1]]
+        ways.append([str(f.relative_to(PACKAGE)) for f in files if PACKAGE in f.parents])
+        return real(*args)
+
+    monkeypatch.setattr(summa, "accumulator", seen)
+    with sl.simulate(x=2, y=2):
+        a = sl.shard(torch.ones(8, 8), "x y")
+        _ = a @ a
+        F.linear(a, sl.shard(torch.ones(8, 8), "y x"))
+    for way in ways:
+        opened = list(dict.fromkeys(way))
+        assert opened[-4:] == [f"ops/matmul/{f}.py" for f in ("op", "function", "matmul2d", "summa")]
+        assert len(opened) <= 5, opened
+    assert len(ways) == 2
+
+
+def test_a_layout_asked_for_is_given_or_refused_whatever_was_asked_before() -> None:
+    """A weight's own wish may be cut to; one of ``out=`` may not."""
+    with sl.simulate(x=2):
+        x, w = sl.shard(torch.ones(4, 8), ". ."), sl.shard(torch.ones(8, 6), "x .")
+        for _ in range(2):
+            assert sl.typeof(x @ w) == "f32[4, 6]"
+            assert sl.typeof(sl.matmul(x, w, out="x .")) == "f32[4@x, 6]"
+            with pytest.raises(sl.ShardError):
+                sl.matmul(x, sl.shard(torch.ones(8, 6), ". ."), out=". x")
+
+
+def test_a_bias_is_added_by_every_algorithm() -> None:
+    bias = torch.arange(8.0)
+    with sl.simulate(x=2, y=2):
+        a, b = sl.shard(torch.eye(8), "x y"), sl.shard(torch.eye(8), "y x")
+        for name in ("summa", "summa_x", "summa_w", "cannon", "mm3", "mm3_xw"):
+            for w in (a, b):
+                for dtype in (torch.float32, torch.bfloat16):
+                    with sl.saving(), sl.algorithm(matmul=name):
+                        held = sl.shard(bias.to(dtype), (a @ w.mT).sharding.dims[-1].axes[0])
+                        got = F.linear(a.to(dtype), w.to(dtype), held)
+                    assert torch.equal(sl.unshard(got).float(), torch.eye(8) + bias), (name, dtype)
