@@ -413,6 +413,9 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
         with promoting() if s.lifts else nullcontext():
             got = _answer(s.fix, MODULES | scope, mesh)
     except Exception as again:
+        if isinstance(again, NotImplementedError) and _refused_whole(s, scope, again):
+            _note("of a call that torch refuses on whole tensors too", s)
+            return ""
         if _of_the_place(again):
             _note(f"failed for where it is run: {type(again).__name__}", s)
             return ""
@@ -424,6 +427,28 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
     close = have.dtype == want.dtype and have.shape == want.shape
     _note("run, and its value compared with dense", s)
     return "" if close and torch.allclose(have, want, equal_nan=True) else "the value is not the dense one"
+
+
+def _unsharded(scope: dict[str, Any]) -> dict[str, Any]:
+    """The names of a line with whole tensors, and an ``sl`` that leaves them so."""
+
+    def same(x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+    def whole(x: Any) -> Any:
+        return sl.unshard(x).detach().clone() if isinstance(x, sl.ShardedTensor) else x
+
+    plain = types.SimpleNamespace(reshard=same, unshard=same, implicit=lambda *_: nullcontext())
+    return {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in scope.items()} | {"sl": plain}
+
+
+def _refused_whole(s: _Seen, scope: dict[str, Any], why: Exception) -> bool:
+    """Whether whole tensors get the same answer: a kernel that lacks a dtype."""
+    try:
+        _answer(s.fix, MODULES | _unsharded(scope), None)
+    except Exception as again:
+        return str(again) == str(why)
+    return False
 
 
 NOTED: dict[str, list[str]] = {}
@@ -467,15 +492,7 @@ def _dense(s: _Seen, scope: dict[str, Any]) -> Any:
     if "sl.shard" in s.fix or re.search(r"rand|dropout|bernoulli|multinomial", s.fix):
         return None
 
-    def same(x: Any, *_: Any, **__: Any) -> Any:
-        return x
-
-    def whole(x: Any) -> Any:
-        return sl.unshard(x).detach().clone() if isinstance(x, sl.ShardedTensor) else x
-
-    plain = types.SimpleNamespace(reshard=same, unshard=same, implicit=lambda *_: nullcontext())
-    given = {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in scope.items()}
     try:
-        return _answer(s.fix, MODULES | given | {"sl": plain}, None)
+        return _answer(s.fix, MODULES | _unsharded(scope), None)
     except (AttributeError, RuntimeError, ValueError):  # the line is about what whole tensors do not have
         return None

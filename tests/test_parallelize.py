@@ -237,7 +237,8 @@ def test_rules_are_linted_both_ways_and_the_fix_runs(rules: Any, says: str) -> N
 
 def test_misspelt_and_missing_parameters_are_named() -> None:
     with sl.simulate(x=2):
-        apply, params = sl.parallelize(MLP, GOOD)
+        module = MLP
+        apply, params = sl.parallelize(module, GOOD)
         x = torch.ones(2, 4)
         wrong = {("0.wieght" if n == "0.weight" else n): p for n, p in params.items()}
         with pytest.raises(sl.ShardError, match=r"no parameter '0.wieght'; did you mean '0.weight'") as caught:

@@ -178,10 +178,10 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
             fix="torch.rand_like(x)",
         )
-    if kwargs.get("sparse_grad"):
-        raise Unsupported("sparse gradients", op=name, fix="x.gather(0, index)")
-    if kwargs.get("sparse") or (name in _SPARSE and len(args) > _SPARSE[name] and args[_SPARSE[name]]):
-        raise Unsupported("sparse gradients", op=name, fix="F.embedding(ids, table)")
+    flag = _SPARSE.get(name, len(args))
+    if kwargs.get("sparse_grad") or kwargs.get("sparse") or (flag < len(args) and args[flag]):
+        named = {k: v for k, v in kwargs.items() if k not in ("sparse_grad", "sparse")}
+        raise _sparse(func, (*args[:flag], False, *args[flag + 1 :]) if flag < len(args) else args, named)
     if name in _RESHAPING:
         line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
         raise Unsupported("a sharded tensor keeps its shape", op=name, operands={"tensor": typeof(args[0])}, fix=line)
@@ -386,6 +386,19 @@ class _Same:
         return isinstance(other, _Same) and other.at == self.at
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
+    """The refusal of a call that asks for sparse gradients; here it is without them."""
+    leaves, tree = flat(args, kwargs)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    whole = {i: "..." for i in at if isinstance(leaves[i], ShardedTensor)}
+    return Unsupported(
+        "sparse gradients",
+        op=func.__name__,
+        operands=lettered(typeof(leaves[i]) for i in at),
+        fix=fix_line(func, leaves, tree, at, whole, 0),
+    )
 
 
 _SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.embedding_bag and F.embedding
