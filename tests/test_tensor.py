@@ -256,3 +256,12 @@ def test_a_write_that_torch_would_show_elsewhere_is_refused() -> None:
         assert torch.equal(sl.unshard(x), a)
         del row, refused
         assert torch.equal(sl.unshard(x.mul_(2)), a * 2)
+
+
+def test_a_pickled_tensor_lies_where_it_lay() -> None:
+    """Padding and the layout of its products are in its place, and so survive."""
+    with sl.simulate(x=2):
+        x = sl.shard(torch.arange(15.0).view(5, 3), "x .", pad=True)
+        back, again = pickle.loads(pickle.dumps((x, x + 1)))
+    assert torch.equal(sl.unshard(back), sl.unshard(x)) and sl.typeof(back) == sl.typeof(x)
+    assert back.mesh is again.mesh

@@ -107,6 +107,11 @@ class Mesh(Mapping[str, int]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         return self
 
+    def __reduce__(self) -> Any:
+        if self.kind == "dist":
+            raise MeshError("a running job's mesh cannot be pickled", op="pickle", mesh=self, fix="dict(mesh.axes)")
+        return _again, (dict(self.axes), self.kind)
+
     def __enter__(self) -> "Mesh":
         enter(self, mesh=self)
         return self
@@ -328,3 +333,8 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
+
+
+def _again(axes: dict[str, int], kind: Kind) -> Mesh:
+    """A pickled mesh."""
+    return Mesh(axes, kind=kind)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import begins_forward_ad, may_swap_data, no_torch_function
+from shardlib.collectives import holds_values, lead
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
 from shardlib.tensor import (
@@ -235,7 +236,7 @@ def _FORM(input: ShardedTensor, memory_format: Any = torch.contiguous_format) ->
 
 def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
     """A copy whose blocks' strides are those of a memory format."""
-    if x.mesh.kind != "stacked" or form is torch.preserve_format:
+    if not lead(x.mesh) or form is torch.preserve_format:
         return x.becomes(x.raw.clone(memory_format=form))
     if form is torch.contiguous_format:
         return x.becomes(x.raw.clone(memory_format=form))
@@ -332,11 +333,11 @@ def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         value = settle(lift(value, x.mesh, "fill_"))
         if value.sharding.partial:
             raise partial_escape("fill_", value)
-        lead = [-1, *[1] * len(x.padded_shape)] if x.mesh.kind == "stacked" else []
+        ones = [-1, *[1] * len(x.padded_shape)] if lead(x.mesh) else []
         raw = vary(value.raw, x.mesh, {*x.sharding.axes, *x.deferred})
         if x.sharding.partial:
             raise partial_escape("fill_", x)
-        x.raw.copy_(raw.view(lead) if lead else raw)
+        x.raw.copy_(raw.view(ones) if ones else raw)
     elif x.sharding.partial and value != 0:
         raise partial_escape("fill_", x)
     else:
@@ -378,7 +379,7 @@ def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
             mesh=x.mesh,
             fix=f"sl.unshard(x).{verb}()",
         )
-    if x.mesh.kind == "record":
+    if not holds_values(x.mesh):
         raise on_shapes(func, x.mesh)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local, backward_now
-from shardlib.collectives import psum, unwrap, wrap
+from shardlib.collectives import lead, psum, unwrap, wrap
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.place import Place
@@ -209,8 +209,7 @@ class _VaryAll(Local):
         if len(came) == 1:
             sums = [_Sum.apply(came[0], mesh, ctx.axes, ctx.narrow)]
         else:
-            lead = mesh.kind == "stacked"
-            flat = [g.flatten(1) if lead else g.flatten() for g in came]
+            flat = [g.flatten(lead(mesh)) for g in came]
             both: Any = _Sum.apply(torch.cat(flat, -1), mesh, ctx.axes, ctx.narrow)
             parts = both.split([f.shape[-1] for f in flat], -1)
             sums = [part.reshape(g.shape) for part, g in zip(parts, came, strict=True)]

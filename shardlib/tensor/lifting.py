@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local, under_transform
-from shardlib.collectives import Stacked, unwrap, wrap
+from shardlib.collectives import Stacked, holds_values, lead, unwrap, wrap
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, scope, within
@@ -18,7 +18,7 @@ __all__ = ["check_met", "lift", "local_call", "promoting", "replicated"]
 
 def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function on the local blocks: ``args`` hold raw tensors, so does the result."""
-    if mesh.kind != "stacked":
+    if not lead(mesh):
         return func(*args, **kwargs)
     out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
     return _lower(out)
@@ -99,8 +99,8 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     if name := under_transform(x):
         raise no_transform(name)
     raw: Any = x
-    if mesh.kind == "stacked":
+    if lead(mesh):
         raw = _Copies.apply(x, mesh.size)
-    elif mesh.kind == "record" and x.device.type != "meta":
+    elif not holds_values(mesh) and x.device.type != "meta":
         raw = x.to("meta")
     return ShardedTensor(raw, Place(Layout.parse("...").resolve(x.ndim), x.shape, mesh))

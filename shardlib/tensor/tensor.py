@@ -23,7 +23,7 @@ from shardlib._compat import (
 )
 from shardlib.aliases import LINKS, WRITERS, refuse_write, written
 from shardlib.autocast import cast
-from shardlib.collectives import wrap
+from shardlib.collectives import holds_values, lead, wrap
 from shardlib.errors import (
     BadArgument,
     NoRule,
@@ -236,7 +236,7 @@ class ShardedTensor(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.mesh.kind == "dist":
+        if holds_values(self.mesh) and not lead(self.mesh):
             raise ShardError(
                 "a block of a running job cannot be pickled as the whole tensor",
                 op="pickle",
@@ -244,8 +244,8 @@ class ShardedTensor(torch.Tensor):
                 mesh=self.mesh,
                 fix="sl.unshard(x)",
             )
-        parts = (self.raw.detach(), str(self.sharding), tuple(self.padded_shape), dict(self.mesh.axes), self.mesh.kind)
-        return _unpickle, (*parts, self.raw.requires_grad, isinstance(self, torch.nn.Parameter))
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _unpickle, (self.raw.detach(), self.place, self.raw.requires_grad, is_parameter)
 
 
 def has_padding(values: Iterable[Any]) -> bool:
@@ -351,12 +351,9 @@ def _guarded(rule: Rule) -> Rule:
     return run
 
 
-def _unpickle(
-    raw: Tensor, layout: str, shape: tuple[int, ...], axes: dict[str, int], kind: str, grad: bool, param: bool
-) -> ShardedTensor:
-    mesh = Mesh(axes, kind=kind)  # type: ignore[arg-type]
-    x = ShardedTensor(raw.requires_grad_(grad), Place(Layout.parse(layout), torch.Size(shape), mesh))
-    return torch.nn.Parameter(x, requires_grad=grad) if param else x  # type: ignore[return-value]
+def _unpickle(raw: Tensor, place: Place, grad: bool, is_parameter: bool) -> ShardedTensor:
+    x = ShardedTensor(raw.requires_grad_(grad), place)
+    return torch.nn.Parameter(x, requires_grad=grad) if is_parameter else x  # type: ignore[return-value]
 
 
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
@@ -417,7 +414,7 @@ def layout_of(x: Tensor) -> Layout:
 
 def block_strides(x: ShardedTensor) -> tuple[int, ...]:
     """The strides of a block, without the dimension of simulated ranks."""
-    return x.raw.stride()[1:] if x.mesh.kind == "stacked" else x.raw.stride()
+    return x.raw.stride()[lead(x.mesh) :]
 
 
 def is_dense(x: ShardedTensor) -> bool:
@@ -426,7 +423,7 @@ def is_dense(x: ShardedTensor) -> bool:
     A block has its tensor's order of strides.  Along a dimension of which a block has one position its own stride
     says nothing to torch, but it still says where the dimension came in that order.
     """
-    size = x.raw.shape[1:] if x.mesh.kind == "stacked" else x.raw.shape
+    size = x.raw.shape[lead(x.mesh) :]
     expected, last = 1, 0
     for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True):
         if whole == 1:
@@ -440,7 +437,7 @@ def is_dense(x: ShardedTensor) -> bool:
 
 def block_of(x: ShardedTensor) -> Tensor:
     """One rank's block; under simulate that of the first."""
-    return x.raw[0] if x.mesh.kind == "stacked" else x.raw
+    return x.raw[0] if lead(x.mesh) else x.raw
 
 
 _INSTEAD = {
