@@ -93,8 +93,8 @@ def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
     out = []
     for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
         heads = ((4, 2), (3, 3), (6, 1))[i % 3]
-        bias, sink, lse = i % 4 == 1, i % 3 == 1, i % 2 == 0
-        out.append(_Case(mesh, _ORDERS[i % 3], mask, heads, lengths, bias, sink, lse, 0.3 if i % 5 == 2 else 0.0))
+        options = i % 4 == 1, i % 3 == 1, i % 2 == 0, 0.3 if i % 5 == 2 else 0.0
+        out.append(_Case(mesh, _ORDERS[i % 3], mask, heads, lengths, *options))
     return out
 
 
@@ -128,21 +128,31 @@ def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     return [x.requires_grad_() for x in (q, k, v)], bias, sink
 
 
-def _check_attention(engine: Engine, case: _Case) -> str:
-    """Compare one attention with dense; the reason where the engine does not fit."""
-    leaves, bias, sink = _operands(case)
-    learned = [*leaves, *(x for x in (bias, sink) if x is not None)]
+class _Wanted(NamedTuple):
+    """Output, log-sum-exp and the gradients of q, k, v, bias, sink on whole tensors, and the cotangents."""
+
+    values: list[Tensor]
+    cotangents: tuple[Tensor, Tensor]
+
+
+def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor | None) -> _Wanted:
     torch.manual_seed(0)
     with simulate(s=1) as one:
         seed = next_key(one)
-    drop = (case.dropout, seed) if case.dropout else None
-    want, want_lse = dense_attention(*leaves, case.mask, bias, sink, drop)
-    cotangent = _normal(*want.shape, seed=6)
-    lse_cotangent = _normal(*want_lse.shape, seed=7).masked_fill(want_lse == -math.inf, 0)
-    loss = (want * cotangent).sum()
+    out, lse = dense_attention(*leaves, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None)
+    gone = lse == -math.inf
+    cotangents = _normal(*out.shape, seed=6), _normal(*lse.shape, seed=7).masked_fill(gone, 0)
+    loss = (out * cotangents[0]).sum()
     if case.with_lse:
-        loss = loss + (want_lse.masked_fill(want_lse == -math.inf, 0) * lse_cotangent).sum()
-    wanted = torch.autograd.grad(loss, learned)
+        loss = loss + (lse.masked_fill(gone, 0) * cotangents[1]).sum()
+    learned = [*leaves, *(x for x in (bias, sink) if x is not None)]
+    return _Wanted([out, lse, *torch.autograd.grad(loss, learned)], cotangents)
+
+
+def _check_attention(engine: Engine, case: _Case) -> str:
+    """Compare one attention with dense; the reason where the engine does not fit."""
+    leaves, bias, sink = _operands(case)
+    wanted = _dense(case, leaves, bias, sink)
     with simulate(**case.mesh):
         layout = Ring(tuple(case.mesh), 2, case.order)
         xs = [shard(x.detach(), layout, pad=True).requires_grad_() for x in leaves]
@@ -152,24 +162,22 @@ def _check_attention(engine: Engine, case: _Case) -> str:
         if isinstance(plan, str):
             return plan
         assert plan == engine.plan(planned_case), f"{engine} plans one case in two ways: {case}"
+        options: Any = {"bias": extra[0], "sink": extra[1], "dropout": case.dropout, "return_lse": True}
         torch.manual_seed(0)
         with trace() as forward:
-            out, lse = ring_attention(
-                *xs, mask=case.mask, bias=extra[0], sink=extra[1], dropout=case.dropout, return_lse=True,
-                algorithm=engine,
-            )  # fmt: skip
-        total = (out * shard(cotangent, layout, pad=True)).sum()
+            out, lse = ring_attention(*xs, mask=case.mask, algorithm=engine, **options)
+        dout, dlse = (shard(c, layout, pad=True) for c in wanted.cotangents)
+        total = (out * dout).sum()
         if case.with_lse:
-            finite = lse.masked_fill(lse == -math.inf, 0.0)
-            total = total + (finite * shard(lse_cotangent, layout, pad=True)).sum()
+            total = total + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum()
         with trace() as backward:
             total.backward()
-        found = [unshard(x.grad) for x in xs] + [x.grad for x in extra if x is not None]
         _check_counted(engine, case, plan, forward, backward)
         _check_paper(engine, case, plan)
-        names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", "bias or sink", "sink"))]
-        values = [unshard(out), unshard(lse), *found]
-        for name, got, expected in zip(names, values, [want, want_lse, *wanted], strict=False):
+        values = [out, lse, *(x.grad for x in (*xs, *extra) if x is not None)]
+        extras = [name for name, x in (("bias", bias), ("sink", sink)) if x is not None]
+        names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", *extras))]
+        for name, got, expected in zip(names, values, wanted.values, strict=True):
             error = _gap(got, expected)
             assert error < 1e-12, f"{name} of {engine} is off by {error:.2g}: {case}"
     return ""

@@ -1,4 +1,4 @@
-"""Attention whose sequence is split: plans, and what carries them out."""
+"""Attention over a split sequence: masks, plans, and the engines that carry them out."""
 
 from shardlib.ops.attention.linformer import linformer_attention
 from shardlib.ops.attention.masks import (

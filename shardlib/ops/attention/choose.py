@@ -27,11 +27,12 @@ def register_engine(engine: E, order: int | None = None) -> E:
 
 
 def _match(engine: Engine, case: AttentionCase) -> Match | str:
-    """The engine's plan with its price; what hides behind computing is not priced twice."""
+    """Price the engine's plan; what hides behind computing is not priced twice."""
     plan = engine.plan(case)
     if isinstance(plan, str):
         return plan
-    forward, backward, links = plan.forward, plan.backward, dict(case.links)
+    forward, backward = plan.forward, plan.backward
+    links = dict(case.links)
     slowest = max((links.get(a, Link()) for a in case.axes), key=lambda k: k.beta, default=Link())
     moved = replace(forward + backward, memory=0)
     hidden = engine.seconds(plan, slowest, case.rate) - moved.seconds(links)
@@ -42,7 +43,7 @@ _matched = lru_cache(maxsize=256)(_match)
 
 
 def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
-    """The plan of an engine: a value, one that is registered under a name, or with "auto" the cheapest."""
+    """Plan by an engine: a value, one that is registered under a name, or with "auto" the cheapest."""
     if isinstance(algorithm, str):
         if algorithm == "auto":
             return choose("attention", case, lambda: case)

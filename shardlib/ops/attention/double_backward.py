@@ -18,7 +18,7 @@ __all__ = ["gradients"]
 def gradients(
     job: Job, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], given: Given
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, bias and sink, with a graph of their own."""
+    """Give the gradients of q, k, v, bias and sink, with a graph of their own."""
     dout, dlse, *_ = given
     out, lse = _forward(job, *inputs)
     wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
@@ -36,7 +36,8 @@ def _forward(
     split = len(runs) > 1 and bool(job.plan.case.rows)  # else every rank holds all keys
     keys, values = (gathered(job, x, runs) if split else x for x in (k, v))
     t = sum(map(length, runs if split else runs[:1]))
-    k_at, outs, lses = torch.arange(t, device=q.device), [], []
+    k_at = torch.arange(t, device=q.device)
+    outs, lses = [], []
     for rank in local_queries(job, q, bias):
         view = rank.view
         mine = None if sink is None else view(sink)

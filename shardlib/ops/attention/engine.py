@@ -253,7 +253,7 @@ class Job:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the ring, major first."""
+        """Mesh axes of the ring, major first."""
         return self.plan.case.axes
 
     @cached_property

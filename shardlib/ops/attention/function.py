@@ -79,7 +79,8 @@ class _Attend(Local):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (bias, sink, out, lse, *saved), job, (dout, dlse) = ctx.saved_tensors, ctx.job, grads
+        bias, sink, out, lse, *saved = ctx.saved_tensors
+        job, (dout, dlse) = ctx.job, grads
         if dout is None and dlse is None:
             return (None,) * 6
         dout = torch.zeros_like(out) if dout is None else dout
@@ -122,7 +123,7 @@ def _probability(dropout: float | None) -> float:
 
 
 def _kernel(q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None, options: Options) -> Kernel:
-    """The kernel asked for, or the fastest that fits."""
+    """Pick the kernel asked for, or the fastest that fits."""
     name, learned = options.kernel, bias is not None and bias.requires_grad
     needs_math = bool(options.dropout) or learned or (options.return_lse and torch.is_grad_enabled())
     biased = bias is not None or type(plan.mask) is not Full
@@ -146,7 +147,7 @@ def _kernel(q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None,
 
 
 def _marked(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> tuple[Tensor, ...]:
-    """Raw blocks; the gradient of whole keys is summed over the axes along which queries differ."""
+    """Mark raw blocks; the gradient of whole keys is summed over the axes along which queries differ."""
     split = {*q.sharding.axes, *q.deferred, *k.deferred, *v.deferred}
     return tuple(vary(t.raw, t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v))
 

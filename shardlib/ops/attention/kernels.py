@@ -221,7 +221,7 @@ def _folded(x: Tensor, r: int) -> Tensor:
 
 
 def _expanded(b: Block) -> Tensor | None:
-    """The bias in the queries' dtype, its last dimension padded in memory to what the kernels load at once."""
+    """Give the bias in the queries' dtype, its last dimension padded in memory to what the kernels load at once."""
     if b.bias is None:
         return None
     n = b.bias.shape[-1]
@@ -286,7 +286,7 @@ _PRESENT = {
 
 
 def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> str:
-    """Why a kernel cannot compute such blocks; "" if it can.
+    """Say why a kernel cannot compute such blocks; "" if it can.
 
     ``biased``      some block has a bias or a mask.
     ``needs_math``  dropout, a learned bias or a gradient of lse is asked for.
@@ -318,7 +318,7 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> st
 
 
 def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> Kernel:
-    """The fastest kernel that fits."""
+    """Pick the fastest kernel that fits."""
     for name in ("cpu", "flash", "efficient", "math"):
         if not unfit(name, q, v, biased, needs_math):
             return KERNELS[name]

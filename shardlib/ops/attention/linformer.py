@@ -60,7 +60,7 @@ def linformer_attention(
 
 
 def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
-    """This rank's part of w x: raw [b, g, r, d]."""
+    """Compute this rank's part of w x: raw [b, g, r, d]."""
     t = x.shape[2]
     if w.ndim != 2 or w.shape[1] != t:
         raise ShardError(

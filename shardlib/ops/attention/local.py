@@ -29,6 +29,7 @@ __all__ = [
     "add_sink",
     "gathered",
     "local_queries",
+    "parted",
     "positions",
     "scattered",
     "started",
@@ -44,7 +45,7 @@ def _positions(runs: tuple[Run, ...]) -> Tensor:
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
-    """The global positions of a block's rows; the caller's own."""
+    """List the global positions of a block's rows; the tensor is the caller's own."""
     return _positions(runs).to("cpu" if device.type == "meta" else device, copy=True)
 
 
@@ -69,29 +70,29 @@ class LocalQueries:
     only: tuple[int, int] | None = None
 
     def of(self, q: Tensor, runs: tuple[Run, ...]) -> "LocalQueries":
-        """Other queries that this rank attends for: a block, and the positions of its rows."""
+        """Take other queries that this rank attends for: a block, and the positions of its rows."""
         return replace(self, q=q, q_at=positions(runs, q.device), bias=None)
 
     def heads(self, lo: int, hi: int) -> "LocalQueries":
-        """The queries of some heads alone."""
+        """Take the queries of some heads alone."""
         bias = self.bias
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, lo:hi]
         return replace(self, q=self.q[:, lo:hi], bias=bias, only=(lo, hi))
 
     def at(self) -> At:
-        """The global batch entries and heads."""
+        """Give the global batch entries and heads."""
         at = self.job.at(self.coord)
         return at if self.only is None else At(at.batch, at.heads[slice(*self.only)])
 
     def calls(self, k_runs: tuple[Run, ...]) -> tuple[Piece, ...]:
-        """The kernel calls of these rows with the keys at some positions."""
+        """List the kernel calls of these rows with the keys at some positions."""
         return pieces(self.job.plan.q_runs[self.place], k_runs, self.job.mask)
 
     # ------------------------------------------------------------ one kernel call
 
     def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
-        """The block of a piece; k, v and their positions k_at from the row that the piece counts from."""
+        """Make the block of a piece; k, v and their positions k_at from the row that the piece counts from."""
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
@@ -100,11 +101,12 @@ class LocalQueries:
         return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
 
     def _keep(self, q_at: Tensor, k_at: Tensor) -> Callable[[int, int], Tensor]:
-        """What dropout multiplies the probabilities of some rows with: drawn by global position."""
+        """Draw what dropout multiplies the probabilities of some rows with, by global position."""
         batch, heads = self.at()
         all_heads, s, t = self.job.whole
         row = (batch[:, None] * all_heads + heads)[:, :, None, None] * s + q_at[:, None]
-        p, seed, dtype = self.job.dropout, self.job.seed, acc_dtype(self.q.dtype)
+        p, seed = self.job.dropout, self.job.seed
+        dtype = acc_dtype(self.q.dtype)
 
         def kept_rows(r0: int, r1: int) -> Tensor:
             if self.q.is_meta:  # positions are on the CPU there, and nothing is drawn
@@ -115,7 +117,7 @@ class LocalQueries:
         return kept_rows
 
     def _bias(self, q0: int, q1: int, q_at: Tensor, k_at: Tensor, masked: bool) -> Tensor | None:
-        """The bias tensor, the mask's scores and -inf where the mask does not allow, added up."""
+        """Add up the bias tensor, the mask's scores and -inf where the mask does not allow."""
         mask, dtype = self.job.mask, acc_dtype(self.q.dtype)
         out = None
         if self.bias is not None:
@@ -186,7 +188,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
-    """What a mask answered, if it is booleans for m queries and n keys."""
+    """Give what a mask answered, if it is booleans for m queries and n keys."""
     fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and allowed.ndim <= 4
     if fits and all(have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)):
         return allowed
@@ -199,7 +201,7 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
 
 
 def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
-    """The queries of every rank that is played in this process."""
+    """List the queries of every rank that is played in this process."""
     out = []
     for coord, view in each_rank(job.mesh):
         place = job.place(coord)
@@ -210,19 +212,19 @@ def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[Local
 
 
 def batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]) -> At:
-    """The global batch entries and heads of the block at a coordinate."""
+    """Give the global batch entries and heads of the block at a coordinate."""
     batch, heads, *_ = layout.indices(shape, mesh, coord)
     return At(torch.tensor(list(batch)), torch.tensor(list(heads)))
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of rows that have seen nothing yet."""
+    """Give (out, lse) of rows that have met no keys yet."""
     dtype = acc_dtype(q.dtype)
     return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
 
 
 def sums_like(x: Tensor) -> Tensor:
-    """Zeros to add gradients to."""
+    """Make zeros to add gradients to."""
     return torch.zeros_like(x, dtype=acc_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
@@ -235,8 +237,13 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     return both
 
 
+def parted(kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """View keys of d columns and values, or their gradients, that lie in one storage."""
+    return kv[..., :d], kv[..., d:]
+
+
 def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
-    """One rank's rows of them."""
+    """Take one rank's rows of them."""
     dout, dlse, out, lse = given
     return view(dout), None if dlse is None else view(dlse), view(out), view(lse)
 
@@ -259,7 +266,7 @@ def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tenso
 
 
 def _rows(runs: Runs, rows: int) -> Tensor:
-    """Per position, its row among the blocks of all ranks, which have ``rows`` rows each."""
+    """Find per position its row among the blocks of all ranks, which have ``rows`` rows each."""
     row = [0] * sum(map(length, runs))
     for owner, share in enumerate(runs):
         held = [i for run in share for i in run.positions]

@@ -32,7 +32,7 @@ class Peak(NamedTuple):
 
 
 def peak(plan: Plan, dtype: torch.dtype, rank: int = 0) -> Peak:
-    """What ``rank`` of the plan's ring needs for one attention and its gradient.
+    """Count what ``rank`` of the plan's ring needs for one attention and its gradient.
 
     >>> import shardlib as sl
     >>> with sl.record(s=4):
@@ -65,7 +65,7 @@ def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
-    """A job for one rank of a ring on paper."""
+    """Make a job for one rank of a ring on paper."""
     case, z = plan.case, plan.case.sizes
     mesh = Mesh(dict(case.mesh), kind="record", device="meta")
     mesh.coord = dict.fromkeys(mesh.axes, 0)

@@ -37,7 +37,7 @@ _TILE = 64  # rows of a masked tile, at least
 
 @lru_cache(maxsize=4096)
 def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, ...]:
-    """The calls for the queries at ``q`` and the keys at ``k``, in the order in which the rows lie.
+    """List the calls for the queries at ``q`` and the keys at ``k``, in the order in which the rows lie.
 
     >>> from shardlib.ops.attention.masks import Causal
     >>> pieces((Run(4, 1, 4),), (Run(0, 1, 4),), Causal())
@@ -67,7 +67,7 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
 
 
 def narrowed(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
-    """The runs of rows lo:hi of a block."""
+    """Give the runs of rows lo:hi of a block."""
     out, at = [], 0
     for run in runs:
         a, b = max(lo - at, 0), min(hi - at, run.length)

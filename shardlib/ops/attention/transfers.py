@@ -20,7 +20,7 @@ Coming = dict[Key, Callable[[], Tensor]]
 
 
 class Leaving(NamedTuple):
-    """A storage that is sent, and from whom to whom."""
+    """A storage that is sent, and the (source, destination) pairs."""
 
     key: Key
     raw: Tensor

@@ -5,6 +5,7 @@ Source: Llama 3, arXiv 2407.21783, section 3.3.2 (all-gather context parallelism
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
     local_queries,
+    parted,
     positions,
     started,
     sums_like,
@@ -63,12 +65,12 @@ class AllGather(Engine):
         return Moves(out, [*out, *(Move(rows * heads * z.acc_itemsize, n) for heads in groups)])
 
     def _groups(self, g: int) -> list[tuple[int, int]]:
-        """The heads of keys lo:hi that are gathered together."""
+        """List the heads of keys lo:hi that are gathered together."""
         n = self.heads or g
         return [(lo, min(lo + n, g)) for lo in range(0, g, n)]
 
     def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
-        plan, d, shared = job.plan, k.shape[-1], q.shape[-3] // k.shape[-3]
+        d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q, bias)
         for heads, kv in _gathered(job, k, v, self._groups(k.shape[-3])):
@@ -76,7 +78,7 @@ class AllGather(Engine):
             for rank in ranks:
                 part, view = rank.heads(lo, hi), rank.view
                 out_part, lse_part = view(out)[:, lo:hi], view(lse)[:, lo:hi]
-                for owner, runs in enumerate(plan.k_runs):
+                for owner, runs in enumerate(job.plan.k_runs):
                     block, k_at = view(kv)[owner], positions(runs, q.device)
                     part.attend(part.calls(runs), block[..., :d], block[..., d:], k_at, out_part, lse_part)
         return out, add_sink(out, lse, sink), (q, k, v)
@@ -85,7 +87,8 @@ class AllGather(Engine):
         self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
     ) -> Gradients:
         """Keys gathered again; their gradients summed over the ring and scattered."""
-        (q, k, v), d, shared = saved, saved[1].shape[-1], saved[0].shape[-3] // saved[1].shape[-3]
+        q, k, v = saved
+        d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
         ranks, grads = local_queries(job, q, bias), []
         for heads, kv in _gathered(job, k, v, self._groups(k.shape[-3])):
@@ -118,15 +121,15 @@ def _attend_back(
     if dbias is not None and dbias.shape[1] > 1:
         dbias = dbias[:, lo:hi]
     for owner, runs in enumerate(rank.job.plan.k_runs):
-        block, grad, k_at = kv[owner], dkv[owner], positions(runs, part.q.device)
+        keys, k_at = kv[owner], positions(runs, part.q.device)
         part.attend_back(
             part.calls(runs),
-            block[..., :d],
-            block[..., d:],
+            keys[..., :d],
+            keys[..., d:],
             k_at,
             (dout, dlse, out, lse),
             dq[:, lo:hi],
-            lambda grad=grad: (grad[..., :d], grad[..., d:]),
+            partial(parted, dkv[owner], d),
             dbias,
         )
 
@@ -134,7 +137,7 @@ def _attend_back(
 def _gathered(
     job: Job, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """(heads, keys and values of every rank [p, b, heads, lk, d + e]) by groups of heads, the next under way."""
+    """Yield (heads, keys and values of every rank [p, b, heads, lk, d + e]) by groups of heads, the next under way."""
     kv = torch.cat([k, v], -1)
 
     def post(i: int) -> Any:

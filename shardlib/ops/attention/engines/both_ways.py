@@ -64,15 +64,14 @@ def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
     Ties: evenly, or, where ``others`` go the other way meanwhile, all forward.
     """
     ahead = sorted(distances)
-    best = min(
-        (
-            (f + b, max(f, b) if not others else b, f, b)
-            for i in range(len(ahead) + 1)
-            for f, b in [(ahead[i - 1] if i else 0, p - ahead[i] if i < len(ahead) else 0)]
-        ),
-        default=(0, 0, 0, 0),
-    )
-    return best[2], best[3]
+    forward = [0, *ahead]  # as far as the i nearest, then backward to the rest
+    backward = [*(p - distance for distance in ahead), 0]
+
+    def cost(hops: tuple[int, int]) -> tuple[int, int, int, int]:
+        f, b = hops
+        return f + b, b if others else max(f, b), f, b
+
+    return min(zip(forward, backward, strict=True), key=cost)
 
 
 def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:

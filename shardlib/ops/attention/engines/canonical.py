@@ -62,13 +62,14 @@ class Canonical(Engine):
         return Moves(out, [*out, *rows, Move(q * z.acc_itemsize, n)])
 
     def areas(self, plan: Plan) -> Areas:
-        """What the mask needs, twice: for the rows of queries and again for those of keys."""
+        """Count what the mask needs, twice: for the rows of queries and again for those of keys."""
         return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
 
     def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
         """Whole tiles of queries against all tiles of keys, in order."""
         plan = job.plan
-        qs, ks, vs = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        qs = gathered(job, q, plan.q_runs)
+        ks, vs = gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
         s, t = qs.shape[-2], ks.shape[-2]
         out, lse = started(q, v.shape[-1])
         for rank in local_queries(job, q):
@@ -86,42 +87,41 @@ class Canonical(Engine):
         self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
     ) -> Gradients:
         """dq from all tiles of keys, dk and dv from all tiles of queries: each sum in global order, on its owner."""
-        (q, k, v), plan = saved, job.plan
-        qs, ks, vs = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
-        dout, dlse, out, lse = given
+        q, k, v = saved
+        plan, (dout, dlse, out, lse) = job.plan, given
         dlses = None if dlse is None else gathered(job, dlse, plan.q_runs)
         rows = gathered(job, dout, plan.q_runs), dlses, gathered(job, out, plan.q_runs), gathered(job, lse, plan.q_runs)
-        s, t = qs.shape[-2], ks.shape[-2]
+        whole = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        all_q, all_k = ((Run(0, 1, x.shape[-2]),) for x in whole[:2])
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
         for rank in local_queries(job, q):
-            view, q_runs, k_runs = rank.view, plan.q_runs[rank.place], plan.k_runs[rank.place]
-            every = rank.of(view(qs), (Run(0, 1, s),))
-
-            def sums(q_runs: tuple[Run, ...], k_runs: tuple[Run, ...], every=every, view=view) -> Saved:
-                """dq, dk and dv of all positions, from the tiles that hold some of these."""
-                into, k_at = [sums_like(view(x)) for x in (qs, ks, vs)], torch.arange(t)
-                for calls in self._calls(every, q_runs, s, k_runs, t):
-                    every.attend_back(
-                        calls,
-                        view(ks),
-                        view(vs),
-                        k_at,
-                        viewed(rows, view),
-                        into[0],
-                        lambda into=into: (into[1], into[2]),
-                    )
-                return tuple(into)
-
+            view = rank.view
+            q_runs, k_runs = plan.q_runs[rank.place], plan.k_runs[rank.place]
             at = positions(q_runs, q.device)
-            view(dq)[:, :, : len(at)] = sums(q_runs, (Run(0, 1, t),))[0][:, :, at]
-            at, (_, dks, dvs) = positions(k_runs, q.device), sums((Run(0, 1, s),), k_runs)
-            view(dk)[:, :, : len(at)], view(dv)[:, :, : len(at)] = dks[:, :, at], dvs[:, :, at]
+            view(dq)[:, :, : len(at)] = self._sums(rank, whole, rows, q_runs, all_k)[0][:, :, at]
+            at = positions(k_runs, q.device)
+            _, dks, dvs = self._sums(rank, whole, rows, all_q, k_runs)
+            view(dk)[:, :, : len(at)] = dks[:, :, at]
+            view(dv)[:, :, : len(at)] = dvs[:, :, at]
+            del dks, dvs
         return dq, dk, dv, None
+
+    def _sums(
+        self, rank: LocalQueries, whole: Saved, rows: Given, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
+    ) -> list[Tensor]:
+        """Add up dq, dk and dv of all positions, from the tiles that hold some of these."""
+        q, k, v = map(rank.view, whole)
+        s, t = q.shape[-2], k.shape[-2]
+        every, mine = rank.of(q, (Run(0, 1, s),)), viewed(rows, rank.view)
+        dq, dk, dv = sums = [sums_like(x) for x in (q, k, v)]
+        for calls in self._calls(every, q_runs, s, k_runs, t):
+            every.attend_back(calls, k, v, torch.arange(t), mine, dq, lambda: (dk, dv))
+        return sums
 
     def _calls(
         self, every: LocalQueries, q_runs: tuple[Run, ...], s: int, k_runs: tuple[Run, ...], t: int
     ) -> list[tuple[Piece, ...]]:
-        """The kernel calls of each pair of tiles, rows counted from position 0."""
+        """List the kernel calls of each pair of tiles, rows counted from position 0."""
         tiles = _tiles(k_runs, t, self.tile)
         return [
             _from_zero(pieces((a,), (b,), every.job.mask), a, b) for a in _tiles(q_runs, s, self.tile) for b in tiles
@@ -129,7 +129,7 @@ class Canonical(Engine):
 
 
 def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
-    """The tiles of 0..n that hold some of these positions."""
+    """List the tiles of 0..n that hold some of these positions."""
     wanted = sorted({i // size for run in runs for i in run.positions})
     return [Run(t * size, 1, min(size, n - t * size)) for t in wanted]
 

@@ -27,7 +27,7 @@ from shardlib.ops.attention.engine import (
     Plan,
     Saved,
 )
-from shardlib.ops.attention.kernels import acc_dtype, merge
+from shardlib.ops.attention.kernels import merge
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
@@ -94,7 +94,7 @@ class PassQ(Engine):
     ) -> Gradients:
         """q, dout and out travel together, then lse (and dlse); dq is gathered on the way."""
         (q, k, v), (dout, dlse, out, lse) = saved, given
-        d, e, dtype = q.shape[-1], v.shape[-1], acc_dtype(q.dtype)
+        d, e = q.shape[-1], v.shape[-1]
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
         ranks = local_queries(job, q)
 
@@ -111,7 +111,7 @@ class PassQ(Engine):
         numbers = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
         travel, before = _Travel(job, torch.cat([q, dout, out], -1), numbers), None
         for step, (block, row) in travel:
-            part = torch.zeros_like(block[..., :d], dtype=dtype, memory_format=torch.contiguous_format)
+            part = sums_like(block[..., :d])
             for rank, foreign, calls, k_at in travel.calls(step, ranks, block[..., :d]):
                 packed, lses = rank.view(block), rank.view(row)
                 theirs = (
@@ -136,10 +136,11 @@ class _Travel:
     """Queries on their way round the ring, stop by stop, and what goes on with them."""
 
     def __init__(self, job: Job, *travelling: Tensor) -> None:
-        self.job, self.chunks, self.now = job, job.plan.chunks, list(travelling)
+        self.job, self.chunks = job, job.plan.chunks
+        self.now = list(travelling)
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """(step, the blocks that came) of every stop."""
+        """Yield (step, the blocks that came) of every stop."""
         for chunk in self.chunks:
             for step in range(1, len(chunk.at) + 1):
                 keys = [(str(i), 0, step) for i in range(len(self.now))]
@@ -157,7 +158,7 @@ class _Travel:
     def calls(
         self, step: int, ranks: list[LocalQueries], block: Tensor
     ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Of every rank played here: the queries that stop there, their calls on its keys, the keys' positions."""
+        """Yield of every rank played here: itself, the queries that stop there, their calls, its keys' positions."""
         plan = self.job.plan
         for rank in ranks:
             owner = self.chunks[0].owner(step, rank.place)

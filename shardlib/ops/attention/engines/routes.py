@@ -20,6 +20,7 @@ from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
     local_queries,
+    parted,
     positions,
     started,
     sums_like,
@@ -95,10 +96,12 @@ class Routes:
     def backward(
         self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
     ) -> Gradients:
-        (q, k, v), plan, d = saved, job.plan, saved[1].shape[-1]
+        q, k, v = saved
+        plan, d = job.plan, k.shape[-1]
         dq, dkv = sums_like(q), k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=acc_dtype(k.dtype))
         dbias = sums_like(bias) if wants_bias and bias is not None else None
-        ranks, travel, sums = local_queries(job, q, bias), _Travel(job, k, v), _Sums(plan.chunks)
+        ranks = local_queries(job, q, bias)
+        travel, sums = _Travel(job, k, v), _Sums(plan.chunks)
 
         def attend_back(rank: LocalQueries, calls: Calls, keys: Keys, k_at: Tensor, into: Callable[[], Keys]) -> None:
             view = rank.view
@@ -112,7 +115,7 @@ class Routes:
             sums.coming = {key: wait for key, wait in coming.items() if key[0] != "keys"}
             del coming
             for rank, calls, k_at in _own_calls(plan, ranks) if step == 0 else ():
-                own = partial(_parted, rank.view(dkv), d)
+                own = partial(parted, rank.view(dkv), d)
                 attend_back(rank, calls, (rank.view(k), rank.view(v)), k_at, own)
             for n in travel.holding(step):
                 part = sums.part(n, step, travel.held[n, step])
@@ -128,12 +131,12 @@ class Routes:
 
 
 def _own(plan: Plan, rank: int) -> Calls:
-    """The kernel calls of a rank's queries on its own keys."""
+    """List the kernel calls of a rank's queries on its own keys."""
     return pieces(plan.q_runs[rank], plan.k_runs[rank], plan.mask)
 
 
 def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
-    """(owner, kernel calls) on what a rank holds of a chunk at a step; columns count from the chunk's lo."""
+    """Give (owner, kernel calls) on what a rank holds of a chunk at a step; columns count from the chunk's lo."""
     owner = chunk.owner(step, rank) if step <= len(chunk.at) else None
     if owner is None:
         return -1, ()
@@ -141,13 +144,13 @@ def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
 
 
 def _own_calls(plan: Plan, ranks: list[LocalQueries]) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Of every rank played here: its calls on its own keys, and their positions."""
+    """Yield of every rank played here: its calls on its own keys, and their positions."""
     for rank in ranks:
         yield rank, _own(plan, rank.place), positions(plan.k_runs[rank.place], rank.q.device)
 
 
 def _calls(plan: Plan, ranks: list[LocalQueries], n: int, step: int) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Of every rank that has calls on what it holds of a chunk: these, and the keys' positions."""
+    """Yield of every rank that has calls on what it holds of a chunk: these, and the keys' positions."""
     chunk = plan.chunks[n]
     for rank in ranks:
         owner, calls = _visit(plan, chunk, step, rank.place)
@@ -160,7 +163,7 @@ def _stops(plan: Plan) -> list[tuple[Chunk, int]]:
 
 
 def busiest(plan: Plan) -> tuple[int, int]:
-    """Bytes that the busiest rank sends or receives, forward and backward."""
+    """Count the bytes that the busiest rank sends or receives, forward and backward."""
     z = plan.case.sizes
     forward, backward = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for chunk, t in _stops(plan):
@@ -188,7 +191,7 @@ class _Travel:
         self.coming: Coming = {}
 
     def leaving(self, step: int) -> list[Leaving]:
-        """What is sent on of what is held at ``step``."""
+        """List what is sent on of what is held at ``step``."""
         out: list[Leaving] = []
         for n, chunk in enumerate(self.chunks):
             for later, since in enumerate(chunk.since, 1):
@@ -205,11 +208,11 @@ class _Travel:
                 self.held[n, step] = self.coming.pop(("keys", n, step))()
 
     def holding(self, step: int) -> list[int]:
-        """The chunks of other ranks that are held at ``step``."""
+        """List the chunks of other ranks that are held at ``step``."""
         return [n for n, chunk in enumerate(self.chunks) if 1 <= step <= len(chunk.at)]
 
     def keys(self, n: int, step: int, view: View) -> Keys:
-        return _parted(view(self.held[n, step]), self.d)
+        return parted(view(self.held[n, step]), self.d)
 
 
 class _Sums:
@@ -220,7 +223,7 @@ class _Sums:
         self.waiting: list[Leaving] = []
 
     def leaving(self) -> list[Leaving]:
-        """What was sent on at the last step."""
+        """List what was sent on at the last step."""
         out, self.waiting = self.waiting, []
         return out
 
@@ -228,7 +231,7 @@ class _Sums:
         return _Part(like, self.coming.pop(("sum", n, step), None))
 
     def send_on(self, n: int, step: int, part: "_Part") -> None:
-        """To the next stop, or home from the last."""
+        """Send to the next stop, or home from the last."""
         chunk = self.chunks[n]
         for what, pairs in (("sum", chunk.sum_hops(step + 1)), ("home", chunk.home_hops(step + 1))):
             if pairs:
@@ -255,9 +258,4 @@ class _Part:
         return self.so_far
 
     def keys(self, view: View, d: int) -> Keys:
-        return _parted(view(self.sum()), d)
-
-
-def _parted(kv: Tensor, d: int) -> Keys:
-    """Keys and values, or their gradients, that lie in one storage."""
-    return kv[..., :d], kv[..., d:]
+        return parted(view(self.sum()), d)

@@ -60,7 +60,8 @@ class RSA(Engine):
 
     def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
         """Saves q, k, v and the probabilities [b, h, lq, p lk]."""
-        dtype, g, ranks = acc_dtype(q.dtype), k.shape[-3], local_queries(job, q, bias)
+        dtype, g = acc_dtype(q.dtype), k.shape[-3]
+        ranks = local_queries(job, q, bias)
         scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
         for step, block in _round(job, k):
             for rank in ranks:
@@ -133,7 +134,7 @@ def _keys_round(
 
 
 def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's block once: (step, block), the next one under way."""
+    """Yield every rank's block once: (step, block), the next one under way."""
     chunks, p = job.plan.chunks, job.plan.p
     for step in range(p if chunks else 1):
         pairs = chunks[0].hops(step + 1) if chunks and step < p - 1 else ()
@@ -159,7 +160,7 @@ class _Part:
         return self.rank.view(x)[:, :, : self.n]
 
     def cols(self, x: Tensor) -> Tensor:
-        """Of a storage of all keys, the owner's."""
+        """[b, g, m, d] of a storage of all keys."""
         return self.rank.view(x)[:, :, self.first : self.first + self.m]
 
     def keys(self, block: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,7 +174,7 @@ class _Part:
         return s if block.bias is None else s + block.bias
 
     def kept(self, x: Tensor) -> Tensor:
-        """Probabilities, or their gradient, after dropout."""
+        """Drop probabilities, or their gradient."""
         if not self.rank.job.dropout:
             return x
         q = self.rank.q

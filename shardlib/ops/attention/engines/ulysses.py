@@ -112,7 +112,8 @@ class Ulysses(Engine):
     def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
         """Saves what lay in between: q, k, v, out, lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
-        swap, d, rows = _Swap(job), k.shape[-1], q.shape[-2]
+        swap = _Swap(job)
+        d, rows = k.shape[-1], q.shape[-2]
         qs, kv = swap.queries(q), swap.keys(torch.cat([k, v], -1))
         ks, vs = kv[..., :d], kv[..., d:]
         engine = swap.inner.engine
@@ -124,9 +125,11 @@ class Ulysses(Engine):
     def backward(
         self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
     ) -> Gradients:
-        """The cotangent goes there, the gradients come back."""
-        (qs, ks, vs, out, lse), (dout, dlse, *_), d = saved, given, saved[1].shape[-1]
-        rows, dtype, swap = dout.shape[-2], qs.dtype, _Swap(job)
+        """Swap the cotangent, and swap the gradients back."""
+        qs, ks, vs, out, lse = saved
+        dout, dlse, *_ = given
+        swap, dtype = _Swap(job), qs.dtype
+        d, rows = ks.shape[-1], dout.shape[-2]
         douts = swap.queries(dout)
         dlses = None if dlse is None else swap.queries(dlse.unsqueeze(-1)).squeeze(-1)
         between = (douts, dlses, out, lse)
@@ -137,20 +140,21 @@ class Ulysses(Engine):
 
 
 def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
-    """What runs while the sequence is split over the outer axes alone: both ways, for fewer heads."""
+    """Plan what runs while the sequence is split over the outer axes alone: both ways, for fewer heads."""
     sizes, z = dict(case.mesh), case.sizes
     p = math.prod(sizes[a] for a in outer)
     u = case.p // p
     q_runs, k_runs = (
         tuple(_union(runs[i : i + u]) for i in range(0, case.p, u)) for runs in (case.q_runs, case.k_runs)
     )
-    heads, lq, lk = Heads.of(z.h, z.g, u), max(map(length, q_runs)), max(map(length, k_runs))
+    heads = Heads.of(z.h, z.g, u)
+    lq, lk = max(map(length, q_runs)), max(map(length, k_runs))
     fewer = Sizes(z.b, heads.per_rank, (len(heads.sent) or z.g) // u, lq, lk, z.d, z.e, z.itemsize, z.acc_itemsize)
     return BothWays().plan(replace(case, q_runs=q_runs, k_runs=k_runs, rows=lk, axes=outer, sizes=fewer))
 
 
 def _union(shares: Runs) -> tuple[Run, ...]:
-    """The positions of several ranks as few runs, in rising order where they are stretches."""
+    """Give the positions of several ranks as few runs, in rising order where they are stretches."""
     runs = sorted(run for share in shares for run in share)
     if not runs:
         return ()
@@ -190,7 +194,7 @@ class _Swap:
         self.axes = job.axes[len(self.outer_axes) :]  # that heads are swapped over
 
     def job_between(self) -> Job:
-        """The attention in between."""
+        """Make the job in between."""
         n = self.heads.per_rank
 
         def at(coord: dict[str, int]) -> At:
@@ -215,7 +219,7 @@ class _Swap:
         return self._back(x, self.job.plan.q_runs, self.inner.q_runs, rows).narrow(-3, 0, self.sizes.h)
 
     def keys_back(self, x: Tensor, rows: int) -> Tensor:
-        """The sum over the ranks that a head of keys was sent to."""
+        """Sum over the ranks that a head of keys was sent to."""
         x = self._back(x, self.job.plan.k_runs, self.inner.k_runs, rows)
         if not self.heads.sent:
             return x
@@ -263,7 +267,7 @@ class _Tables(NamedTuple):
 
 
 def _tables(shares: Runs, inner: Runs, rows: int) -> _Tables:
-    """The tables for blocks of ``rows`` rows, padding last; the caller's own."""
+    """Make the tables for blocks of ``rows`` rows, padding last; the caller's own."""
     kept = _tables_kept(shares, inner, rows)
     return _Tables(tuple(t.clone() for t in kept.there), tuple(t.clone() for t in kept.back))
 
