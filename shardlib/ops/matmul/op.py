@@ -5,7 +5,7 @@ run on their blocks (function.py), and says where the result lies.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case
 from shardlib.ops.matmul.cuts import cut_for, whole_rows
-from shardlib.ops.matmul.function import NOWHERE, Axes, Product
+from shardlib.ops.matmul.function import Axes, Product
 from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.panels import rounded
 from shardlib.ops.matmul.prefetch import read_again
@@ -153,15 +153,17 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 
     ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the columns do.
     """
-    if not (type(x) is type(w) is ShardedTensor and x.mesh is w.mesh):
+    if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
-    mesh = x.mesh
-    if x.place.merged_from and (w.place.out_layout or any(isinstance(p, int) for p in x.dims[0].parts)):
+    of_x, of_w = x.place, w.place
+    mesh = of_x.mesh
+    if of_x.merged_from and (of_w.out_layout or any(isinstance(p, int) for p in of_x.dims[0].parts)):
         # the weight's rule speaks of the dimensions before a view, and so do groups of rows
-        unfolded = x.view(*x.place.merged_from, x.padded_shape[-1])
-        return product_of(unfolded, w, out, bias).view(x.padded_shape[0], w.padded_shape[-1])  # type: ignore[return-value]
-    if x.raw.dtype != w.raw.dtype:
+        unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
+        return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
+    dtype = x.raw.dtype
+    if dtype != w.raw.dtype:
         raise ShardError(
             "operands have different dtypes",
             op="matmul",
@@ -170,24 +172,25 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
             fix="x @ w.to(x.dtype)",
         )
     asked = out is not None
-    out = out or w.place.out_layout
+    out = out or of_w.out_layout
     more = read_again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
-    key = ("matmul", x.sharding, w.sharding, x.padded_shape, w.padded_shape, x.raw.dtype, out, held, more, asked)
-    match = known(key, lambda: _decided(case(x, w, out, held, more), asked), mesh.plans)
-    if not isinstance(match, Match):
-        of_x, of_w, out = match
-        return product_of(reshard(x, of_x), reshard(w, of_w), out, bias)
+    key = ("matmul", of_x.layout, of_w.layout, of_x.shape, of_w.shape, dtype, out, held, more, asked)
+    plan = known(key, lambda: _planned(case(x, w, out, held, more), asked, mesh), mesh.plans)
+    if not isinstance(plan, _Plan):
+        return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
+    match, over, place = plan
     if (watcher := scope().watcher) is not None:
         watcher.chose(match, product=True)
-    out, deferred = match.out, x.deferred
-    over_x, over_w = match.over
-    if x.deferred or w.deferred:
-        deferred = (x.deferred | w.deferred) - set(out.axes)
+    out, deferred = place.layout, of_x.deferred
+    if deferred or of_w.deferred:
+        deferred = (deferred | of_w.deferred) - set(out.axes)
         meets = {*out.axes, *deferred}
-        over_x = tuple(meets.difference(x.sharding.axes, x.deferred))
-        over_w = tuple(meets.difference(w.sharding.axes, w.deferred))
-    over = (real_axes(mesh, over_x), real_axes(mesh, over_w)) if over_x or over_w else NOWHERE
+        over = (
+            real_axes(mesh, meets.difference(of_x.layout.axes, of_x.deferred)),
+            real_axes(mesh, meets.difference(of_w.layout.axes, of_w.deferred)),
+        )
+        place = place._replace(deferred=deferred)
     added: Tensor | None = None
     met: Axes | None = None  # where the bias's gradient is summed, if it is computed here
     inside = bias is not None and _may_add(bias, x, out, match)
@@ -205,21 +208,34 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     raw = owned(raw)
     if more is False:
         let_go(x)
-    y = ShardedTensor(raw, Place(out, torch.Size((*x.padded_shape[:-1], w.padded_shape[-1])), mesh, deferred=deferred))
+    y = ShardedTensor(raw, place)
     return y if bias is None or inside else elementwise(torch.add, (y, bias), {})
 
 
-def _decided(case: MatmulCase, asked: bool) -> Match | tuple[Layout, Layout, Layout | None]:
-    """What runs, or the layouts to which operands are cut before they are multiplied."""
+class _Plan(NamedTuple):
+    """What runs, where gradients of X and of W are summed, and where Y lies: all that is not values.
+
+    Of operands whose gradients are deferred the last two are found anew.
+    """
+
+    match: Match
+    over: tuple[Axes, Axes]
+    place: Place
+
+
+def _planned(case: MatmulCase, asked: bool, mesh: Mesh) -> _Plan | tuple[Layout, Layout, Layout | None]:
+    """The plan of a product, or the layouts to which operands are cut before they are multiplied."""
     try:
         match = decide("matmul", case)
-        return match if match.over else replace(match, over=case.over(match.out))
     except NoRule:
         bare = replace(case, held=_NOTHING, more=None)
         cut = cut_for(bare) or (None if asked or case.out is None else whole_rows(bare))
         if cut is None:
             raise
         return cut
+    over_x, over_w = match.over or case.over(match.out)
+    over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
+    return _Plan(match, over, Place(match.out, torch.Size(case.y_shape), mesh))
 
 
 _NOTHING: frozenset[Any] = frozenset()
