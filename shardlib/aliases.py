@@ -28,8 +28,8 @@ def link(a: Tensor, b: Tensor) -> None:
     if a.is_meta or same_memory(a, b):
         return
     one, two = StorageWeakRef(a.untyped_storage()), StorageWeakRef(b.untyped_storage())
-    for key in [k for k, pairs in LINKS.items() if pairs[0][0].expired()]:
-        del LINKS[key]
+    for key in [k for k, pairs in list(LINKS.items()) if pairs[0][0].expired()]:  # other threads link too
+        LINKS.pop(key, None)
     LINKS.setdefault(one.cdata, []).append((one, two))
     LINKS.setdefault(two.cdata, []).append((two, one))
 

@@ -34,8 +34,8 @@ ORDER = [  # each may import from those before it
     "shard_map",
     "sequence",
     "functions",
-    "ops.padding",
     "ops.registry",
+    "ops.padding",
     "ops.signatures",
     "ops.whole",
     "ops.dims",
@@ -72,6 +72,8 @@ ORDER = [  # each may import from those before it
 OPTIONAL = {"matplotlib", "numpy", "transformers"}  # imported inside functions only
 DTENSORS_OWN = {"_local_tensor", "_spec", "_op_dispatcher", "_redistribute"}  # whatever the object is called
 DOCUMENTED = {"_make_wrapper_subclass"}  # torch's docs name it for wrapper subclasses; same since 1.11
+
+KINDS = {"dist", "stacked", "record"}  # of meshes
 
 MODULES = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
@@ -186,6 +188,40 @@ def test_optional_packages_are_imported_in_functions_only(module: str) -> None:
         if isinstance(scope, ast.FunctionDef):
             scope.body = []
     assert not {t for t, _ in imported(module, tree) if t.split(".")[0] in OPTIONAL}
+
+
+def kinds_asked(tree: ast.AST) -> list[str]:
+    """Where code asks what kind a mesh is: ``mesh.kind``, a comparison with a kind's name, a back end by name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "kind" and ast.unparse(node.value).endswith(("mesh", "m")):
+            found.append(node)
+        if isinstance(node, ast.Compare) and any(
+            isinstance(c, ast.Constant) and c.value in KINDS for c in ast.walk(node)
+        ):
+            found.append(node)
+        if isinstance(node, ast.ImportFrom) and "backends" in (node.module or ""):
+            found.append(node)
+    return [f"{n.lineno}: {ast.unparse(n)}" for n in found]
+
+
+@pytest.mark.parametrize("module", [m for m in BELOW if m.split(".")[1] not in ("collectives", "mesh")])
+def test_nobody_asks_what_kind_a_mesh_is(module: str) -> None:
+    """But those who make meshes and back ends: others ask ``lead``, ``played``, ``storage``, ``holds_values``."""
+    assert kinds_asked(parse(module)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    return x.mesh.kind != 'x'",
+        "if m.kind: pass",
+        "def f(k):\n    return k in ('dist', 'record')",
+        "from shardlib.collectives.backends import dist",
+    ],
+)
+def test_a_question_for_the_kind_is_seen(source: str) -> None:
+    assert kinds_asked(ast.parse(source))
 
 
 def test_no_module_is_called_utils() -> None:

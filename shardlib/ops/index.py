@@ -16,6 +16,7 @@ from shardlib.ops.dims import Labels, Unfit, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
 from shardlib.ops.padding import last_only, padded_to
 from shardlib.ops.ranges import in_range
+from shardlib.ops.registry import remember
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole
@@ -159,20 +160,17 @@ def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     return out
 
 
-_HERE: dict[Any, Tensor] = {}
-
-
 def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     """Per rank, for each of ``n`` positions: where it lies in the rank's block, or the block's size."""
-    key = n, token, mesh
-    if key not in _HERE:
-        if len(_HERE) > 256:
-            _HERE.clear()
+    key = _here, n, token
+    found = mesh.plans.get(key)
+    if found is None:
         mine = shard(torch.arange(n), Layout((token,)), mesh).raw
         size = mine.shape[-1]
         table = torch.full((*mine.shape[:-1], n), size)
-        _HERE[key] = table.scatter_(-1, mine, torch.arange(size).expand_as(mine)).to(mesh.device)
-    return _HERE[key]
+        table.scatter_(-1, mine, torch.arange(size).expand_as(mine))
+        found = remember(mesh.plans, key, table.to(mesh.device))
+    return found
 
 
 def _whole(i: ShardedTensor) -> ShardedTensor:

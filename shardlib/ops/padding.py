@@ -6,7 +6,6 @@ fills it first, with the value that changes nothing (zero before a sum, the lowe
 maximum), and what is computed there has no gradient.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
+from shardlib.ops.registry import remember
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["filled", "inside", "last_only", "masked", "padded_to"]
@@ -40,8 +40,13 @@ def inside(x: ShardedTensor) -> ShardedTensor:
     return ShardedTensor(raw, x.place._replace(true_shape=None, deferred=frozenset()))
 
 
-@lru_cache(maxsize=64)
 def _mask(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
+    key = _mask, layout, shape, true, device
+    found = mesh.plans.get(key)
+    return remember(mesh.plans, key, _made(layout, shape, true, mesh, device)) if found is None else found
+
+
+def _made(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
     masks = []
     for c in played(mesh):
         here = torch.ones((), dtype=torch.bool, device=device)

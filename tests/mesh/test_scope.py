@@ -433,6 +433,10 @@ def _used(mesh: Any) -> None:
     with mesh:
         a, b = (sl.shard(torch.ones(4, 4), "x y").requires_grad_() for _ in range(2))
         torch.softmax(torch.einsum("ij,jk->ik", a, b) @ b, 0).sum().backward()
+        padded = sl.shard(torch.ones(5, 3), "x y", pad=True)
+        (padded @ padded.mT).sum(), a[torch.tensor([0, 3])], torch.rand_like(a), sl.random.get_state()
+        with sl.implicit():
+            a.cumsum(0)
         q = sl.shard(torch.ones(1, 2, 8, 4), ". . (x y) .")
         sl.ring_attention(q, q, q, mask=sl.Causal())
 
