@@ -6,6 +6,7 @@ split in different ways the function is refused with the reshard to write, unles
 ``sl.implicit()``.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +140,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if _same_place(x, y):
             return x.becomes(local_call(func, mesh, (x.raw, y.raw), {}))
         if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
-            raws, out, shape, deferred = aligned(func.__name__, [x, y])
-            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), Place(out, shape, mesh, deferred=deferred))
+            raws, *lies = aligned(func.__name__, [x, y])
+            return _laid(local_call(func, mesh, tuple(raws), {}), (x, y), *lies)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
@@ -175,14 +176,13 @@ def _like(x: Any) -> Any:
 
 
 def _same_place(x: Any, y: Any) -> bool:
-    return (
-        isinstance(x, ShardedTensor)
-        and isinstance(y, ShardedTensor)
-        and x.mesh is y.mesh
-        and (x.sharding is y.sharding or x.sharding == y.sharding)
-        and x.padded_shape == y.padded_shape
-        and not (x.sharding.partial or x.deferred or y.deferred)
-    )
+    """Whether the blocks of two values combine as they are."""
+    if not (isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)):
+        return False
+    p, q = x.place, y.place
+    if p is not q and (p.mesh is not q.mesh or p.layout != q.layout or p.shape != q.shape):
+        return False
+    return not (p.layout.partial or p.deferred or q.deferred)
 
 
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -197,8 +197,18 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     raws = iter(moved)
     new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
     new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    raw = local_call(func, mesh, new_args, new_kwargs)
-    return ShardedTensor(raw, Place(out, shape, mesh, deferred=deferred))
+    return _laid(local_call(func, mesh, new_args, new_kwargs), values, out, shape, deferred)
+
+
+def _laid(
+    raw: Tensor, values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
+) -> ShardedTensor:
+    """The result; rows that were merged in an operand of its shape are merged in it."""
+    merged: tuple[int, ...] = ()
+    for v in values:
+        if v.place.merged_from and v.place.shape == shape:
+            merged = v.place.merged_from
+    return ShardedTensor(raw, Place(out, shape, values[0].mesh, None, deferred, None, merged))
 
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
