@@ -36,7 +36,11 @@ def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
 
 def inside(x: ShardedTensor) -> ShardedTensor:
     """Return which positions of a padded tensor are elements."""
-    raw = _mask(x.sharding, tuple(x.padded_shape), tuple(x.shape), x.mesh, x.raw.device)
+    known = x.mesh.plans.setdefault(inside, {})  # a small table of its own: masks are as large as blocks
+    key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
+    raw = known.get(key)
+    if raw is None:
+        raw = remember(known, key, _mask(x.sharding, tuple(x.padded_shape), tuple(x.shape), x.mesh, x.raw.device), 64)
     return ShardedTensor(raw, x.place._replace(true_shape=None, deferred=frozenset()))
 
 

@@ -233,9 +233,9 @@ def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
     return remember(table, full, make()) if found is None else found
 
 
-def remember(table: dict[Any, T], key: Any, value: T) -> T:
-    """Keep a value in a table that begins anew when it is full."""
-    if len(table) >= 8192:
+def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
+    """Keep a value in a table that begins anew when it has ``most`` entries."""
+    if len(table) >= most:
         table.clear()
     table[key] = value
     return value

@@ -82,6 +82,7 @@ def _equals_dense(
     y = x @ w
     g = torch.randn(y.shape, dtype=torch.float64, generator=draw)
     y.backward(g)
+    assert x.grad is not None and w.grad is not None, "both operands take part"
     a, b = (shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True))
     match = dict(why("matmul", a, b).verdicts)[name]
     if not isinstance(match, Match):  # more rows than it takes

@@ -64,7 +64,7 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("a vector, or sizes that differ")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
     inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
-    return padded_to(product_of(*inner, out_layout), (*x.shape[:-1], w.shape[-1]))
+    return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
 
 
 def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
