@@ -139,7 +139,8 @@ def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor 
     torch.manual_seed(0)
     with simulate(s=1) as one:
         seed = next_key(one)
-    out, lse = dense_attention(*leaves, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None)
+    q, k, v = leaves
+    out, lse = dense_attention(q, k, v, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None)
     gone = lse == -math.inf
     cotangents = _normal(*out.shape, seed=6), _normal(*lse.shape, seed=7).masked_fill(gone, 0)
     loss = (out * cotangents[0]).sum()
@@ -205,7 +206,9 @@ def _check_second_derivative(engine: Engine) -> None:
     def penalty(out: Tensor, xs: Any) -> Any:
         return sum((g * g).sum() for g in torch.autograd.grad(out, xs, create_graph=True))
 
-    want = torch.autograd.grad(penalty((dense_attention(*leaves, Causal())[0] * cotangent).sum(), leaves), leaves)
+    q, k, v = leaves
+    dense, _ = dense_attention(q, k, v, Causal())
+    want = torch.autograd.grad(penalty((dense * cotangent).sum(), leaves), leaves)
     with simulate(s=2):
         xs = [shard(x.detach(), Ring("s", 2)).requires_grad_() for x in leaves]
         if isinstance(engine.plan(attention_case(*xs, Causal())), str):
