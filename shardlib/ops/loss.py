@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Local, l1_weight
 from shardlib.collectives import axis_index, axis_size, pmax, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Layout
@@ -347,6 +347,8 @@ class _Loss:
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.bind(*args, **kwargs)
+        if self.of is F.l1_loss and given["weight"] is None:
+            given["weight"] = l1_weight()
         how = _how(given)
         if how == "batchmean" and self.of is not F.kl_div:
             raise BadArgument("batchmean is a reduction of kl_div alone", op=self.of.__name__)

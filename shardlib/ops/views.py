@@ -292,6 +292,8 @@ def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
         raise BadArgument("start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)})
+    if x.padded_shape and start == end:
+        return x
     return _view(
         Tensor.reshape,
         x,

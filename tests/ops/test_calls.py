@@ -280,6 +280,15 @@ def test_a_plain_sum_of_losses_is_their_sum_and_has_their_gradient() -> None:
         assert torch.allclose(sl.unshard(x.grad), 2 * X)
 
 
+def test_a_weight_that_torch_does_not_hand_on_counts() -> None:
+    weight = r(4, 6, seed=7).abs()
+    with sl.simulate(x=2, y=2):
+        x, y, w = (sl.shard(t, "x y") for t in (X, Y, weight))
+        for how in ("mean", "sum", "none"):
+            got = sl.unshard(F.l1_loss(x, y, reduction=how, weight=w))
+            assert torch.allclose(got, F.l1_loss(X, Y, reduction=how, weight=weight))
+
+
 def test_inference_mode_computes_what_no_grad_does() -> None:
     for under in (torch.inference_mode, torch.no_grad):
         with sl.simulate(x=2, y=2), sl.implicit(), under():
