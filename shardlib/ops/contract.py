@@ -25,7 +25,7 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
         operands = list(operands[0])
     if not isinstance(equation, str):
         raise TypeError("einsum by lists")
-    return contract(equation, *operands)
+    return contract(equation, *operands, exact=False)
 
 
 @implements(Tensor.__rmatmul__)

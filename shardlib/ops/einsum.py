@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import ShardError
+from shardlib.errors import BadArgument, ShardError
 from shardlib.ops.dims import Unfit, rows_call
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["contract", "product_line"]
 
@@ -53,12 +53,23 @@ def _labels(terms: list[str]) -> Any:
     return labels
 
 
-def contract(product: Callable[..., Any], equation: str, *operands: Any) -> Any:
-    """An einsum of sharded operands; ``product`` multiplies two matrices."""
+def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: bool = True) -> Any:
+    """An einsum of sharded operands; ``product`` multiplies two matrices.
+
+    ``exact``  a letter has one size, as in products; torch.einsum's may be 1 in some operands.
+    """
     try:
         terms, right = _parsed(equation, [t.ndim for t in operands])
     except Unfit:
         return torch.einsum(equation, *operands)
+    sizes: dict[str, int] = {}
+    for c, n in [(c, n) for term, t in zip(terms, operands, strict=True) for c, n in zip(term, t.shape, strict=True)]:
+        if exact and c in equation and sizes.setdefault(c, n) != n:
+            raise BadArgument(
+                f"a size of {n} meets one of {sizes[c]}",
+                op=equation,
+                operands={"xyzuvw"[i % 6]: typeof(t) for i, t in enumerate(operands)},
+            )
     local = ",".join(terms) + "->" + right
     try:
         return rows_call(torch.einsum, (local, *operands), {}, _labels(terms), sums=True, quiet=True)

@@ -280,6 +280,25 @@ def test_a_plain_sum_of_losses_is_their_sum_and_has_their_gradient() -> None:
         assert torch.allclose(sl.unshard(x.grad), 2 * X)
 
 
+def test_products_do_not_broadcast_what_they_sum_over() -> None:
+    one, v = r(4, 1), r(4, seed=2)
+    forms: list[Callable[[Any, Any], Any]] = [
+        lambda a, b: a @ b,
+        lambda a, b: torch.mv(a, b),
+        lambda a, b: torch.addmv(b, a, b),
+        lambda a, b: F.linear(b, a.expand(4, 1)),
+        lambda a, b: torch.inner(a[:, 0][:1], b),
+    ]
+    for f in forms:
+        with pytest.raises(RuntimeError):
+            f(one, v)
+        with sl.simulate(x=2), pytest.raises((sl.ShardError, RuntimeError)):
+            f(sl.shard(one, ". ."), sl.shard(v, "x"))
+    with sl.simulate(x=2):
+        got = torch.einsum("ij,j->i", sl.shard(one, "x ."), sl.shard(v, "."))
+        assert torch.allclose(sl.unshard(got), torch.einsum("ij,j->i", one, v))
+
+
 def test_a_weight_that_torch_does_not_hand_on_counts() -> None:
     weight = r(4, 6, seed=7).abs()
     with sl.simulate(x=2, y=2):
