@@ -339,7 +339,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
         raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
     unbiased = more.get("correction", more.get("unbiased", True))
     unbiased = 1 if unbiased is None else unbiased
-    if not x.dtype.is_floating_point or 0 in x.size_:
+    if not x.dtype.is_floating_point or 0 in x.padded_shape:
         raise NoRule("no real floating point", op="var", operands={"tensor": typeof(x)}, fix="x.double().var()")
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
