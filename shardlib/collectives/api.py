@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives.backends import Backend, backend, dist
+from shardlib.collectives.backends import BACKENDS, Backend, backend, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, of
@@ -68,7 +68,7 @@ def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
 
 def lead(mesh: Mesh) -> int:
     """Number of dimensions that a storage has in front of a block's: 1 where one process plays several ranks."""
-    return backend(mesh).lead(mesh)
+    return BACKENDS[mesh.kind].lead
 
 
 def holds_values(mesh: Mesh) -> bool:

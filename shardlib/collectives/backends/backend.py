@@ -29,6 +29,9 @@ class Backend(Protocol):
     holds_values: bool
     """False where blocks are shapes only."""
 
+    lead: int
+    """Number of dimensions of a storage in front of a block's."""
+
     def played(self, mesh: Mesh) -> list[dict[str, int]]:
         """Coordinates of the ranks that this process plays, in the order of their blocks."""
         ...
@@ -39,10 +42,6 @@ class Backend(Protocol):
 
     def blocks(self, raw: Tensor, mesh: Mesh) -> list[Tensor]:
         """The block of each rank played here; what is written to them is written to the storage."""
-        ...
-
-    def lead(self, mesh: Mesh) -> int:
-        """Number of dimensions of a storage in front of a block's."""
         ...
 
     def axis_index(self, mesh: Mesh, axes: Axes) -> int | Tensor:

@@ -24,6 +24,7 @@ from shardlib.mesh import Mesh, rank_along
 __all__: list[str] = []
 
 holds_values = True
+lead = 0
 
 
 def played(mesh: Mesh) -> list[dict[str, int]]:
@@ -36,10 +37,6 @@ def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     return [raw]
-
-
-def lead(mesh: Mesh) -> int:
-    return 0
 
 
 Finished = Callable[[], object]

@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 
 holds_values = False
+lead = 0
 
 
 def played(mesh: Mesh) -> list[dict[str, int]]:
@@ -29,10 +30,6 @@ def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     return [raw]
-
-
-def lead(mesh: Mesh) -> int:
-    return 0
 
 
 @at_once

@@ -13,6 +13,7 @@ from shardlib.mesh import Mesh, coordinates, rank_along
 __all__: list[str] = []
 
 holds_values = True
+lead = 1
 
 
 def played(mesh: Mesh) -> list[dict[str, int]]:
@@ -25,10 +26,6 @@ def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     return [raw[rank] for rank in range(len(raw))]
-
-
-def lead(mesh: Mesh) -> int:
-    return 1
 
 
 def _split(x: Tensor, mesh: Mesh, axes: Axes) -> tuple[Tensor, list[int]]:
