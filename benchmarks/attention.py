@@ -68,7 +68,7 @@ def _blocks(order: str, length: int, heads: int, size: int) -> list[Tensor]:
 
 def _ours(case: tuple[str, str, bool, str], length: int, heads: int, size: int) -> Callable[[], Any]:
     _, order, causal, algorithm = case
-    lay, mask = Ring("s", 2, order), sl.Causal() if causal else sl.Full()
+    lay, mask = Ring("s", 2, order), sl.masks.Causal() if causal else sl.masks.Full()
     blocks = _blocks(order, length, heads, size)
 
     def work() -> None:
@@ -84,8 +84,8 @@ def _paper(case: tuple[str, str, bool, str], length: int, heads: int, size: int)
     _, order, causal, algorithm = case
     with sl.record(s=dist.get_world_size()):
         x = sl.shard(torch.empty(1, heads, length, size, device="meta"), Ring("s", 2, order))
-        mask = sl.Causal() if causal else sl.Full()
-        found = peak(sl.attention_plan(x, x, x, mask, algorithm), torch.float32, dist.get_rank())
+        mask = sl.masks.Causal() if causal else sl.masks.Full()
+        found = peak(sl.planning.attention_plan(x, x, x, mask, algorithm), torch.float32, dist.get_rank())
     block = heads * length // dist.get_world_size() * size * 4
     return max(found.forward, found.backward + block)  # the cotangent of ones
 
@@ -149,7 +149,7 @@ def behind_links(length: int, repeats: int) -> list[tuple[str, float, float]]:
             def step() -> None:
                 q, k, v = (x.detach().requires_grad_() for x in blocks)
                 lay = Ring("s", 2, "zigzag")
-                out = sl.ring_attention(q, k, v, layout=lay, mask=sl.Causal(), algorithm=algorithm)
+                out = sl.ring_attention(q, k, v, layout=lay, mask=sl.masks.Causal(), algorithm=algorithm)
                 out.backward(torch.ones_like(out))
 
             return step

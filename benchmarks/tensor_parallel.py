@@ -100,7 +100,7 @@ def ours(args: argparse.Namespace, sequence: bool, saving: bool) -> Step:
         model = GPT(args.layers, args.width, args.length)
         rules = sl.recipes.megatron1d(model, sequence=sequence)
         apply, params = sl.parallelize(model, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
-        tx = sl.adamw(LEARNING)
+        tx = sl.optim.adamw(LEARNING)
         held = [params, tx.init(params)]
     run = sl.value_and_grad(apply)
 
@@ -109,7 +109,7 @@ def ours(args: argparse.Namespace, sequence: bool, saving: bool) -> Step:
             loss, grads = run(held[0], idx, targets)
             if args.update:
                 updates, held[1] = tx.update(grads, held[1], held[0])
-                held[0] = sl.apply_updates(held[0], updates)
+                held[0] = sl.optim.apply_updates(held[0], updates)
         return loss.item()
 
     return step

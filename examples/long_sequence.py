@@ -50,7 +50,7 @@ def together(c: GPTConfig, lr: float) -> Step:
     ring = sl.recipes.ring(model)
     rules: Any = [("wpe.weight", "s ."), *ring]
     apply, params = sl.parallelize(model, rules, inputs={"idx": ring.tokens, "targets": ring.labels})
-    tx = sl.adamw(lr, weight_decay=0.0)
+    tx = sl.optim.adamw(lr, weight_decay=0.0)
     state, gradient = tx.init(params), sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets))
     del model
 
@@ -58,7 +58,7 @@ def together(c: GPTConfig, lr: float) -> Step:
         nonlocal params, state
         loss, grads = gradient(params, ids, targets)
         updates, state = tx.update(grads, state, params)
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
         return loss.item()
 
     return step

@@ -24,7 +24,7 @@ import shardlib as sl
 from examples.corpus import batches, load
 from examples.gpt import GPT, GPTConfig, generate
 from shardlib.checkpoint import save
-from shardlib.visualize import draw
+from shardlib.seeing import draw
 
 Report = dict[str, Any]
 
@@ -58,11 +58,10 @@ def model(args: argparse.Namespace) -> GPT:
     return GPT(c)
 
 
-def optimizer(args: argparse.Namespace) -> sl.Transform:
+def optimizer(args: argparse.Namespace) -> sl.optim.Transform:
     """AdamW with a linear warm-up, clipped: the same value for both runs."""
-    return sl.chain(
-        sl.clip_by_global_norm(1.0), sl.adamw(lambda step: args.lr * min(1.0, (step + 1) / args.warmup), b2=0.95)
-    )
+    adamw = sl.optim.adamw(lambda step: args.lr * min(1.0, (step + 1) / args.warmup), b2=0.95)
+    return sl.optim.chain(sl.optim.clip_by_global_norm(1.0), adamw)
 
 
 def train(args: argparse.Namespace) -> Report:
@@ -71,7 +70,7 @@ def train(args: argparse.Namespace) -> Report:
     rank = dist.get_rank() if dist.is_initialized() else 0
     rules = getattr(sl.recipes, args.recipe)(model(args))
     apply, params = sl.parallelize(model(args), rules, inputs={"idx": rules.tokens, "targets": rules.labels})
-    tx = sl.zero(optimizer(args), axis="data")
+    tx = sl.optim.zero(optimizer(args), axis="data")
     state = tx.init(params)
     step_fn = sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets=targets), pending="data")
     losses, kinds, total = [], {}, 0
@@ -81,7 +80,7 @@ def train(args: argparse.Namespace) -> Report:
         with sl.trace() as t:
             loss, grads = step_fn(params, ids.to(mesh.device), targets.to(mesh.device))
             updates, state = tx.update(grads, state, params)
-            params = sl.apply_updates(params, updates)
+            params = sl.optim.apply_updates(params, updates)
         losses.append(loss.item())
         total = t.bytes
         for kind, n in t.by_kind().items():
@@ -144,7 +143,7 @@ def train_alone(args: argparse.Namespace) -> Report:
         loss = torch.func.functional_call(m, tied, (ids.to(where), targets.to(where)))
         grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
         updates, state = tx.update(grads, state, params)
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
         losses.append(loss.item())
     held = sum(p.numel() * p.element_size() for p in params.values())
     return {"losses": losses, "params": held, "state": 2 * held, "seconds": time.perf_counter() - began}

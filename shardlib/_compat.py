@@ -73,7 +73,7 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
 
     Seen in 2.11 and 2.13 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
     parallel replaces the dict, so it is looked up at each use.  When it goes:
-    ``sl.dtensor_rules`` raises Unsupported, and ``sl.from_dtensor`` remains.
+    ``sl.dtensor.rules`` raises Unsupported, and ``sl.dtensor.from_dtensor`` remains.
     """
     from torch.distributed.tensor import DTensor
 
@@ -82,8 +82,8 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     if handlers is None:
         raise Unsupported(
             "this torch has no handler table for DTensor",
-            op="dtensor_rules",
-            fix="sl.from_dtensor(a) @ sl.from_dtensor(b)",
+            op="dtensor.rules",
+            fix="sl.dtensor.from_dtensor(a) @ sl.dtensor.from_dtensor(b)",
         )
     return handlers
 

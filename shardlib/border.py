@@ -26,7 +26,7 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
             "only sharded tensors become DTensors",
             op="to_dtensor",
             operands={"tensor": typeof(x)},
-            fix="sl.to_dtensor(sl.shard(x, '...'))",
+            fix="sl.dtensor.to_dtensor(sl.shard(x, '...'))",
         )
     if x.mesh.device_mesh is None:
         raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")

@@ -16,7 +16,7 @@ from shardlib.tensor import ShardedTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["dtensor_rules", "from_dtensor", "to_dtensor"]
+__all__ = ["from_dtensor", "rules", "to_dtensor"]
 
 
 def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
@@ -42,7 +42,7 @@ def _natural(x: ShardedTensor) -> Layout:
 # ---------------------------------------------------------------- our rules for DTensors
 
 
-class dtensor_rules:
+class rules:
     """Within it, ``a @ b`` on plain DTensors runs shardlib's matmul rules where one fits.
 
     Dispatch follows the operands' type below autograd, so backward products inside the block

@@ -69,12 +69,12 @@ def _queries(caller: Mapping[str, Any]) -> Any:
 CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "params": lambda c: c["grads"] if "grads" in c else {"w": sl.shard(torch.ones(4, 6), "...")},
     "grads": lambda c: c["params"],
-    "tx": lambda c: sl.adamw(0.1),
+    "tx": lambda c: sl.optim.adamw(0.1),
     "state": lambda c: c["tx"].init(c["params"]),
     "loss": lambda c: _loss,
     "f": lambda c: _loss,
-    "masked": lambda c: sl.masked(sl.sgd(0.1), True),
-    "rest": lambda c: sl.adamw(0.1),
+    "masked": lambda c: sl.optim.masked(sl.optim.sgd(0.1), True),
+    "rest": lambda c: sl.optim.adamw(0.1),
     "module": lambda c: torch.nn.Linear(4, 4),
     "model": lambda c: torch.nn.Linear(4, 4),
     "rules": lambda c: [("*", "...")],
@@ -113,7 +113,7 @@ class _Caller(dict[str, Any]):
         return self[name]
 
 
-ON_RANKS = ("sl.make_mesh(", "sl.to_dtensor(x, normalize=True)")
+ON_RANKS = ("sl.make_mesh(", "sl.dtensor.to_dtensor(x, normalize=True)")
 """Beginnings of fixes that want real processes; such a line is run in as many as it names."""
 
 COMMANDS = ("torchrun ", "pip install ")

@@ -28,7 +28,7 @@ def test_trees_and_their_numbers_come_back(tmp_path: Any) -> None:
     path = tmp_path / "all.safetensors"
     with sl.simulate(data=2, x=2):
         params = {"w": sl.shard(torch.arange(8.0).reshape(4, 2), "x ."), "b": sl.shard(torch.ones(2), ".")}
-        tx = sl.chain(sl.clip_by_global_norm(1.0), sl.adamw(0.1))
+        tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(0.1))
         _, state = tx.update(params, tx.init(params), params)
         held = {"params": params, "state": state, "step": 7, "rate": 0.5, "note": "first", "nothing": None}
         sl.save(path, held)

@@ -19,7 +19,7 @@ def _refused(kind: str) -> str:
     given = {"norm": lambda: x.norm(), "average": lambda: x.mean(), "largest": lambda: x.amax()}[kind]()
     assert any(p.is_partial() for p in given.placements), "torch pends no reduction here any more"
     try:
-        sl.from_dtensor(given)
+        sl.dtensor.from_dtensor(given)
     except sl.errors.NotExpressible as e:
         return str(e)
     return "accepted"
@@ -40,13 +40,13 @@ def _crossing(layout: str, into: str) -> list[torch.Tensor]:
     mesh = sl.current_mesh()
     data = distribute_tensor(x, mesh.device_mesh, [Shard(0), Replicate()])
     if into == "dtensor":
-        there = sl.to_dtensor(mine)
+        there = sl.dtensor.to_dtensor(mine)
         loss = ((data @ there).sin() * (there.sum() + 1)).sum()
         loss.full_tensor().backward()
         got = sl.unshard(mine.grad)
     else:
-        there = distribute_tensor(w, mesh.device_mesh, sl.to_dtensor(mine).placements).requires_grad_()
-        here, x = sl.from_dtensor(there), sl.from_dtensor(data)
+        there = distribute_tensor(w, mesh.device_mesh, sl.dtensor.to_dtensor(mine).placements).requires_grad_()
+        here, x = sl.dtensor.from_dtensor(there), sl.dtensor.from_dtensor(data)
         with sl.implicit():
             ((x @ here).sin() * (here.sum() + 1)).sum().backward()
         assert isinstance(there.grad, DTensor)
@@ -68,9 +68,9 @@ def _deferred() -> list[torch.Tensor]:
     w, x = _random(8, 4), _random(6, 8)
 
     def loss(v: Any) -> Any:
-        there = sl.to_dtensor(v)
+        there = sl.dtensor.to_dtensor(v)
         data = distribute_tensor(x, there.device_mesh, [Shard(0), Replicate()])
-        return sl.from_dtensor((data @ there).sin().sum().redistribute(placements=[Replicate()] * 2))
+        return sl.dtensor.from_dtensor((data @ there).sin().sum().redistribute(placements=[Replicate()] * 2))
 
     dense = w.clone().requires_grad_()
     (x @ dense).sin().sum().backward()
@@ -91,7 +91,7 @@ def _of_other_blocks() -> str:
     mesh = sl.current_mesh().device_mesh
     inner = _random(4, 6).as_subclass(_Nested)
     try:
-        sl.from_dtensor(DTensor.from_local(inner, mesh, [Shard(0), Replicate()], run_check=False))
+        sl.dtensor.from_dtensor(DTensor.from_local(inner, mesh, [Shard(0), Replicate()], run_check=False))
     except sl.errors.Unsupported as e:
         return str(e)
     return "accepted"

@@ -92,13 +92,13 @@ def _losses(demo: Any, args: Any) -> list[float]:
     m = demo.model(args)
     rules = sl.recipes.optimus2d(m)
     apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
-    tx = sl.zero(demo.optimizer(args), axis="data")
+    tx = sl.optim.zero(demo.optimizer(args), axis="data")
     state, out = tx.init(params), []
     torch.manual_seed(0)
     for _, (ids, targets) in zip(range(args.steps), batches(load(), args.batch, args.ctx), strict=False):
         loss, grads = sl.value_and_grad(lambda p, i=ids, t=targets: apply(p, i, t), pending="data")(params)
         updates, state = tx.update(grads, state, params)
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
         out.append(loss.item())
     return out
 

@@ -192,8 +192,8 @@ def frozen(stage: bool) -> tuple[float, int, int]:
         one.a.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in d.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     apply, params = sl.parallelize(m, RULES, inputs={"h": "data ."})
-    tx = sl.adamw(1e-2, weight_decay=0.1)
-    tx = sl.zero(tx, "data") if stage else tx
+    tx = sl.optim.adamw(1e-2, weight_decay=0.1)
+    tx = sl.optim.zero(tx, "data") if stage else tx
     state = tx.init(params)
     if stage:
         trained = sum(p.raw.numel() for p in params.values() if p.requires_grad) // params["b.bias"].raw[..., 0].numel()
@@ -209,7 +209,7 @@ def frozen(stage: bool) -> tuple[float, int, int]:
             assert grads["a.weight"] is None
             updates, state = tx.update(grads, state, params)
             assert updates["a.weight"] is None
-            before, params = params, sl.apply_updates(params, updates)
+            before, params = params, sl.optim.apply_updates(params, updates)
             assert params["a.weight"] is before["a.weight"]
     assert [p.requires_grad for p in params.values()] == [p.requires_grad for p in d.parameters()]
     free = {n: p.detach() for n, p in params.items()}
@@ -233,7 +233,7 @@ def test_frozen_leaves_have_no_gradient_no_bytes_no_moments_and_do_not_move(pool
 def test_a_gradient_for_a_leaf_that_was_frozen_at_the_start_is_refused() -> None:
     p = {"w": r(3).requires_grad_(), "v": r(3)}
     g = {"w": r(3), "v": r(3)}
-    for tx in (sl.adamw(0.1), sl.sgd(0.1, 0.9), sl.lion(0.1)):
+    for tx in (sl.optim.adamw(0.1), sl.optim.sgd(0.1, 0.9), sl.optim.lion(0.1)):
         with pytest.raises(sl.ShardError, match="frozen when the state was made"):
             tx.update(g, tx.init(p), p)
 

@@ -65,9 +65,10 @@ ORDER = [  # each may import from those before it
     "recipes",
     "optim",
     "checkpoint",
-    "plan",
+    "planning",
     "explain",
-    "visualize",
+    "seeing",
+    "masks",
     "testing",
 ]
 

@@ -26,7 +26,7 @@ def _checkpointed() -> float:
     gaps += [(sl.unshard(p.grad) - x.grad).abs().max(), (sl.unshard(q.grad) - w.grad).abs().max()]
     mesh = sl.current_mesh().device_mesh
     p, q = (distribute_tensor(t, mesh, [Shard(0), Shard(1)]).requires_grad_() for t in (a, b))
-    with sl.dtensor_rules():
+    with sl.dtensor.rules():
         checkpoint(lambda s, t: s @ t, p, q, use_reentrant=False).square().sum().backward()
     gaps += [(p.grad.full_tensor() - x.grad).abs().max(), (q.grad.full_tensor() - w.grad).abs().max()]
     return float(max(gaps))
@@ -42,10 +42,10 @@ def _replicated_cotangent() -> list[bool]:
     mesh = sl.current_mesh().device_mesh
     where = [Shard(0), Shard(1)]
     a, b = (distribute_tensor(torch.randn(8, 8), mesh, where).requires_grad_() for _ in range(2))
-    with sl.dtensor_rules(), sl.trace() as t:
+    with sl.dtensor.rules(), sl.trace() as t:
         (a @ b).sum().backward()
     kinds = set(t.by_kind())
-    p, q = sl.from_dtensor(a.detach()).requires_grad_(), sl.from_dtensor(b.detach()).requires_grad_()
+    p, q = sl.dtensor.from_dtensor(a.detach()).requires_grad_(), sl.dtensor.from_dtensor(b.detach()).requires_grad_()
     (p @ q).sum().backward()
     return [
         list(a.grad.placements) == where, list(b.grad.placements) == where, kinds == {"pbroadcast", "preduce"},
@@ -62,10 +62,10 @@ def _table_is_restored() -> bool:
     from shardlib._compat import dtensor_handlers
 
     before = dict(dtensor_handlers())
-    with sl.dtensor_rules(), sl.dtensor_rules():
+    with sl.dtensor.rules(), sl.dtensor.rules():
         pass
     try:
-        with sl.dtensor_rules():
+        with sl.dtensor.rules():
             raise KeyError
     except KeyError:
         pass
@@ -89,7 +89,7 @@ def test_uneven_dtensors_are_refused(pool: Any) -> None:
 def _uneven_dtensor() -> bool:
     d = distribute_tensor(torch.ones(5, 3), sl.current_mesh().device_mesh, [Shard(0), Replicate()])
     try:
-        sl.from_dtensor(d)
+        sl.dtensor.from_dtensor(d)
     except sl.ShardError as e:
         return "size 5 does not divide" in str(e)
     return False
@@ -99,8 +99,8 @@ def test_broadcast_from_another_root_over_a_strided_axis() -> None:
     """torch's LocalTensorMode gave 1 1 1 1 where 2 3 2 3 is right."""
     with sl.simulate(x=2, y=2):
         rank = sl.axis_index(("x", "y"))
-        assert sl.pbroadcast(rank, "x", root=1).ranks.tolist() == [2, 3, 2, 3]
-        assert sl.pbroadcast(rank, "y", root=1).ranks.tolist() == [1, 1, 3, 3]
+        assert sl.collectives.pbroadcast(rank, "x", root=1).ranks.tolist() == [2, 3, 2, 3]
+        assert sl.collectives.pbroadcast(rank, "y", root=1).ranks.tolist() == [1, 1, 3, 3]
 
 
 def test_a_branch_on_the_rank_is_refused_under_simulate() -> None:
@@ -136,7 +136,7 @@ def _replicated_meets_split() -> float:
     mesh = sl.current_mesh().device_mesh
     w = distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()]).requires_grad_()
     x = sl.shard(torch.arange(16.0).reshape(4, 4), "x y")
-    (sl.from_dtensor(w) * x).sum().backward()
+    (sl.dtensor.from_dtensor(w) * x).sum().backward()
     return float((w.grad.full_tensor() - torch.arange(16.0).reshape(4, 4).sum(0)).abs().max())
 
 

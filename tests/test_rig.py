@@ -21,7 +21,7 @@ def traffic() -> list[float]:
         x = torch.zeros(1 << 18)
 
         def work() -> None:
-            sl.all_gather(x, "y"), sl.psum_scatter(x, "y"), sl.shift(x, "y")
+            sl.all_gather(x, "y"), sl.psum_scatter(x, "y"), sl.collectives.shift(x, "y")
 
         with sl.trace() as t:
             work()

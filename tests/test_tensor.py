@@ -174,17 +174,17 @@ def _dtensor_round_trips() -> list[bool]:
     out = []
     for text in ["x y", "y x", ". y", "(x y) .", ". .", ". . + sum(x)"]:
         a = sl.shard(torch.arange(64.0).reshape(8, 8), text).requires_grad_()
-        d = sl.to_dtensor(a)
-        back = sl.from_dtensor(d)
+        d = sl.dtensor.to_dtensor(a)
+        back = sl.dtensor.from_dtensor(d)
         out += [d.to_local().data_ptr() == a.raw.data_ptr(), back.sharding == a.sharding, back.shape == a.shape]
-        (sl.from_dtensor(d) * 2).sum().backward() if not a.sharding.partial else None
+        (sl.dtensor.from_dtensor(d) * 2).sum().backward() if not a.sharding.partial else None
         out.append(a.sharding.partial != () or bool((sl.unshard(a.grad) == 2).all()))
     leaf = torch.distributed.tensor.distribute_tensor(
         torch.ones(8, 8),
         sl.current_mesh().device_mesh,
         [torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)],
     ).requires_grad_()
-    (sl.from_dtensor(leaf) * 3).sum().backward()
+    (sl.dtensor.from_dtensor(leaf) * 3).sum().backward()
     out.append(leaf.grad.placements == leaf.placements and bool((leaf.grad.full_tensor() == 3).all()))
     moved = sl.reshard(leaf, ". x")
     out += [type(moved) is type(leaf), sl.typeof(moved) == "f32[8, 8@x]", bool((sl.unshard(moved) == 1).all())]

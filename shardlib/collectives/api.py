@@ -217,7 +217,7 @@ def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: 
             op=op.name,
             operands={"block": f"{dtype} {list(raw.shape)}"},
             mesh=mesh,
-            fix=f"sl.{op.name}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
+            fix=f"{_public(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
         )
     if dtype.is_complex:  # what travels is the memory as it is
         pairs = _finish(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
@@ -264,6 +264,14 @@ def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     return Stacked(_raw_call(op, of(x, mesh), mesh, axes, params), mesh)
 
 
+def _public(name: str) -> str:
+    """A collective as a user writes it: those of every day are in ``sl`` itself."""
+    return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
+
+
+_EVERY_DAY = frozenset({"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"})
+
+
 def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -> int:
     ndim = x.ndim + new
     if not -ndim <= dim < ndim:
@@ -271,7 +279,7 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
             f"dimension {dim} of a block with {ndim} dimensions",
             op=op,
             operands={"block": list(x.shape)},
-            fix=f"sl.{op}(x, {axis!r}, dim=0)" if ndim else f"sl.{op}(x.unsqueeze(0), {axis!r})",
+            fix=f"{_public(op)}(x, {axis!r}, dim=0)" if ndim else f"{_public(op)}(x.unsqueeze(0), {axis!r})",
         )
     if splits:
         mesh = x.mesh if type(x) is Stacked else current_mesh()
@@ -282,7 +290,7 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
                 op=op,
                 operands={"block": list(x.shape)},
                 mesh=mesh,
-                fix=f"sl.{op}(torch.nn.functional.pad(x.movedim({dim}, -1), (0, {-n % p})).movedim(-1, {dim}), "
+                fix=f"{_public(op)}(torch.nn.functional.pad(x.movedim({dim}, -1), (0, {-n % p})).movedim(-1, {dim}), "
                 f"{axis!r}, {dim})",
             )
     return dim % ndim
@@ -574,13 +582,12 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
     """
     mesh = x.mesh if type(x) is Stacked else current_mesh()
+    plain = f"{_public(f.__name__)}(x, {axis!r})"
     if x.requires_grad and torch.is_grad_enabled():
-        raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})")
+        raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=plain)
     if f not in _POSTABLE:
         names = ", ".join(g.__name__ for g in _POSTABLE)
-        raise ShardError(
-            f"no asynchronous form; these have one: {names}", op=f.__name__, fix=f"sl.{f.__name__}(x, {axis!r})"
-        )
+        raise ShardError(f"no asynchronous form; these have one: {names}", op=f.__name__, fix=plain)
     op, params = _POSTABLE[f](x, axis, *args, **kwargs)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh.axis_size(axes) == 1:

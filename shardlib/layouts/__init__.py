@@ -4,7 +4,7 @@ from shardlib.layouts.base import Layout
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col
 from shardlib.layouts.cube3d import Layout3D
-from shardlib.layouts.depth25d import Layout2p5D, Layout25D
+from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import Dim, axis_sizes, positions
 from shardlib.layouts.exchange import Exchange
 from shardlib.layouts.replicated import Partial, Replicated
@@ -13,6 +13,6 @@ from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row
 
 __all__ = [
-    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout2p5D", "Layout3D", "Layout25D", "Partial", "Replicated",
+    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "Partial", "Replicated",
     "ReshardPlan", "Ring", "Row", "Step", "axis_sizes", "positions",
 ]  # fmt: skip

@@ -232,14 +232,14 @@ class Layout:
                     op="to_dtensor",
                     operands={"layout": str(self)},
                     mesh=dict(axis_sizes(mesh)),
-                    fix="sl.to_dtensor(x, normalize=True)",
+                    fix="sl.dtensor.to_dtensor(x, normalize=True)",
                 )
         if self.skew:
             raise NotExpressible(
                 "DTensor cannot say a skew",
                 op="to_dtensor",
                 operands={"layout": str(self)},
-                fix="sl.to_dtensor(x, normalize=True)",
+                fix="sl.dtensor.to_dtensor(x, normalize=True)",
             )
         where = {a: i for i, d in enumerate(self.dims) for a in d.axes}
         return tuple(Shard(where[n]) if n in where else Partial() if n in self.partial else Replicate() for n in names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardlib.layouts.base import Layout
 
-__all__ = ["Layout2p5D", "Layout25D"]
+__all__ = ["Layout25D"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,3 @@ class Layout25D:
     @property
     def deep_out(self) -> Layout:
         return Layout.parse(f"({self.rows} {self.depth}) ... {self.cols}")
-
-
-Layout2p5D = Layout25D

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.attention import Causal, Full, ring_attention
+from shardlib.ops.attention import ring_attention
+from shardlib.ops.attention.masks import Causal, Full
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard

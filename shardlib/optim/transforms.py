@@ -158,7 +158,7 @@ def _ready(grads: Any, op: str, moments: Any = None) -> None:
                 op=op,
                 operands={"gradient": typeof(g)},
                 mesh=g.mesh,
-                fix=f"sl.zero(tx, axis={g.sharding.partial[0]!r})",
+                fix=f"sl.optim.zero(tx, axis={g.sharding.partial[0]!r})",
             )
 
 

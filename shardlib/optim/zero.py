@@ -41,7 +41,7 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
     ...     params = {"w": sl.shard(torch.ones(4, 6), "x .")}
-    ...     tx = sl.zero(sl.adamw(0.1), axis="data")
+    ...     tx = sl.optim.zero(sl.optim.adamw(0.1), axis="data")
     ...     state = tx.init(params)
     ...     updates, state = tx.update(params, state, params)
     >>> sl.typeof(updates["w"]), *(sl.typeof(m) for m in state.mu.values())  # one bucket
@@ -49,13 +49,13 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     """
     if stage != 1:
         raise Unsupported(
-            f"stage {stage} is not built; stage 1 is", op="zero", fix=f"sl.zero(tx, axis={axis!r}, stage=1)"
+            f"stage {stage} is not built; stage 1 is", op="zero", fix=f"sl.optim.zero(tx, axis={axis!r}, stage=1)"
         )
     if tx.trait == "tree":
         raise Unsupported(
             "this transform looks at single parameters, and zero shows it flat buckets",
             op="zero",
-            fix=f"sl.chain(masked, sl.zero(rest, axis={axis!r}))",
+            fix=f"sl.optim.chain(masked, sl.optim.zero(rest, axis={axis!r}))",
         )
 
     def init(params: Any) -> Any:

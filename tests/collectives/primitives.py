@@ -61,8 +61,8 @@ def cost(kind: str, n: int, p: int) -> tuple[float, int]:
 def in_reverse(x: Tensor, axis: Any) -> Tensor:
     """Transfers of equal shape between the same ranks; each must get its own, whichever is awaited first."""
     posted = [
-        sl.start(sl.preduce, x, axis, 0), sl.start(sl.preduce, 2 * x, axis, 0),
-        sl.start(sl.shift, x, axis), sl.start(sl.shift, 3 * x, axis), sl.start(sl.pbroadcast, x, axis, 0),
+        sl.collectives.start(sl.collectives.preduce, x, axis, 0), sl.collectives.start(sl.collectives.preduce, 2 * x, axis, 0),
+        sl.collectives.start(sl.collectives.shift, x, axis), sl.collectives.start(sl.collectives.shift, 3 * x, axis), sl.collectives.start(sl.collectives.pbroadcast, x, axis, 0),
     ]  # fmt: skip
     return torch.stack([p.wait() for p in reversed(posted)][::-1])
 
@@ -79,10 +79,10 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
     "psum_scatter of a view": (
         lambda x, a: sl.psum_scatter(x.mT, a, 1), lambda b, p: list(total(b).T.chunk(p, 1)), "scatter"
     ),
-    "pslice": (lambda x, a: sl.pslice(x, a, 0), lambda b, p: [x.chunk(p, 0)[i] for i, x in enumerate(b)], "none"),
-    "shift +1": (lambda x, a: sl.shift(x, a), cycle(1), "shift"),
-    "shift -1": (lambda x, a: sl.shift(x, a, -1), cycle(-1), "shift"),
-    "shift of a view": (lambda x, a: sl.shift(x[:, 1:3], a), lambda b, p: cycle(1)([x[:, 1:3] for x in b], p), ""),
+    "pslice": (lambda x, a: sl.collectives.pslice(x, a, 0), lambda b, p: [x.chunk(p, 0)[i] for i, x in enumerate(b)], "none"),
+    "shift +1": (lambda x, a: sl.collectives.shift(x, a), cycle(1), "shift"),
+    "shift -1": (lambda x, a: sl.collectives.shift(x, a, -1), cycle(-1), "shift"),
+    "shift of a view": (lambda x, a: sl.collectives.shift(x[:, 1:3], a), lambda b, p: cycle(1)([x[:, 1:3] for x in b], p), ""),
     "ppermute identity": (
         lambda x, a: sl.ppermute(x, a, [(i, i) for i in range(sl.axis_size(a))]), lambda b, p: b, "none"
     ),
@@ -96,34 +96,34 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
         lambda x, a: sl.all_to_all(x, a, 0, 0),
         lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 0) for i in range(p)], "scatter",
     ),
-    "pbroadcast 0": (lambda x, a: sl.pbroadcast(x, a, 0), lambda b, p: [b[0]] * p, "one"),
-    "pbroadcast 1": (lambda x, a: sl.pbroadcast(x, a, 1), lambda b, p: [b[1]] * p, "one"),
-    "pbroadcast of a view": (lambda x, a: sl.pbroadcast(x.mT, a, 1), lambda b, p: [b[1].T] * p, "one"),
+    "pbroadcast 0": (lambda x, a: sl.collectives.pbroadcast(x, a, 0), lambda b, p: [b[0]] * p, "one"),
+    "pbroadcast 1": (lambda x, a: sl.collectives.pbroadcast(x, a, 1), lambda b, p: [b[1]] * p, "one"),
+    "pbroadcast of a view": (lambda x, a: sl.collectives.pbroadcast(x.mT, a, 1), lambda b, p: [b[1].T] * p, "one"),
     "preduce 0": (
-        lambda x, a: sl.preduce(x, a, 0), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
+        lambda x, a: sl.collectives.preduce(x, a, 0), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
     ),
     "preduce 1": (
-        lambda x, a: sl.preduce(x, a, 1),
+        lambda x, a: sl.collectives.preduce(x, a, 1),
         lambda b, p: [total(b) if i == 1 else torch.zeros_like(b[0]) for i in range(p)], "one",
     ),
     "axis_index": (lambda x, a: x * 0 + sl.axis_index(a), lambda b, p: [x * 0 + i for i, x in enumerate(b)], "none"),
-    "pick": (lambda x, a: (x * sl.pick([3.0, 5.0, 7.0, 9.0], a)).to(x.dtype), lambda b, p: [x * (3 + 2 * i) for i, x in enumerate(b)], "none"),
-    "start pbroadcast": (lambda x, a: sl.start(sl.pbroadcast, x, a, 1).wait(), lambda b, p: [b[1]] * p, "one"),
-    "start shift": (lambda x, a: sl.start(sl.shift, x, a, -1).wait(), cycle(-1), "shift"),
-    "start all_gather": (lambda x, a: sl.start(sl.all_gather, x, a, 1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
-    "start psum_scatter": (lambda x, a: sl.start(sl.psum_scatter, x, a, 0).wait(), lambda b, p: list(total(b).chunk(p, 0)), "scatter"),
-    "start psum": (lambda x, a: sl.start(sl.psum, x, a).wait(), lambda b, p: [total(b)] * p, "reduce"),
-    "start by default": (lambda x, a: sl.start(sl.pbroadcast, x, a).wait(), lambda b, p: [b[0]] * p, "one"),
-    "start by name": (lambda x, a: sl.start(sl.all_gather, x, a, dim=-1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
-    "start pmax": (lambda x, a: sl.start(sl.pmax, x, a).wait(), lambda b, p: [torch.stack(b).amax(0)] * p, "reduce"),
+    "pick": (lambda x, a: (x * sl.collectives.pick([3.0, 5.0, 7.0, 9.0], a)).to(x.dtype), lambda b, p: [x * (3 + 2 * i) for i, x in enumerate(b)], "none"),
+    "start pbroadcast": (lambda x, a: sl.collectives.start(sl.collectives.pbroadcast, x, a, 1).wait(), lambda b, p: [b[1]] * p, "one"),
+    "start shift": (lambda x, a: sl.collectives.start(sl.collectives.shift, x, a, -1).wait(), cycle(-1), "shift"),
+    "start all_gather": (lambda x, a: sl.collectives.start(sl.all_gather, x, a, 1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
+    "start psum_scatter": (lambda x, a: sl.collectives.start(sl.psum_scatter, x, a, 0).wait(), lambda b, p: list(total(b).chunk(p, 0)), "scatter"),
+    "start psum": (lambda x, a: sl.collectives.start(sl.psum, x, a).wait(), lambda b, p: [total(b)] * p, "reduce"),
+    "start by default": (lambda x, a: sl.collectives.start(sl.collectives.pbroadcast, x, a).wait(), lambda b, p: [b[0]] * p, "one"),
+    "start by name": (lambda x, a: sl.collectives.start(sl.all_gather, x, a, dim=-1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),
+    "start pmax": (lambda x, a: sl.collectives.start(sl.pmax, x, a).wait(), lambda b, p: [torch.stack(b).amax(0)] * p, "reduce"),
     "start preduce": (
-        lambda x, a: sl.start(sl.preduce, x, a, 0).wait(), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
+        lambda x, a: sl.collectives.start(sl.collectives.preduce, x, a, 0).wait(), lambda b, p: [total(b), *[torch.zeros_like(b[0])] * (p - 1)], "one"
     ),
     "start ppermute": (
-        lambda x, a: sl.start(sl.ppermute, x, a, [(i, i) for i in range(sl.axis_size(a))]).wait(), lambda b, p: b, "none"
+        lambda x, a: sl.collectives.start(sl.ppermute, x, a, [(i, i) for i in range(sl.axis_size(a))]).wait(), lambda b, p: b, "none"
     ),
     "start all_to_all": (
-        lambda x, a: sl.start(sl.all_to_all, x, a, -2, -1).wait(),
+        lambda x, a: sl.collectives.start(sl.all_to_all, x, a, -2, -1).wait(),
         lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 1) for i in range(p)], "scatter",
     ),
     "ppermute nowhere": (lambda x, a: sl.ppermute(x, a, []), permuted([]), "none"),
@@ -131,18 +131,18 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
         torch.stack([total(b) * (i == 0), 2 * total(b) * (i == 0), b[(i - 1) % p], 3 * b[(i - 1) % p], b[0]]) for i in range(p)
     ], ""),
     "two in flight": (
-        lambda x, a: (lambda one, two: one.wait() + two.wait())(sl.start(sl.shift, x, a, 1), sl.start(sl.pbroadcast, x, a, 0)),
+        lambda x, a: (lambda one, two: one.wait() + two.wait())(sl.collectives.start(sl.collectives.shift, x, a, 1), sl.collectives.start(sl.collectives.pbroadcast, x, a, 0)),
         lambda b, p: [b[(i - 1) % p] + b[0] for i in range(p)], "",
     ),
     "start psum, narrow": (
-        lambda x, a: sl.start(sl.psum, x, a, out=torch.float32, wire=torch.float32).wait().to(x.dtype),
+        lambda x, a: sl.collectives.start(sl.psum, x, a, out=torch.float32, wire=torch.float32).wait().to(x.dtype),
         lambda b, p: [total(b)] * p, ""
     ),
     "start psum, narrow back": (
-        lambda x, a: sl.start(sl.psum, x[:3, :3], a, out=torch.float32).wait().to(x.dtype), lambda b, p: [total(b)[:3, :3]] * p, ""
+        lambda x, a: sl.collectives.start(sl.psum, x[:3, :3], a, out=torch.float32).wait().to(x.dtype), lambda b, p: [total(b)[:3, :3]] * p, ""
     ),
     "start psum_scatter, narrow": (
-        lambda x, a: sl.start(sl.psum_scatter, x, a, 0, wire=torch.float32).wait(), lambda b, p: list(total(b).chunk(p, 0)), ""
+        lambda x, a: sl.collectives.start(sl.psum_scatter, x, a, 0, wire=torch.float32).wait(), lambda b, p: list(total(b).chunk(p, 0)), ""
     ),
     "psum of a scalar": (lambda x, a: sl.psum(x[0, 0], a), lambda b, p: [total(b)[0, 0]] * p, ""),
     "psum of nothing": (lambda x, a: sl.psum(x[:0], a), lambda b, p: [b[0][:0]] * p, ""),
@@ -210,8 +210,8 @@ def of_nothing(axis: Any) -> list[torch.Size]:
         y.shape
         for y in (
             sl.psum(x, axis), sl.all_gather(x, axis, 0), sl.all_gather(x, axis, 1), sl.psum_scatter(x, axis, 1),
-            sl.psum_scatter(x, axis, 0), sl.shift(x, axis), sl.pbroadcast(x, axis, 1), sl.preduce(x, axis, 1),
-            sl.all_to_all(x, axis, 1, 0), sl.all_to_all(x, axis, 0, 1), sl.pslice(x, axis, 1), sl.ppermute(x, axis, [(0, 1)]),
+            sl.psum_scatter(x, axis, 0), sl.collectives.shift(x, axis), sl.collectives.pbroadcast(x, axis, 1), sl.collectives.preduce(x, axis, 1),
+            sl.all_to_all(x, axis, 1, 0), sl.all_to_all(x, axis, 0, 1), sl.collectives.pslice(x, axis, 1), sl.ppermute(x, axis, [(0, 1)]),
         )
     ]  # fmt: skip
 
@@ -220,7 +220,7 @@ def halves(dtype: torch.dtype, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of half precision blocks: scattered, and at the root."""
     mesh = sl.current_mesh()
     x = blocks[sl.axis_index("x")] if mesh.kind == "dist" else wrap(blocks, mesh)
-    return sl.psum_scatter(x.to(dtype), "x"), sl.preduce(x.to(dtype), "x", 1).clone()
+    return sl.psum_scatter(x.to(dtype), "x"), sl.collectives.preduce(x.to(dtype), "x", 1).clone()
 
 
 def linear_adjoints(axes: list[Any]) -> dict[Any, float]:

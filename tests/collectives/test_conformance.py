@@ -163,7 +163,7 @@ def test_sums_of_half_precision_round_once(pool: Any, dtype: torch.dtype) -> Non
 def test_pvary_sums_its_gradient() -> None:
     with sl.simulate(x=3) as m:
         raw = torch.ones(3, 2, requires_grad=True)
-        y = sl.pvary(wrap(raw, m), "x")
+        y = sl.collectives.pvary(wrap(raw, m), "x")
         unwrap(y).backward(torch.arange(6.0).reshape(3, 2))
     assert raw.grad is not None and torch.equal(raw.grad, torch.tensor([[6.0, 9.0]] * 3))
 
@@ -172,14 +172,14 @@ MISTAKES = [
     (lambda x: sl.psum(x, "z"), "UnknownAxis", "this mesh has x, y"),
     (lambda x: sl.psum_scatter(x, "y", 1), "UnevenSplit", "size 3 does not divide"),
     (lambda x: sl.all_gather(x, "x", 5), "RankMismatch", "dimension 5"),
-    (lambda x: sl.pbroadcast(x, "x", 7), "ShardError", "root 7"),
+    (lambda x: sl.collectives.pbroadcast(x, "x", 7), "ShardError", "root 7"),
     (lambda x: sl.ppermute(x, "x", [(0, 1), (1, 1)]), "ShardError", "rank 1 sends or receives twice"),
     (lambda x: sl.ppermute(x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
-    (lambda x: sl.start(sl.psum, x.requires_grad_(), "x"), "ShardError", "no gradient"),
-    (lambda x: sl.start(sl.pmean, x, "x"), "ShardError", "these have one: psum"),
-    (lambda x: sl.start(sl.pbroadcast, x, "x", -1), "ShardError", "root -1 is not among 0..1"),
-    (lambda x: sl.start(sl.preduce, x, "x", 2), "ShardError", "preduce: root 2"),
-    (lambda x: sl.start(sl.ppermute, x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
+    (lambda x: sl.collectives.start(sl.psum, x.requires_grad_(), "x"), "ShardError", "no gradient"),
+    (lambda x: sl.collectives.start(sl.pmean, x, "x"), "ShardError", "these have one: psum"),
+    (lambda x: sl.collectives.start(sl.collectives.pbroadcast, x, "x", -1), "ShardError", "root -1 is not among 0..1"),
+    (lambda x: sl.collectives.start(sl.collectives.preduce, x, "x", 2), "ShardError", "preduce: root 2"),
+    (lambda x: sl.collectives.start(sl.ppermute, x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
     (lambda x: sl.psum(x, ("x", "y", "x")), "AxisReused", "names a mesh axis twice"),
     (lambda x: sl.all_gather(x, "x", 4, tiled=False), "RankMismatch", "dimension 4 of a block with 3 dimensions"),
     (lambda x: bool(sl.axis_index("x") > 0), "ShardError", "different values"),
@@ -214,7 +214,7 @@ def test_real_ranks_refuse_the_same_mistakes(pool: Any) -> None:
 
 def test_a_transfer_is_waited_for_once() -> None:
     with sl.simulate(x=2) as m:
-        later = sl.start(sl.shift, wrap(torch.ones(2, 1), m), "x")
+        later = sl.collectives.start(sl.collectives.shift, wrap(torch.ones(2, 1), m), "x")
         later.wait()
         with pytest.raises(sl.ShardError, match="waited for already"):
             later.wait()

@@ -266,7 +266,7 @@ def test_a_padding_row_has_no_gradient_on_any_rank() -> None:
     """torch's vmap honours padding_idx on the first rank alone."""
     with sl.simulate(x=3):
         table = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-        mine = sl.pvary(table, "x")
+        mine = sl.collectives.pvary(table, "x")
         ids = torch.tensor([[0, 1, 1], [3, 0, 2]])
         out = torch.nn.functional.embedding(ids + 0 * sl.axis_index("x"), mine, padding_idx=0)
         sl.psum(out, "x").sum().backward()

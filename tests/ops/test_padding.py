@@ -155,9 +155,9 @@ def test_a_padded_vocabulary_takes_no_part(recipe: str, smooth: float) -> None:
             assert p.grad is not None
             close(sl.unshard(grads[name]) / p.grad.abs().max(), p.grad / p.grad.abs().max())
         assert bool((grads["wte.weight"].raw[inside != 1] == 0).all())
-        tx = sl.adamw(1e-2)
+        tx = sl.optim.adamw(1e-2)
         updates, _ = tx.update(grads, tx.init(params), params)
-        assert sl.apply_updates(params, updates)["wte.weight"].shape == (37, 16)
+        assert sl.optim.apply_updates(params, updates)["wte.weight"].shape == (37, 16)
 
 
 def test_what_would_reach_the_padding_is_refused() -> None:

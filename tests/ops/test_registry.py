@@ -126,7 +126,7 @@ def test_links_that_changed_are_heeded() -> None:
         a = sl.shard(torch.zeros(512, 512), "x y")
         counted = []
         for alpha in (1.0, 1e-9):
-            mesh.links.update(x=sl.Link(alpha, 1e-9), y=sl.Link(alpha, 1e-9))
+            mesh.links.update(x=sl.planning.Link(alpha, 1e-9), y=sl.planning.Link(alpha, 1e-9))
             registry.forget(mesh)
             with sl.trace() as t:
                 _ = a @ a

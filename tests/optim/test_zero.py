@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.tensor import Place
 from tests.ops.cases import close, r
 
 PARAMS = {
@@ -22,9 +23,9 @@ LAYOUTS = [
 ]
 MESHES = [{"data": 2, "x": 2, "y": 2}, {"data": 3, "x": 1, "y": 2}, {"data": 1, "x": 2, "y": 1}]
 TX = {
-    "sgd": sl.sgd(0.05, 0.9),
-    "adamw": sl.adamw(0.05),
-    "lion": sl.lion(0.05, weight_decay=0.1),
+    "sgd": sl.optim.sgd(0.05, 0.9),
+    "adamw": sl.optim.adamw(0.05),
+    "lion": sl.optim.lion(0.05, weight_decay=0.1),
 }
 
 
@@ -35,13 +36,13 @@ def gradients(params: dict[str, Any], i: int) -> dict[str, Any]:
 def pending(g: sl.ShardedTensor, pieces: int) -> sl.ShardedTensor:
     """The same gradient as a sum over data that is still to be done: exact halves (or one part)."""
     raw = g.raw if pieces == 1 else g.raw * torch.tensor(1 / pieces)
-    return sl.ShardedTensor(raw, sl.Place(sl.Layout(g.dims, ("data",)), g.padded_shape, g.mesh))
+    return sl.ShardedTensor(raw, Place(sl.Layout(g.dims, ("data",)), g.padded_shape, g.mesh))
 
 
 def run(name: str, layouts: dict[str, str], how: str, count: int = 10) -> Any:
     mesh = sl.current_mesh()
     tx = TX[name]
-    tx = sl.zero(tx, "data") if how != "plain" else tx
+    tx = sl.optim.zero(tx, "data") if how != "plain" else tx
     params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()}
     state = tx.init(params)
     for i in range(count):
@@ -50,7 +51,7 @@ def run(name: str, layouts: dict[str, str], how: str, count: int = 10) -> Any:
         with sl.trace() as t:
             updates, state = tx.update(g, state, params)
         assert all(u.sharding == params[k].sharding for k, u in updates.items())
-        params = sl.apply_updates(params, updates)
+        params = sl.optim.apply_updates(params, updates)
     return {k: sl.unshard(p) for k, p in params.items()}, t, state, params
 
 
@@ -101,12 +102,12 @@ def test_wire_and_state_bytes_are_the_papers(mesh: dict[str, int]) -> None:
 
 
 def test_clipping_inside_zero_sees_the_same_norm() -> None:
-    inner = sl.chain(sl.clip_by_global_norm(0.5), sl.adamw(0.05))
+    inner = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(0.05))
     with sl.simulate(data=2, x=2, y=2):
         params = {k: sl.shard(p.double(), LAYOUTS[0][k]) for k, p in PARAMS.items()}
         g = gradients(params, 1)
         want, _ = inner.update(g, inner.init(params), params)
-        tx = sl.zero(inner, "data")
+        tx = sl.optim.zero(inner, "data")
         for grads in (g, {k: pending(v, 2) for k, v in g.items()}):
             with sl.trace() as t:
                 got, _ = tx.update(grads, tx.init(params), params)
@@ -117,19 +118,19 @@ def test_clipping_inside_zero_sees_the_same_norm() -> None:
 
 def test_state_is_a_tree_of_sharded_vectors() -> None:
     with sl.simulate(data=2, x=2):
-        tx = sl.zero(sl.adamw(0.1), "data", bucket_mb=1e-4)
+        tx = sl.optim.zero(sl.optim.adamw(0.1), "data", bucket_mb=1e-4)
         state = tx.init({k: sl.shard(p, "x ." if p.ndim == 2 else "...") for k, p in PARAMS.items()})
         assert {str(m.sharding) for m in state.mu.values()} == {"(x data)", "data"}
         assert len(state.mu) > 2  # small buckets: at most 104 bytes or one leaf each
 
 
 MISTAKES = [
-    (lambda p: sl.zero(sl.adamw(0.1), "data", stage=2), "stage 2 is not built"),
-    (lambda p: sl.zero(sl.masked(sl.adamw(0.1), {}), "data"), "single parameters"),
-    (lambda p: sl.zero(sl.adamw(0.1), "dat").init(p), "did you mean 'data'"),
-    (lambda p: sl.zero(sl.adamw(0.1), "x").init(p), "split over 'x' already"),
-    (lambda p: sl.zero(sl.adamw(0.1), "data").init({"w": torch.ones(2)}), "this one is plain"),
-    (lambda p: sl.zero(sl.adamw(0.1), "data").update(p, None), "needs the parameters"),
+    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data", stage=2), "stage 2 is not built"),
+    (lambda p: sl.optim.zero(sl.optim.masked(sl.optim.adamw(0.1), {}), "data"), "single parameters"),
+    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "dat").init(p), "did you mean 'data'"),
+    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "x").init(p), "split over 'x' already"),
+    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").init({"w": torch.ones(2)}), "this one is plain"),
+    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").update(p, None), "needs the parameters"),
 ]
 
 
@@ -144,7 +145,7 @@ def test_half_pending_gradients_are_refused() -> None:
     with sl.simulate(data=2, x=2):
         p = {k: sl.shard(torch.ones(4), "x") for k in "ab"}
         g = {"a": p["a"], "b": pending(p["b"], 2)}
-        tx = sl.zero(sl.sgd(0.1), "data")
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data")
         with pytest.raises(sl.ShardError, match="every gradient must be pending"):
             tx.update(g, tx.init(p), p)
 
@@ -153,7 +154,7 @@ def test_half_pending_gradients_are_refused() -> None:
 def test_state_made_for_other_places_is_refused(other: Any) -> None:
     """Blocks of one size lie end to end alike, whatever they are blocks of."""
     layout, axes = other
-    tx = sl.zero(sl.adamw(0.1), axis="data")
+    tx = sl.optim.zero(sl.optim.adamw(0.1), axis="data")
     with sl.simulate(data=2, x=2, y=2):
         state = tx.init({"w": sl.shard(torch.arange(16.0).reshape(4, 4), "x .")})
     with sl.simulate(**axes):

@@ -85,7 +85,7 @@ def imported(path: Path) -> Any:
 def test_an_engine_and_a_mask_of_one_s_own_keep_the_laws(written: dict[str, Path], order: tuple[str, ...]) -> None:
     found = {name: imported(written[name]) for name in order}
     engine, mask = found["engine"].GatherAll(), found["mask"].Strided(4)
-    check_engine(engine, masks=(sl.Full(), sl.Causal(), mask, mask & sl.Causal()))
+    check_engine(engine, masks=(sl.masks.Full(), sl.masks.Causal(), mask, mask & sl.masks.Causal()))
     check_mask(mask, engines=("ring", "ulysses", engine))
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     with sl.simulate(s=4):
@@ -114,7 +114,7 @@ def test_what_is_chosen_does_not_hang_on_who_was_registered_when(written: dict[s
 def test_the_library_s_own_engines_keep_the_laws(name: str) -> None:
     with sl.record(r=2, s=2):
         x = sl.shard(torch.empty(1, 4, 8, 4, device="meta"), sl.Ring(("r", "s"), 2))
-        engine = sl.attention_plan(x, x, x, algorithm=name).engine
+        engine = sl.planning.attention_plan(x, x, x, algorithm=name).engine
     check_engine(engine)
 
 
@@ -140,7 +140,7 @@ def test_the_laws_find_a_mask_that_is_not_asked() -> None:
     def replaced(job: Any) -> Any:
         from dataclasses import replace
 
-        plan = replace(job.plan, case=replace(job.plan.case, mask=sl.Full()))
+        plan = replace(job.plan, case=replace(job.plan.case, mask=sl.masks.Full()))
         return replace(job, plan=plan)
 
     with pytest.raises(AssertionError, match="is off by"):

@@ -162,7 +162,8 @@ class Plan:
     >>> import torch, shardlib as sl
     >>> with sl.record(s=4):
     ...     q = sl.shard(torch.empty(1, 8, 64, 32, device="meta"), sl.Ring("s", 2, "zigzag"))
-    ...     full, less = (sl.attention_plan(q, q, q, sl.Causal(), name) for name in ("ring", "ring_bidirectional"))
+    ...     full = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring")
+    ...     less = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring_bidirectional")
     >>> full.steps, less.forward.bytes / full.forward.bytes, set(full.flops)
     (3, Fraction(3, 4), {532480})
     >>> full

@@ -144,7 +144,7 @@ def as_mask(mask: Any) -> Mask:
     raise ShardError(
         "a mask is a value or a function of (b, h, q, k); " + ("a tensor is a bias" if tensor else f"not {mask!r}"),
         op="ring_attention",
-        fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.Causal()'})",
+        fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.masks.Causal()'})",
     )
 
 
@@ -203,7 +203,7 @@ class Window(Mask):
                 raise ShardError(
                     f"a window reaches so many positions, or None for all, not {side!r}",
                     op="Window",
-                    fix="sl.Window(256, 0)",
+                    fix="sl.masks.Window(256, 0)",
                 )
 
     def relation(self, q: Run, k: Run) -> Relation:
@@ -226,7 +226,7 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         if not isinstance(self.length, int):
             raise ShardError(
-                f"a prefix is a number of positions, not {self.length!r}", op="Prefix", fix="sl.Prefix(128)"
+                f"a prefix is a number of positions, not {self.length!r}", op="Prefix", fix="sl.masks.Prefix(128)"
             )
 
     def relation(self, q: Run, k: Run) -> Relation:
@@ -268,7 +268,7 @@ class Padding(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.lengths) not in (1, batch):
-            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "sl.Padding(lengths=7)")
+            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "sl.masks.Padding(lengths=7)")
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class Documents(Mask):
                 raise _misfit(
                     self,
                     f"documents of {rows} x {length} positions for {batch} x {n}",
-                    f"sl.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
+                    f"sl.masks.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
                 )
 
 
@@ -352,7 +352,7 @@ class _Numbers:
             raise ShardError(
                 f"borders of documents start at 0 and rise, not {borders}",
                 op="Documents",
-                fix="sl.Documents((0, 5, 9))",
+                fix="sl.masks.Documents((0, 5, 9))",
             )
         lengths = torch.tensor([b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64)
         return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True)
@@ -400,7 +400,7 @@ class ALiBi(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.slopes) != heads:
-            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"sl.ALiBi([0.5] * {heads})")
+            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"sl.masks.ALiBi([0.5] * {heads})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,7 +441,7 @@ class Bias(Mask):
         lead = zip(reversed(shape[:-2]), (heads, batch), strict=False)
         if not 2 <= len(shape) <= 4 or shape[-2:] != (q, k) or any(n not in (1, want) for n, want in lead):
             raise _misfit(
-                self, f"a bias {list(shape)} for scores {[batch, heads, q, k]}", f"sl.Bias(torch.zeros({q}, {k}))"
+                self, f"a bias {list(shape)} for scores {[batch, heads, q, k]}", f"sl.masks.Bias(torch.zeros({q}, {k}))"
             )
 
 

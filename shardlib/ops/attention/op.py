@@ -56,7 +56,7 @@ def ring_attention(
                    and computed in tiles of 64 rows (or of ``canonical`` rows), at twice the work.
 
     Rows that see nothing give 0, with gradient 0.
-    Moves:  what the plan says: ``sl.attention_plan(...)``.
+    Moves:  what the plan says: ``sl.planning.attention_plan(...)``.
     Raises: Unsupported where the algorithm cannot honour the mask or an argument; nothing is dropped.
     Source: Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889.
 
@@ -64,7 +64,7 @@ def ring_attention(
     >>> q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     >>> with sl.simulate(s=4):
     ...     x = sl.shard(q, sl.Ring("s", dim=2, schedule="zigzag"))
-    ...     out = sl.unshard(sl.ring_attention(x, x, x, mask=sl.Causal()))
+    ...     out = sl.unshard(sl.ring_attention(x, x, x, mask=sl.masks.Causal()))
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
     True
     """
@@ -97,7 +97,7 @@ def attention_plan(
     >>> import torch, shardlib as sl
     >>> with sl.record(s=64):
     ...     q = sl.shard(torch.empty(1, 8, 65536, 64, device="meta"), sl.Ring("s", dim=2, schedule="zigzag"))
-    ...     plan = attention_plan(q, q, q, sl.Causal())
+    ...     plan = attention_plan(q, q, q, sl.masks.Causal())
     >>> plan.algorithm, plan.steps
     ('ring', 63)
     """

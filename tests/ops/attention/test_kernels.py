@@ -115,6 +115,6 @@ def test_empty_shards_reach_no_kernel() -> None:
     q = normal(1, 2, 1, 8, seed=1)
     with sl.simulate(s=4):
         x = sl.shard(q, Ring("s", 2), pad=True).requires_grad_()
-        out = sl.ring_attention(x, x, x, mask=sl.Causal())
+        out = sl.ring_attention(x, x, x, mask=sl.masks.Causal())
         out.sum().backward()
         assert gap(sl.unshard(out), q) < 1e-12 and sl.unshard(x.grad).isfinite().all()

@@ -30,7 +30,7 @@ def test_linformer_equals_dense(s: int, t: int, p: int, schedule: str) -> None:
         lay = sl.Layout.parse("data . . .") * lay.resolve(4)
         xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_() for x in (q, k, v)]
         ws = [x.detach().requires_grad_() for x in (e, f)]
-        out = sl.linformer_attention(*xs, *ws)
+        out = sl.ops.attention.linformer_attention(*xs, *ws)
         (out * sl.shard(c, lay, pad=True)).sum().backward()
         assert gap(sl.unshard(out), want.detach()) < 1e-12
         got = [*(sl.unshard(x.grad) for x in xs), *(w.grad for w in ws)]
@@ -42,6 +42,6 @@ def test_what_moves_does_not_grow_with_the_sequence() -> None:
     for s in (16, 64):
         with sl.simulate(s=4), sl.trace() as t:
             q = sl.shard(normal(1, 2, s, 4, seed=1), Ring("s", 2)).requires_grad_()
-            sl.linformer_attention(q, q, q, normal(3, s, seed=4)).sum().backward()
+            sl.ops.attention.linformer_attention(q, q, q, normal(3, s, seed=4)).sum().backward()
         moved.append(t.bytes)
     assert moved[0] == moved[1] == 2 * Fraction(2 * 3, 4) * 2 * 3 * 8 * 8 + Fraction(2 * 3, 4) * 8

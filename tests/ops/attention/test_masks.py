@@ -33,7 +33,7 @@ ENGINES = [
 
 
 @dataclass(frozen=True)
-class Modulo(sl.Mask):
+class Modulo(sl.masks.Mask):
     """q a + k b + head + batch is no multiple of n."""
 
     n: int
@@ -45,14 +45,14 @@ class Modulo(sl.Mask):
         return (q[:, None] * self.a + k * self.b + which) % self.n != 0
 
 
-class Sparse(sl.Causal):
+class Sparse(sl.masks.Causal):
     """A mask of ours with other booleans: what Causal says of runs does not hold for it."""
 
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         return (q[:, None] >= k) & (k % 3 != 1)
 
 
-class Recency(sl.Full):
+class Recency(sl.masks.Full):
     """``scores`` alone: later keys weigh more."""
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -60,7 +60,7 @@ class Recency(sl.Full):
 
 
 @dataclass(frozen=True)
-class Careless(sl.Mask):
+class Careless(sl.masks.Mask):
     """Writes to the positions that it is given."""
 
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -70,18 +70,20 @@ class Careless(sl.Mask):
 
 
 @st.composite
-def own_masks(draw: Any) -> sl.Mask:
+def own_masks(draw: Any) -> sl.masks.Mask:
     out = draw(st.sampled_from([Sparse(), Recency(), Careless()]) | st.builds(Modulo, *[st.integers(1, 5)] * 3))
-    return out & draw(st.sampled_from([sl.Full(), sl.Causal(), sl.Window(4), Recency(), sl.Padding([7, 9])]))
+    return out & draw(
+        st.sampled_from([sl.masks.Full(), sl.masks.Causal(), sl.masks.Window(4), Recency(), sl.masks.Padding([7, 9])])
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(own_masks(), st.sampled_from(ENGINES), st.integers(1, 20), st.sampled_from(["contiguous", "zigzag", "striped"]))
-def test_a_mask_of_one_s_own_is_dense_s_on_every_engine(mask: sl.Mask, engine: str, n: int, order: str) -> None:
+def test_a_mask_of_one_s_own_is_dense_s_on_every_engine(mask: sl.masks.Mask, engine: str, n: int, order: str) -> None:
     assert worst(mask, engine, n, order, {"r": 2, "s": 2}) < 1e-12
 
 
-def worst(mask: sl.Mask, engine: str, n: int, order: str, mesh: dict[str, int] | None = None) -> float:
+def worst(mask: sl.masks.Mask, engine: str, n: int, order: str, mesh: dict[str, int] | None = None) -> float:
     """The error of output and gradients, on simulated ranks or on those of the mesh in scope."""
     q, k, v = (normal(2, h, n, 4, seed=h).requires_grad_() for h in (4, 2, 2))
     want, _ = attention(q, k, v, mask)
@@ -103,7 +105,7 @@ def worst(mask: sl.Mask, engine: str, n: int, order: str, mesh: dict[str, int] |
 
 
 def on_every_engine() -> dict[tuple[str, str], float]:
-    masks = [Modulo(3, 2), Sparse(), Recency() & sl.Causal(), Careless()]
+    masks = [Modulo(3, 2), Sparse(), Recency() & sl.masks.Causal(), Careless()]
     return {(repr(m), e): worst(m, e, 13, "zigzag") for m in masks for e in ENGINES}
 
 
@@ -112,28 +114,28 @@ def test_it_is_on_real_processes_too(pool: Any) -> None:
         assert all(error < 1e-12 for error in found.values()), found
 
 
-@pytest.mark.parametrize("mask", [Modulo(4, 3), Sparse(), Recency(), sl.Causal() & Modulo(2)], ids=repr)
-def test_it_keeps_the_laws(mask: sl.Mask) -> None:
+@pytest.mark.parametrize("mask", [Modulo(4, 3), Sparse(), Recency(), sl.masks.Causal() & Modulo(2)], ids=repr)
+def test_it_keeps_the_laws(mask: sl.masks.Mask) -> None:
     check_mask(mask, engines=("ring", "allgather"))
 
 
 def test_a_mask_says_nothing_of_runs_unless_it_does() -> None:
     run = Run(0, 1, 4)
     assert Modulo(3).relation(run, run) == Sparse().relation(run, run) == SOMETHING
-    assert sl.Causal().relation(run, run) != SOMETHING
+    assert sl.masks.Causal().relation(run, run) != SOMETHING
 
-    class Bounded(sl.Causal):
+    class Bounded(sl.masks.Causal):
         def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
             return q[:, None] >= k
 
         def relation(self, q: Run, k: Run) -> Any:
-            return sl.Causal().relation(q, k)
+            return sl.masks.Causal().relation(q, k)
 
-    assert Bounded().relation(run, run) == sl.Causal().relation(run, run)
+    assert Bounded().relation(run, run) == sl.masks.Causal().relation(run, run)
 
 
 def test_a_mask_without_allowed_cannot_be_made() -> None:
-    class Empty(sl.Mask):
+    class Empty(sl.masks.Mask):
         pass
 
     with pytest.raises(TypeError, match="abstract"):
@@ -141,23 +143,23 @@ def test_a_mask_without_allowed_cannot_be_made() -> None:
 
 
 def test_the_laws_find_a_relation_that_lies() -> None:
-    class Lying(sl.Causal):
+    class Lying(sl.masks.Causal):
         def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
             return q[:, None] > k
 
         def relation(self, q: Run, k: Run) -> Any:
-            return sl.Causal().relation(q, k)
+            return sl.masks.Causal().relation(q, k)
 
     with pytest.raises(AssertionError, match="relation and allowed"):
         check_mask(Lying())
 
 
 def test_answers_that_are_no_booleans_are_refused() -> None:
-    class Numbers(sl.Mask):
+    class Numbers(sl.masks.Mask):
         def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
             return (q[:, None] - k) % 2
 
-    class Transposed(sl.Mask):
+    class Transposed(sl.masks.Mask):
         def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
             return torch.ones(len(k) + 1, len(q), dtype=torch.bool)
 
@@ -170,7 +172,7 @@ def test_answers_that_are_no_booleans_are_refused() -> None:
 
 def test_a_mask_that_cannot_be_hashed_is_refused() -> None:
     @dataclass
-    class Listed(sl.Mask):
+    class Listed(sl.masks.Mask):
         lengths: list[int]
 
         def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -183,7 +185,7 @@ def test_a_mask_that_cannot_be_hashed_is_refused() -> None:
 
 
 def test_a_documents_mask_is_made_again_from_its_value() -> None:
-    mask = sl.Documents(torch.tensor([[0, 0, 1], [0, 1, 1]]))
+    mask = sl.masks.Documents(torch.tensor([[0, 0, 1], [0, 1, 1]]))
     assert replace(mask) == mask
 
 
@@ -191,4 +193,4 @@ def test_masks_for_other_sizes_are_refused_before_a_plan_is_made() -> None:
     with sl.simulate(s=2):
         x = sl.shard(normal(1, 1, 8, 4, seed=1), Ring("s", 2))
         with pytest.raises(sl.ShardError, match="documents of 1 x 5"):
-            attention_case(x, x, x, sl.Documents((0, 5)))
+            attention_case(x, x, x, sl.masks.Documents((0, 5)))

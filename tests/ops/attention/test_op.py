@@ -70,9 +70,9 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     e = d if draw(st.booleans()) else 5
     mask = draw(masks(n, None if t == n else t)) if h == 3 or draw(st.booleans()) else Full()
     if draw(st.integers(0, 3)) == 0:
-        mask &= sl.ALiBi([0.5 ** (i + 1) for i in range(h)])
+        mask &= sl.masks.ALiBi([0.5 ** (i + 1) for i in range(h)])
     if draw(st.integers(0, 3)) == 0:
-        mask &= sl.Bias(normal(*draw(st.sampled_from([(), (h,), (1, h), (b, 1)])), n, t, seed=8))
+        mask &= sl.masks.Bias(normal(*draw(st.sampled_from([(), (h,), (1, h), (b, 1)])), n, t, seed=8))
     q, k, v = normal(b, h, n, d, seed=1), normal(b, g, t, d, seed=2), normal(b, g, t, e, seed=3)
     bias = None
     if draw(st.integers(0, 3)) == 0:
@@ -134,7 +134,7 @@ def test_ring_attention_equals_dense(data: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["ring", "ring_bidirectional", "allgather", "pass_q", "rsa", "canonical"])
 def test_a_gradient_of_the_gradient_is_dense_s(algorithm: str) -> None:
     q, k, v = (normal(1, h, 6, 4, seed=h).requires_grad_() for h in (4, 2, 2))
-    mask, sink = sl.Causal(), normal(4, seed=9).requires_grad_()
+    mask, sink = sl.masks.Causal(), normal(4, seed=9).requires_grad_()
     c = normal(1, 4, 6, 4, seed=5)
 
     def penalty(out: Tensor, xs: Any) -> Tensor:
@@ -162,14 +162,14 @@ def test_canonical_bits_hang_on_no_ring(dtype: torch.dtype, causal: bool) -> Non
         with sl.simulate(s=p):
             lay = Ring("s", 2, schedule)
             xs = [sl.shard(x, lay, pad=True).requires_grad_() for x in (q, k, v)]
-            out = sl.ring_attention(*xs, mask=sl.Causal() if causal else None, canonical=True)
+            out = sl.ring_attention(*xs, mask=sl.masks.Causal() if causal else None, canonical=True)
             (out * sl.shard(c, lay, pad=True)).sum().backward()
             found.append([sl.unshard(out), *(sl.unshard(x.grad) for x in xs)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     with sl.simulate(s=2):  # the test could tell: another algorithm's bits do differ
         lay = Ring("s", 2)
-        out = sl.ring_attention(*(sl.shard(x, lay) for x in (q, k, v)), mask=sl.Causal() if causal else None)
+        out = sl.ring_attention(*(sl.shard(x, lay) for x in (q, k, v)), mask=sl.masks.Causal() if causal else None)
     assert not torch.equal(sl.unshard(out), found[0][0])
 
 
@@ -177,7 +177,7 @@ def test_bf16_errors_do_not_grow_with_the_ring() -> None:
     """Ring of 8 against a ring of 1, both in bf16, relative Frobenius; bar 1.4."""
     q, k, v = (normal(1, h, 2048, 32, seed=h) for h in (4, 2, 2))
     q, c = 4 * q, normal(1, 4, 2048, 32, seed=7)
-    for mask in (sl.Full(), sl.Causal()):
+    for mask in (sl.masks.Full(), sl.masks.Causal()):
         want = []
         xs = [x.bfloat16().double().requires_grad_() for x in (q, k, v)]
         out = attention(*xs, mask)[0]
@@ -197,7 +197,7 @@ def test_bf16_errors_do_not_grow_with_the_ring() -> None:
 def test_fp32_errors_are_within_four_times_local_attention_s() -> None:
     q, k, v = (normal(2, h, 256, 32, seed=h) for h in (8, 2, 2))
     c = normal(2, 8, 256, 32, seed=7)
-    for mask, causal in ((sl.Full(), False), (sl.Causal(), True)):
+    for mask, causal in ((sl.masks.Full(), False), (sl.masks.Causal(), True)):
         xs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*xs, mask)[0]
         want = [out.detach(), *torch.autograd.grad((out * c).sum(), xs)]
@@ -238,7 +238,7 @@ def test_a_call_flows_one_way() -> None:
         bias, sink = torch.zeros(8, 8), torch.zeros(2)
 
         def call() -> None:
-            sl.ring_attention(x, x, x, mask=sl.Causal(), bias=bias, sink=sink, algorithm="ring")
+            sl.ring_attention(x, x, x, mask=sl.masks.Causal(), bias=bias, sink=sink, algorithm="ring")
 
         call()  # which plans: registered engines are then looked up, not called
         found = entries(call)

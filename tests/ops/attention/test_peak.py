@@ -30,7 +30,7 @@ CASES = [
 def counted(schedule: str, algorithm: Any, causal: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     """(planned, counted) peaks of forward and backward on this rank of the mesh in scope."""
     mesh = as_mesh(None)
-    lay, mask = Ring("s", 2, schedule), sl.Causal() if causal else sl.Full()
+    lay, mask = Ring("s", 2, schedule), sl.masks.Causal() if causal else sl.masks.Full()
     xs = [sl.shard(torch.randn(1, h, 256, 32, dtype=dtype), lay) for h in (4, 2, 2)]
     case = attention_case(*xs, mask)
     plan = planned(case, algorithm).run

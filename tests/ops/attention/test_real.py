@@ -14,11 +14,11 @@ from tests.ops.attention.test_op import gap, normal
 
 LENGTHS = (1, 3, 7, 64, 2999)
 MASKS = {
-    "full": lambda n: sl.Full(),
-    "causal": lambda n: sl.Causal(),
-    "window": lambda n: sl.Causal() & sl.Window(9),
-    "documents": lambda n: sl.Causal() & sl.Documents((0, n // 3, n // 2, n)),
-    "padding": lambda n: sl.Padding([n, n // 2]),
+    "full": lambda n: sl.masks.Full(),
+    "causal": lambda n: sl.masks.Causal(),
+    "window": lambda n: sl.masks.Causal() & sl.masks.Window(9),
+    "documents": lambda n: sl.masks.Causal() & sl.masks.Documents((0, n // 3, n // 2, n)),
+    "padding": lambda n: sl.masks.Padding([n, n // 2]),
 }
 CASES = [
     *((s, m, n, a) for s in ("contiguous", "zigzag", "striped") for m in MASKS for n in (7, 64)
@@ -73,7 +73,7 @@ def packed() -> float:
     found = 0.0
     for step in range(6):
         cuts = torch.randint(0, 48, (5,), generator=torch.Generator().manual_seed(step)).sort().values.tolist()
-        mask = sl.Causal() & sl.Documents((0, *cuts, 48))
+        mask = sl.masks.Causal() & sl.masks.Documents((0, *cuts, 48))
         q = normal(1, 2, 48, 8, seed=step)
         x = sl.shard(q, Ring("s", 2, "zigzag"))
         found = max(found, gap(sl.unshard(sl.ring_attention(x, x, x, mask=mask)), attention(q, q, q, mask)[0]))

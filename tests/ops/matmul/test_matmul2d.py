@@ -189,7 +189,7 @@ def test_measured_links_cut_panels_into_slices(rule: str, w_text: str, alpha: fl
     with sl.simulate(x=2, y=2) as mesh, sl.algorithm(matmul=rule):
         a, b = sl.shard(x.detach(), "x y").requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
         before = dict(sl.why("matmul", a, b).verdicts)[rule]
-        mesh.links.update(x=sl.Link(alpha, 1e-9), y=sl.Link(alpha, 1e-9))
+        mesh.links.update(x=sl.planning.Link(alpha, 1e-9), y=sl.planning.Link(alpha, 1e-9))
         price = dict(sl.why("matmul", a, b).verdicts)[rule]
         assert isinstance(before, sl.extend.Match) and isinstance(price, sl.extend.Match)
         panels = 2 if alpha < 1e-6 else 1  # 512 / 2 panels / 128

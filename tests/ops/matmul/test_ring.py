@@ -81,7 +81,7 @@ def test_second_derivatives_equal_dense() -> None:
 def test_rotating_sees_every_block_once_and_joining_restores_their_order(p: int, way: int) -> None:
     with sl.simulate(x=p):
         whole = torch.arange(6.0 * p).reshape(2, 3 * p)
-        mine = sl.pslice(whole, "x", 1)
+        mine = sl.collectives.pslice(whole, "x", 1)
         blocks = [block for (block,) in rotate([mine], "x", [way])]
         assert bool((joined(blocks, "x", 1, way) == whole).all())
         for t, block in enumerate(blocks):

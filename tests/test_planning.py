@@ -12,7 +12,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.ops.matmul.matmul3d import cube_words
-from shardlib.plan import Layer, factorizations, step_cost
+from shardlib.planning import Layer, factorizations, step_cost
 from shardlib.recipes import MLP_ROLES
 
 sizes = st.integers(1, 64).map(lambda n: 8 * n)
@@ -22,7 +22,7 @@ sizes = st.integers(1, 64).map(lambda n: 8 * n)
 def test_no_grid_moves_less_than_the_bound(m: int, k: int, n: int, p: int) -> None:
     """Counted on average over ranks, with every operand and the result held once."""
     least = min(cube_words(m, k, n, *grid) for grid in factorizations(p))
-    assert float(least) >= sl.lower_bound(m, k, n, p) * (1 - 1e-12)
+    assert float(least) >= sl.planning.lower_bound(m, k, n, p) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,9 @@ def test_no_grid_moves_less_than_the_bound(m: int, k: int, n: int, p: int) -> No
     ],
 )
 def test_the_matching_grid_attains_the_bound(shape: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
-    assert float(cube_words(*shape, *grid)) == pytest.approx(sl.lower_bound(*shape, math.prod(grid)), rel=1e-12)
+    assert float(cube_words(*shape, *grid)) == pytest.approx(
+        sl.planning.lower_bound(*shape, math.prod(grid)), rel=1e-12
+    )
 
 
 class Block(nn.Module):
@@ -63,7 +65,7 @@ def test_one_grid_serves_a_whole_block_within_116_percent_of_the_bound(ranks: in
     """Counted by running a Transformer block's forward on shapes alone, on the grid that ``choose`` says."""
     h, tokens = 9216, tokens_per_rank * ranks
     shapes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
-    free = sl.Link(alpha=0.0, beta=1.0)
+    free = sl.planning.Link(alpha=0.0, beta=1.0)
     model = Block(h, device="meta")
     best = sl.choose(model, ranks, batch=tokens, links=free)
     assert best.best == sl.choose(shapes, ranks, batch=tokens, links=free).best
@@ -75,7 +77,7 @@ def test_one_grid_serves_a_whole_block_within_116_percent_of_the_bound(ranks: in
             y = apply(params, x)
     assert y.sharding == x.sharding
     assert best.best.cost.bytes == 2 * t.bytes  # a step with all that is gathered saved
-    bound = sum(sl.lower_bound(tokens, i, o, ranks) for i, o in shapes)
+    bound = sum(sl.planning.lower_bound(tokens, i, o, ranks) for i, o in shapes)
     freely = sum(min(cube_words(tokens, i, o, *g) for g in factorizations(ranks)) for i, o in shapes)
     bar = max(1.16, float(freely) / bound)  # 9 ranks and tokens as many as h: no grid of 1s, 3s and 9s comes nearer
     assert bar == 1.16 or (ranks, tokens_per_rank) == (9, 1024)
@@ -188,7 +190,7 @@ def test_a_slow_axis_costs_more() -> None:
     with sl.simulate(x=2, y=2) as mesh:
         a, b = sl.shard(torch.zeros(64, 64), "x y"), sl.shard(torch.zeros(64, 64), "x y")
         cost = dict(sl.why("matmul", a, b).verdicts)["summa"].cost  # type: ignore[union-attr]
-        mesh.links["x"] = sl.Link(alpha=1.0, beta=0.0)
+        mesh.links["x"] = sl.planning.Link(alpha=1.0, beta=0.0)
         assert cost.seconds(mesh.links) >= 1.0 > cost.seconds()
 
 
@@ -199,10 +201,10 @@ def test_a_link_that_is_slow_to_start_prefers_fewer_messages() -> None:
             n: m.cost for n, m in sl.why("matmul", a, b).verdicts if isinstance(m, sl.extend.Match) and not m.gathered
         }
         for axis in mesh.names:
-            mesh.links[axis] = sl.Link(alpha=1.0, beta=0.0)
+            mesh.links[axis] = sl.planning.Link(alpha=1.0, beta=0.0)
         sl.ops.registry.forget(mesh)
         fewest = min(c.messages for c in prices.values())
         assert prices[sl.why("matmul", a, b).chosen].messages == fewest
         for axis in mesh.names:
-            mesh.links[axis] = sl.Link(alpha=0.0, beta=1.0)
+            mesh.links[axis] = sl.planning.Link(alpha=0.0, beta=1.0)
         assert prices[sl.why("matmul", a, b).chosen].bytes == min(c.bytes for c in prices.values())

@@ -21,5 +21,5 @@ def test_pictures_show_every_contiguous_piece_and_its_owners() -> None:
 def test_draw_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which is an extra")
     with sl.simulate(x=2, y=2):
-        sl.draw({"w": sl.shard(torch.zeros(12, 4), "(3 y) x")}, str(tmp_path / "w.png"))
+        sl.seeing.draw({"w": sl.shard(torch.zeros(12, 4), "(3 y) x")}, str(tmp_path / "w.png"))
     assert (tmp_path / "w.png").stat().st_size > 1000

@@ -24,10 +24,12 @@ from shardlib import recipes
 from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
 from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError
+from shardlib.layouts import ReshardPlan
 from shardlib.mesh import Link, as_mesh, bind
+from shardlib.ops.attention import attention_plan
 from shardlib.ops.registry import forget
 
-__all__ = ["Choice", "Grid3", "choose", "lower_bound", "probe"]
+__all__ = ["Choice", "Grid3", "Link", "ReshardPlan", "attention_plan", "choose", "lower_bound", "probe"]
 
 
 def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
