@@ -123,6 +123,8 @@ def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
     if k_of_x != k_of_w and n == k_of_x and k_of_w in rows:
         return "ab", k_of_w, k_of_x
     if k_of_x == k_of_w and n != k_of_x and n in rows:
+        if len(columns.parts) > 1:
+            return "w's columns lie in groups, and y's would lie otherwise"
         w_may_stay = w_stays and case.x.dims[:-1] == (columns,)
         return ("atb", k_of_x, n) if w_may_stay else ("abt", n, k_of_x)
     if k_of_x != k_of_w:
