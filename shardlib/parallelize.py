@@ -22,10 +22,19 @@ from torch.func import functional_call
 
 from shardlib._compat import uncompiled
 from shardlib.collectives import holds_values, lead
-from shardlib.errors import RankMismatch, RuleLint, ShardError, UnevenSplit, UnknownParameter
+from shardlib.errors import (
+    AxisReused,
+    LayoutSyntax,
+    RankMismatch,
+    RuleLint,
+    ShardError,
+    UnevenSplit,
+    UnknownAxis,
+    UnknownParameter,
+)
 from shardlib.experts import divided, standing_in
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, as_mesh, within
+from shardlib.mesh import Mesh, as_mesh, unknown_axis, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
@@ -76,7 +85,7 @@ class Apply:
         self.plain = Plain()
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.reads: dict[Any, list[int]] = {}  # and which of them read one value
-        self.arguments = _arguments(module)
+        self.arguments = arguments(uncompiled(module).forward)
         self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +120,8 @@ class Apply:
             )
         params = {**params, **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()}}
         state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
-        args = tuple(self.place(name, a) for name, a in zip(self._names(len(args)), args, strict=True))
+        names = self.named(len(args), kwargs)
+        args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
@@ -152,11 +162,25 @@ class Apply:
         with promoting(), prefetching(order, weights, reads):
             yield
 
-    def _names(self, count: int) -> list[str]:
-        """What forward calls its first ``count`` arguments; those of ``*args`` share its name."""
-        named = [n for n, kind in self.arguments if kind in _POSITIONAL]
-        rest = next((n for n, kind in self.arguments if kind is inspect.Parameter.VAR_POSITIONAL), "")
-        return (named + [rest] * count)[:count]
+    def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
+        """What forward calls its first ``count`` arguments, where ``named`` are given by name.
+
+        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name that the signature
+        does not say, as that of a wrapper without functools.wraps.
+        """
+        given = self.arguments
+        rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
+        unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
+        if rest and rest not in self.inputs and unsaid and count > places:
+            raise RuleLint(
+                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says whether it is "
+                f"{unsaid[0]!r}; give it by name",
+                op="apply",
+                operands={"forward": ", ".join(n for n, _ in given), "inputs": ", ".join(self.inputs)},
+                mesh=self.mesh,
+                fix=f"apply(params, {unsaid[0]}={unsaid[0]})",
+            )
+        return positional(given, count)
 
     def place(self, name: str, value: Any) -> Any:
         """An input of this name, where ``inputs=`` said; one that lies nowhere yet is on every rank."""
@@ -196,15 +220,32 @@ class Apply:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Name and kind of forward's arguments, seen through decorators and torch.compile."""
-    given = inspect.signature(uncompiled(module).forward).parameters.values()
-    return tuple((p.name, p.kind) for p in given)
+Arguments = tuple[tuple[str, Any], ...]
+
+
+def arguments(forward: Callable[..., Any]) -> Arguments:
+    """Name and kind of a forward's arguments, seen through decorators, partials and methods."""
+    return tuple((p.name, p.kind) for p in inspect.signature(forward).parameters.values())
+
+
+def positional(given: Arguments, count: int) -> list[str]:
+    """What a forward with these arguments calls the first ``count``; those of ``*args`` share its name."""
+    return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
+
+
+def _rest_name(given: Arguments) -> str:
+    return next((n for n, kind in given if kind is inspect.Parameter.VAR_POSITIONAL), "")
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Refuse a key that forward has no argument for; with ``**kwargs`` one that looks like a misspelt argument."""
-    given = _arguments(module)
+    if not isinstance(inputs, Mapping):
+        raise RuleLint(
+            f"inputs is a mapping from the names of forward's arguments to layouts, not {type(inputs).__name__}",
+            op="parallelize",
+            fix="sl.parallelize(module, rules, inputs=dict(inputs))",
+        )
+    given = arguments(uncompiled(module).forward)
     names = [n for n, kind in given if kind is not inspect.Parameter.VAR_KEYWORD]
     loose = len(names) < len(given)
     for name in inputs:
@@ -263,7 +304,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     tokens = re.findall(r"\([^)]*\)|\S+", text)
 
     def resolve(token: str) -> str:
-        if not token.startswith("("):
+        if not (token.startswith("(") and token.endswith(")")):
             return axes.get(token, token)
         parts = [axes.get(p, p) for p in token[1:-1].split()]
         while parts and parts[-1] == ".":
@@ -304,6 +345,12 @@ def match_rules(
                 op="parallelize",
                 fix="sl.parallelize(module, [('*', '...')])",
             )
+        if not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
+            raise RuleLint(
+                f"a pattern is a glob, a compiled regex or a function of (name, tensor), not {rule[0]!r}",
+                op="parallelize",
+                fix="sl.parallelize(module, [('*', '...')])",
+            )
     given = list(rules)
     if pad:
         rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
@@ -319,20 +366,40 @@ def match_rules(
         used[hits[0]] = True
         _, layout, *out = rules[hits[0]]
         with _naming(name, rules, named):
-            layouts[name] = logical(str(layout), axes or {}).resolve(value.ndim)
-        if out:
-            out_layouts[name] = logical(str(out[0]), axes or {})
+            layouts[name] = _read(layout, axes).resolve(value.ndim)
+            if out:
+                out_layouts[name] = _read(out[0], axes)
     spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in given]
     unused = [rules[i][0] for i, hit in enumerate(used) if not hit and not spare[i]]
     if unmatched or unused:
         raise RuleLint(
             _lint(unmatched, unused, named, rules),
             op="parallelize",
-            fix="rules + [('*', '...')]"
-            if not unused
-            else "rules = [r for r in rules if r[0] not in (" + "".join(f"{_pattern_text(p)}, " for p in unused) + ")]",
+            fix="rules + [('*', '...')]" if not unused else _without(unused, rules),
         )
     return layouts, out_layouts
+
+
+def _without(unused: list[Pattern], rules: Rules) -> str:
+    """The line that drops these rules; a function has no text that finds it, so then by their numbers."""
+    if all(isinstance(p, str | re.Pattern) for p in unused):
+        texts = "".join(f"{_pattern_text(p)}, " for p in unused)
+        return f"rules = [r for r in rules if r[0] not in ({texts})]"
+    numbers = tuple(i for i, (p, *_) in enumerate(rules) if any(p is u for u in unused))
+    return f"rules = [r for i, r in enumerate(rules) if i not in {numbers}]"
+
+
+def _read(layout: Any, axes: Mapping[str, str] | None, mesh: Mesh | None = None) -> Layout:
+    """The layout that a rule or an input gives, its logical names resolved; on ``mesh`` where one is given."""
+    if not isinstance(layout, str | Layout):
+        parts = [n for n in ("act", "weight") if isinstance(getattr(layout, n, None), Layout)]
+        hint = f"; {type(layout).__name__} has {' and '.join(parts)}" if parts else ""
+        raise LayoutSyntax(f"a layout is a text or an sl.Layout, not {layout!r}{hint}", op="parallelize")
+    found = logical(str(layout), axes or {})
+    for axis in (*found.axes, *found.partial) if mesh is not None else ():
+        if mesh is not None and axis not in mesh.axes:
+            raise unknown_axis(axis, mesh.axes, "parallelize")
+    return found
 
 
 def _reached(pattern: Pattern, named: Mapping[str, Tensor]) -> bool:
@@ -399,19 +466,22 @@ def parallelize(
     return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad)
 
 
+_UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, RuleLint)
+
+
 @contextmanager
 def _naming(name: str, rules: Rules, named: Mapping[str, Tensor]) -> Iterator[None]:
     """A layout that does not fit a parameter is refused by the parameter's name, with the rule to write."""
     try:
         yield
-    except (UnevenSplit, RankMismatch) as e:
-        raise type(e)(
-            f"the rule of parameter {name!r} does not fit it: {e.message}",
-            op="parallelize",
-            operands=e.operands,
-            mesh=e.mesh,
-            fix=f"sl.parallelize(module, [({name!r}, '...'), {_rest(name, rules, named)}])",
-        ) from None
+    except _UNFIT as e:
+        fix = f"sl.parallelize(module, [({name!r}, '...'), {_rest(name, rules, named)}])"
+        raise _said(f"the rule of parameter {name!r} does not fit it", e, fix) from None
+
+
+def _said(what: str, e: ShardError, fix: str) -> ShardError:
+    """The error of a layout that also says what the layout is of, and the line to write."""
+    return type(e)(f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix)
 
 
 def _rest(name: str, rules: Rules, named: Mapping[str, Tensor]) -> str:
@@ -420,7 +490,10 @@ def _rest(name: str, rules: Rules, named: Mapping[str, Tensor]) -> str:
     taken = first[name]
     if taken is None or any(p == taken for n, p in first.items() if n != name):
         return "*rules"
-    return f"*(r for r in rules if r[0] != {_pattern_text(taken)})"
+    if isinstance(taken, str | re.Pattern):
+        return f"*(r for r in rules if r[0] != {_pattern_text(taken)})"
+    at = next(i for i, (p, *_) in enumerate(rules) if p is taken)
+    return f"*rules[:{at}], *rules[{at + 1}:]"
 
 
 def placed(
@@ -440,9 +513,18 @@ def placed(
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
     _check_inputs(module, inputs or {})
+    for n, lay in out_layouts.items():
+        with _naming(n, rules, named):
+            _read(lay, None, mesh)
+    given = {}
+    for n, lay in (inputs or {}).items():
+        try:
+            given[n] = _read(lay, axes, mesh)
+        except _UNFIT as e:
+            fix = f"sl.parallelize(module, rules, inputs={{**inputs, {n!r}: '...'}})"
+            raise _said(f"the layout of input {n!r} does not fit", e, fix) from None
     params = {}
     for n, p in named.items():
         with _naming(n, rules, named):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
-    given = {n: logical(str(lay), axes or {}) for n, lay in (inputs or {}).items()}
     return Apply(module, layouts, tied, given, mesh, out_layouts), params

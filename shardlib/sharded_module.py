@@ -9,7 +9,6 @@ what comes out.
 """
 
 import functools
-import inspect
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -21,7 +20,7 @@ from shardlib.errors import UnevenSplit
 from shardlib.experts import forward_of
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
-from shardlib.parallelize import Apply, giving
+from shardlib.parallelize import Apply, arguments, giving, positional
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor
 
@@ -77,6 +76,7 @@ def _copied(
     copy = object.__new__(type(module))
     copies[id(module)] = copy
     copy.__dict__.update(module.__dict__)
+    copy.__dict__.pop("_compiled_call_impl", None)  # what module.compile() left calls the module itself
     dot = f"{name}." if name else ""
     copy._parameters = {n: p if p is None else leaves[dot + n] for n, p in module._parameters.items()}
     copy._buffers = {n: b if b is None else buffers.get(dot + n, b) for n, b in module._buffers.items()}
@@ -89,13 +89,14 @@ def _copied(
 
 def _entered(apply: Apply, forward: Any, top: nn.Module, whole: bool) -> Any:
     """A forward for callers outside: inputs are placed, and what comes out is plain."""
+    takes, at_top = arguments(forward), getattr(forward, "__self__", None) is top
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if scope().placed:
             return forward(*args, **kwargs)
-        names = [*inspect.signature(forward).parameters, *[""] * len(args)]
-        named = [*zip(names, args, strict=False), *kwargs.items()]
+        names = apply.named(len(args), kwargs) if at_top else positional(takes, len(args))
+        named = [*zip(names, args, strict=True), *kwargs.items()]
         rows = _rows(apply, named)
         given = [_placed(apply, n, v, rows) for n, v in named]
         params = {n: p for n, p in top.named_parameters() if isinstance(p, ShardedTensor)}
@@ -127,14 +128,9 @@ def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
         ranks = apply.mesh.axis_size(layout.resolve(value.ndim).dims[0].axes)
         if value.shape[0] % ranks and value.shape[0] > 1:
             if torch.is_grad_enabled():
-                raise UnevenSplit(
-                    f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, and filling it up would "
-                    "change what it trains",
-                    op="forward",
-                    operands={name: f"{list(value.shape)} laid out {layout}"},
-                    mesh=apply.mesh,
-                    fix="DataLoader(data, batch_size, drop_last=True)",
-                )
+                why = f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, and filling it up would "
+                loader = "DataLoader(data, batch_size, drop_last=True)"
+                raise _uneven(apply, name, value, f"{why}change what it trains", loader)
             return value.shape[0], -(-value.shape[0] // ranks) * ranks
     return None
 
@@ -155,16 +151,17 @@ def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -
         try:
             return apply.place(name, x)
         except UnevenSplit as e:
-            raise UnevenSplit(
-                f"{name}: {str(e).splitlines()[0].partition(': ')[2]}; a recipe that splits the sequence cannot take "
-                "it a token at a time: generate under another, with the same weights",
-                op="forward",
-                operands={name: f"{list(x.shape)} laid out {layout}"},
-                mesh=apply.mesh,
-                fix="apply, params = sl.parallelize(module, sl.recipes.megatron1d(module))",
-            ) from None
+            why = f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token at a time: generate "
+            other = "apply, params = sl.parallelize(module, sl.recipes.megatron1d(module))"
+            raise _uneven(apply, name, x, f"{why}under another, with the same weights", other) from None
 
     return _mapped(place, value)
+
+
+def _uneven(apply: Apply, name: str, x: Tensor, why: str, fix: str) -> UnevenSplit:
+    """The error for an input that does not divide as ``inputs=`` lays it out."""
+    laid = {name: f"{list(x.shape)} laid out {apply.inputs.get(name)}"}
+    return UnevenSplit(why, op="forward", operands=laid, mesh=apply.mesh, fix=fix)
 
 
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:

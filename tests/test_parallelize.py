@@ -109,6 +109,144 @@ def test_inputs_are_placed_by_name_or_position_and_misspelt_ones_are_refused() -
         assert sl.layout_of(apply(params, x)) == sl.Layout.parse("data .")
 
 
+def _unwrapped(f: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return f(*args, **kwargs)
+
+    return run
+
+
+class Scaled(nn.Module):
+    """hidden times w; what derives from it says forward in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(4.0))
+
+    def forward(module, hidden: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return hidden * module.w * by
+
+
+class Bound(Scaled):
+    """forward is an attribute, a partial of another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = functools.partial(self.run, 2.0)
+
+    def run(self, by: float, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.w * by
+
+
+class Partial(Scaled):
+    def run(self, by: float, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.w * by
+
+    forward = functools.partialmethod(run, 3.0)
+
+
+class PositionalOnly(Scaled):
+    def forward(self, hidden: torch.Tensor, /, *, by: float = 1.0) -> torch.Tensor:
+        return hidden * self.w * by
+
+
+def _compiled_in_place() -> nn.Module:
+    module = Scaled()
+    module.compile(backend="eager")
+    return module
+
+
+FORWARDS = {
+    "a first parameter that is not called self": Scaled,
+    "an attribute that is a partial": Bound,
+    "a partialmethod": Partial,
+    "positional only": PositionalOnly,
+    "compiled in place": _compiled_in_place,
+    "traced by torch.fx": lambda: torch.fx.symbolic_trace(Scaled()),
+    "wrapped by functools.wraps": Loose,
+}
+
+
+@pytest.mark.parametrize("way", FORWARDS)
+def test_positional_inputs_are_placed_however_forward_is_written(way: str) -> None:
+    module, x = FORWARDS[way](), torch.randn(4, 4)
+    want = module(x)
+    with sl.simulate(data=2):
+        apply, params = sl.parallelize(module, [("*", "...")], inputs={"hidden": "data ."})
+        out = apply(params, x)
+        assert sl.layout_of(out) == sl.Layout.parse("data .") and torch.equal(sl.unshard(out), want)
+        top = sl.as_module(apply, params, whole=False)
+        assert sl.layout_of(top(x)) == sl.Layout.parse("data .")
+
+
+class Nameless(Scaled):
+    forward = _unwrapped(Scaled.forward)
+
+
+def test_an_input_whose_name_nothing_says_is_refused_by_position_and_placed_by_name() -> None:
+    x = torch.randn(4, 4)
+    with sl.simulate(data=2):
+        apply, params = sl.parallelize(Nameless(), [("*", "...")], inputs={"hidden": "data ."})
+        for call in (apply, lambda _, x: sl.as_module(apply, params)(x)):
+            with pytest.raises(sl.errors.RuleLint, match=r"positional input 1 in \*args") as caught:
+                call(params, x)
+        out = eval(caught.value.fix, {"apply": apply, "params": params, "hidden": x})
+        assert sl.layout_of(out) == sl.Layout.parse("data .")
+        apply, params = sl.parallelize(Nameless(), [("*", "...")])
+        assert sl.layout_of(apply(params, x)) == sl.Layout.parse(". .")
+
+
+def _first(name: str, value: torch.Tensor) -> bool:
+    return name == "weight"
+
+
+UNFIT: dict[str, tuple[Any, str]] = {
+    "another size": ([("weight", "x ."), ("bias", ".")], "dimension 0 of size 5"),
+    "another number of dimensions": ([("weight", "x . ."), ("bias", ".")], "has 3 dimensions"),
+    "an unknown axis": ([("weight", "q ."), ("bias", ".")], "unknown axis 'q'"),
+    "an unknown axis of products": ([("weight", ". x", "q ."), ("bias", ".")], "unknown axis 'q'"),
+    "an axis twice": ([("weight", "x x"), ("bias", ".")], "axis 'x' is used twice"),
+    "no layout": ([("weight", None), ("bias", ".")], "not None"),
+    "placements": ([("weight", ("x", None)), ("bias", ".")], r"not \('x', None\)"),
+    "a family": ([("weight", sl.Layout3D("x", "y", "z")), ("bias", ".")], "Layout3D has act and weight"),
+    "no end of a group": ([("weight", "(x ."), ("bias", ".")], "cannot read"),
+    "a whole factor in a group": ([("weight", "(. x) ."), ("bias", ".")], "may only end a group"),
+    "a function's": ([(_first, "x ."), ("bias", ".")], "dimension 0 of size 5"),
+    "a regex's": ([(re.compile("we"), "x ."), ("bias", ".")], "dimension 0 of size 5"),
+    "one that others share": ([("*", "x ...")], "dimension 0 of size 5"),
+}
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(case: str, meta: bool) -> None:
+    rules, says = UNFIT[case]
+    module = nn.Linear(4, 5, device="meta" if meta else None)
+    with sl.simulate(x=2):
+        with pytest.raises(sl.ShardError, match=f"^parallelize: the rule of parameter 'weight' .*{says}") as caught:
+            sl.parallelize(module, rules)
+        fix = caught.value.fix
+        if case == "one that others share":  # the bias, of 5 too, is next
+            with pytest.raises(sl.ShardError, match="parameter 'bias'") as caught:
+                eval(fix, {"sl": sl, "module": module, "rules": rules, "re": re})
+            return
+        _, params = eval(fix, {"sl": sl, "module": module, "rules": rules, "re": re})
+    assert {str(p.sharding) for p in params.values()} == {". .", "."}
+
+
+@pytest.mark.parametrize("layout", ["q .", "x x", "(x .", None, ("x", None)])
+def test_an_inputs_layout_that_cannot_be_names_the_input_and_the_fix_runs(layout: Any) -> None:
+    space: dict[str, Any] = {"sl": sl, "module": nn.Linear(4, 5), "rules": [("*", "...")], "inputs": {"input": layout}}
+    with sl.simulate(x=2):
+        with pytest.raises(sl.ShardError, match=r"^parallelize: the layout of input 'input'") as caught:
+            sl.parallelize(space["module"], space["rules"], inputs=space["inputs"])
+        eval(caught.value.fix, space)
+        space["inputs"] = [("input", "x .")]
+        with pytest.raises(sl.errors.RuleLint, match="a mapping") as caught:
+            sl.parallelize(space["module"], space["rules"], inputs=space["inputs"])
+        eval(caught.value.fix, space)
+
+
 @pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}])
 def test_a_gpt_with_its_residual_split_along_the_sequence_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
@@ -218,6 +356,7 @@ LINT = [
     ([("0.*", "...")], "no rule matches parameter '2.weight'"),
     ([*GOOD, ("3.wieght", ".")], "rule '3.wieght' matches no parameter"),
     ([("*", "..."), ("0.weight", "x .")], "rule '0.weight' is never reached: an earlier rule takes 0.weight"),
+    ([*GOOD, (lambda n, t: n == "3.weight", ".")], "matches no parameter"),
 ]
 
 
