@@ -142,7 +142,7 @@ class Partial(Scaled):
     def run(self, by: float, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * self.w * by
 
-    forward = functools.partialmethod(run, 3.0)
+    forward = functools.partialmethod(run, 3.0)  # type: ignore[assignment]
 
 
 class PositionalOnly(Scaled):
