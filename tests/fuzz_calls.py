@@ -952,7 +952,7 @@ def _whole(x: Any) -> Any:
     if not isinstance(x, sl.ShardedTensor):
         return _copied(x)
     full = sl.unshard(x.detach())
-    if type(x) is sl.ShardedTensor and not x.sharding.partial and x.mesh.kind == "stacked":
+    if not (x.is_padded or x.sharding.partial) and x.mesh.kind == "stacked":
         again = sl.shard(full, x.sharding)
         assert again.raw.dtype == x.raw.dtype and _alike(x.raw.detach(), again.raw) == "", (
             "the ranks hold different copies"
@@ -965,7 +965,7 @@ def _sharded_cotangent(x: Tensor, k: int, flat: bool) -> Tensor:
     if not isinstance(x, sl.ShardedTensor):
         return c
     bare = str(x.sharding).split(" + ")[0]
-    new = sl.shard(c, bare, pad=hasattr(x, "true"))
+    new = sl.shard(c, bare, pad=x.is_padded)
     if flat and new.numel():  # as sum's backward hands it on: strides of nothing
         new.raw = new.raw.flatten()[0].expand(new.raw.shape)
     return new
