@@ -450,7 +450,7 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
                 op=op,
                 operands={"x": typeof(x), "y": typeof(v)},
                 mesh=x.mesh,
-                fix=f"x.{op}(sl.reshard(y, {str(want)!r}))",
+                fix=f"y = sl.reshard(y, {str(want)!r})",
             )
         v = reshard(v, want)
     if not v.deferred <= x.deferred:

@@ -73,6 +73,8 @@ spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, 
 
 def _to_size(input: Tensor, size: Any) -> Tensor:
     """What was broadcast is summed."""
+    if not size:
+        return input.sum()
     lead = input.ndim - len(size)
     if lead < 0:
         raise TypeError("a smaller tensor")

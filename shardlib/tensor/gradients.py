@@ -95,7 +95,7 @@ class _Sum(Local):
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
             out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
-        return out if out.numel() else out.clone()  # nothing was sent, and autograd lets no one write to an alias
+        return out.clone() if out._is_view() else out  # autograd lets no one write to an alias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
