@@ -452,6 +452,8 @@ def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
     if isinstance(pieces, int) and pieces <= 0 < size:
         raise BadArgument(f"{pieces} pieces, or pieces of that size, of {size}", op=func.__name__)
     if "chunk" in func.__name__:
+        if not size:
+            return [0] * pieces  # of nothing torch gives as many as were asked for
         pieces = -(-size // pieces)
     if isinstance(pieces, int):
         return [min(pieces, size - k) for k in range(0, size, pieces or 1)] or [0]

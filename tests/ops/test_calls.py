@@ -299,6 +299,15 @@ def test_products_do_not_broadcast_what_they_sum_over() -> None:
         assert torch.allclose(sl.unshard(got), torch.einsum("ij,j->i", one, v))
 
 
+def test_nothing_is_cut_into_as_many_pieces_as_torch_cuts() -> None:
+    empty = torch.zeros(0, 4)
+    with sl.simulate(x=2):
+        for layout in ("x .", ". x"):
+            y = sl.shard(empty, layout)
+            for cut in (lambda t: t.chunk(3), lambda t: t.unsafe_chunk(2), lambda t: t.split(2), lambda t: t.unbind(0)):
+                assert [p.shape for p in cut(y)] == [p.shape for p in cut(empty)]
+
+
 def test_a_weight_that_torch_does_not_hand_on_counts() -> None:
     weight = r(4, 6, seed=7).abs()
     with sl.simulate(x=2, y=2):
