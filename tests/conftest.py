@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shardlib.ops import registry
 from tests import fixes
 from tests.workers import Pool
 
@@ -68,3 +69,12 @@ def every_fix_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     wrong = fixes.run()
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Algorithms for matmul are afterwards those that they were."""
+    before = registry._ALGORITHMS["matmul"]
+    yield
+    registry._ALGORITHMS["matmul"] = before
+    registry._renew()

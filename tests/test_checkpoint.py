@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import shardlib as sl
+from examples.gpt import GPT
+from tests.test_parallelize import CONFIG
 
 
 def _saved(path: str) -> None:
@@ -47,3 +49,19 @@ def test_two_leaves_of_one_name_and_odd_leaves_are_refused(tmp_path: Any) -> Non
         with pytest.raises(sl.ShardError):
             sl.save(tmp_path / "p", tree)
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_load_under_another_layout_and_in_one_process(tmp_path: Any) -> None:
+    m = GPT(CONFIG)
+    with sl.simulate(x=2, y=2):
+        _, params = sl.parallelize(m, sl.recipes.optimus2d(m))
+        sl.save(tmp_path / "a.safetensors", params)
+    with sl.simulate(x=4):
+        _, other = sl.parallelize(m, sl.recipes.megatron1d(m))
+        blank = {n: p.detach() * 0 for n, p in other.items()}
+        got = sl.load(tmp_path / "a.safetensors", like=blank)
+        assert all(torch.equal(got[n].raw, other[n].raw) for n in other)
+        with pytest.raises(sl.ShardError, match="missing"):
+            sl.load(tmp_path / "a.safetensors", like={"w": blank["wte.weight"]})
+    plain = sl.load(tmp_path / "a.safetensors", like=dict(m.named_parameters()))
+    assert all(torch.equal(plain[n], p) for n, p in m.named_parameters())

@@ -130,18 +130,6 @@ def test_bad_input_changes_nothing() -> None:
         assert sl.why("matmul", a, b).chosen == "summa"
 
 
-def test_cannon_on_a_grid_that_is_not_square_names_the_fix() -> None:
-    with sl.simulate(x=2, y=3):
-        a = s("x y", 6, 6)
-        with (
-            pytest.raises(sl.ShardError, match="cannon needs a square grid; x=2, y=3") as caught,
-            sl.algorithm(matmul="cannon"),
-        ):
-            a @ a
-        with eval(caught.value.fix, {"sl": sl}):
-            assert (a @ a).shape == (6, 6)
-
-
 def test_meshes_that_do_not_fit_the_world_are_refused_both_ways(pool: Any) -> None:
     for larger, smaller in pool.run(_wrong_worlds, x=4):
         assert "needs 8 ranks, 4 processes are running" in larger and "torchrun --nproc-per-node 8" in larger

@@ -235,3 +235,10 @@ __all__ = [
     "ADJOINTS", "PRIMITIVES", "all_gradients", "all_on_rank", "expected", "gradient", "halves", "linear_adjoints",
     "of_nothing", "stacked_input", "unwrap",
 ]  # fmt: skip
+
+MESHES: list[tuple[dict[str, int], list[Any]]] = [
+    ({"x": 2, "y": 2}, ["x", "y", ("x", "y"), ("y", "x")]),
+    ({"x": 4}, ["x"]),
+    ({"data": 2, "x": 1, "y": 2}, ["data", "y", ("y", "data")]),
+]
+EACH = [(m, a) for m, axes in MESHES for a in axes]

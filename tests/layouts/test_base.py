@@ -51,17 +51,6 @@ def test_shards_tile_the_tensor(case: Any) -> None:
 
 
 @laws
-@given(st.integers(1, 4), st.sampled_from(["a", "b"]), st.integers(1, 3), st.integers(1, 3))
-def test_skewed_shards_tile_the_matrix(q: int, skew: str, m: int, n: int) -> None:
-    layout, mesh = Layout.parse(f"x y skew {skew}"), {"x": q, "y": q}
-    assert (count(layout, (q * m, q * n), mesh) == 1).all()
-    for c in coordinates(mesh):
-        rows, cols = layout.slices((q * m, q * n), mesh, c)
-        k = (c["x"] + c["y"]) % q
-        assert (rows.start, cols.start) == ((c["x"] * m, k * n) if skew == "a" else (k * m, c["y"] * n))
-
-
-@laws
 @given(placed(skew=True))
 def test_local_shape_is_the_shape_of_every_block(case: Any) -> None:
     layout, shape, mesh = case
@@ -87,15 +76,6 @@ def test_transpose_commutes_with_shard(case: Any, random: Any) -> None:
         here = sl.shard(x.permute(perm), layout.transpose(*perm))
     assert there.sharding == here.sharding
     assert torch.equal(there.raw, here.raw)
-
-
-@laws
-@given(placed(skew=True))
-def test_unshard_inverts_shard(case: Any) -> None:
-    layout, shape, mesh = case
-    x = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    with sl.simulate(**mesh):
-        assert torch.equal(sl.unshard(sl.shard(x, layout)), x)
 
 
 disjoint = st.tuples(*[layouts(3, special=False) for _ in range(3)]).map(

@@ -72,15 +72,6 @@ def _plain_mesh() -> list[bool]:
     ]  # fmt: skip
 
 
-def test_src_takes_the_values_of_rank_zero(pool: Any) -> None:
-    assert pool.run(_from_zero, x=2, y=2) == [6.0] * 4
-
-
-def _from_zero() -> float:
-    mine = torch.full((2, 2), float(sl.axis_index(("x", "y")))) + torch.arange(4.0).reshape(2, 2)
-    return float(sl.unshard(sl.shard(mine, "x y", src=0)).sum())
-
-
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(

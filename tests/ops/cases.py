@@ -72,12 +72,18 @@ def loss(smooth: float = 0.0, ignore: int = -100, reduction: str = "mean") -> Ca
 
 X = r(4, 6, 12)
 # name -> (function, tensors, [layouts per operand, ...]) on a mesh data=1|2, x=2, y=2
-CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = {
+Cases = dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]]
+
+ELEMENTWISE: Cases = {
     "gelu": (F.gelu, [X], [["x . y"], ["(x y) . ."], ["x . (3 y)"]]),
     "silu times": (lambda a, b: F.silu(a) * b, [X, r(4, 6, 12, seed=2)], [["x . y", "x . y"], ["x . y", ". . y"]]),
     "bias": (lambda a, b: a + b, [X, r(12, seed=2)], [["x . y", "y"], ["x . y", "."], [". . y", "y"], ["x . .", "."]]),
     "column bias": (lambda a, b: a * b, [X, r(4, 1, 1, seed=2)], [["x . y", "x . ."], ["x . y", ". . ."]]),
     "scalar": (lambda a, s: (2 - a) * s / 3, [X, r(seed=2)], [["x . y", ""], [". . .", ""]]),
+    "where": (lambda a: torch.where(a > 0, a, a * 0.1), [X], [["x . y"]]),
+    "masked_fill": (lambda a: a.masked_fill(a > 1, 0.5), [X], [["x . y"]]),
+}  # fmt: skip
+REDUCE: Cases = {
     "sum": (lambda a: a.sum(-1), [X], [["x . y"], [". . ."]]),
     "mean all": (lambda a: (a * a).mean(), [X], [["x . y"], ["(x y) . ."]]),
     "mean keep": (lambda a: a - a.mean((0, 2), keepdim=True), [X], [["x . y"]]),
@@ -85,8 +91,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
     "softmax": (lambda a: F.softmax(a, -1), [X], [["x . y"], ["x y ."]]),
     "log_softmax": (lambda a: F.log_softmax(a, dim=2), [X], [["x . y"]]),
     "logsumexp": (lambda a: a.logsumexp(-1), [X], [["x . y"]]),
-    "where": (lambda a: torch.where(a > 0, a, a * 0.1), [X], [["x . y"]]),
-    "masked_fill": (lambda a: a.masked_fill(a > 1, 0.5), [X], [["x . y"]]),
+}  # fmt: skip
+NORM: Cases = {
     "layer_norm": (
         lambda a, w, b: F.layer_norm(a, (12,), w, b),
         [X, r(12, seed=2), r(12, seed=3)],
@@ -96,12 +102,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
         lambda a, w: F.layer_norm(a, (6, 12), w), [X, r(6, 12, seed=2)], [["x . y", ". y"], [". x y", "x y"]]
     ),
     "rms_norm": (lambda a, w: F.rms_norm(a, (12,), w), [X, r(12, seed=2)], [["x . y", "y"], ["x . .", "."]]),
+}  # fmt: skip
+PRODUCTS: Cases = {
     "linear": (
         F.linear, [X, r(24, 12, seed=2), r(24, seed=3)],
         [["x . y", "y x", "y"], ["x . y", "x y", "y"], ["x . .", "y .", "y"], ["x . y", ". y", "."], [". . .", "(x y) .", "(x y)"]],
     ),
     "fused linear": (F.linear, [X, r(24, 12, seed=2)], [["x . y", "(3 y) x"], ["x . .", "(3 y) ."]]),
     "addmm": (lambda c, a, b: torch.addmm(c, a, b), [r(8), r(12, 4, seed=2), r(4, 8, seed=3)], [["y", "x y", "x y"]]),
+}  # fmt: skip
+EMBEDDING: Cases = {
     "embedding": (
         lambda w: F.embedding(sl.shard(ids(4, 6), "x .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
         [r(12, 8, seed=2)], [["x y"], [". y"], [". ."], ["y ."]],
@@ -124,46 +134,79 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[list[str]]]] = 
         lambda w: F.embedding(sl.shard(ids(4, 6), "(x y) .") if isinstance(w, sl.ShardedTensor) else ids(4, 6), w),
         [r(12, 8, seed=2)], [["y x"], [". (x y)"], [". y"]],
     ),
+}  # fmt: skip
+ATTENTION: Cases = {
     "attention of fewer heads of keys": (
         lambda q, k: F.scaled_dot_product_attention(q, k, k * 2, is_causal=True, enable_gqa=True),
         [r(4, 4, 6, 3), r(4, 2, 6, 3, seed=2)], [["x y . .", "x y . ."], ["x y . .", "x . . ."], ["x . . .", "x . . ."]],
     ),
+    "attention": (gpt_attention, [r(4, 6, 24)], [["x . (3 y)"], ["x . ."], [". . (3 x)"]]),
+}  # fmt: skip
+SPACE: Cases = {
     "conv2d of patches": (
         lambda a, w, b: F.conv2d(a, w, b, stride=2),
         [r(4, 3, 4, 4), r(8, 3, 2, 2, seed=2), r(8, seed=3)],
         [["x . . .", "y . . .", "y"], ["(x y) . . .", ". . . .", "."], [". . . .", "(x y) . . .", "(x y)"]],
     ),
-    "gather": (
-        lambda a: torch.gather(a, 1, sl.shard(ids(4, 6, 12, top=6), "x . y") if isinstance(a, sl.ShardedTensor) else ids(4, 6, 12, top=6)),
-        [X], [["x . y"]],
-    ),
-    "cat of whole and split": (lambda a, b: torch.cat([b.expand(4, 1, 12), a], 1), [X, r(1, 1, 12, seed=2)], [["x . y", ". . y"], ["x . y", ". . ."]]),
-    "cat with an empty piece": (lambda a: torch.cat([sl.shard(torch.zeros(0, dtype=a.dtype), ".") if isinstance(a, sl.ShardedTensor) else a.new_zeros(0), a], 1), [X], [["x . y"]]),
-    "repeat_interleave": (lambda a: a.repeat_interleave(2, 1).repeat_interleave(3, dim=-1), [X], [["x . y"]]),
-    "attention": (gpt_attention, [r(4, 6, 24)], [["x . (3 y)"], ["x . ."], [". . (3 x)"]]),
+}  # fmt: skip
+LOSS: Cases = {
     "cross_entropy": (loss(), [r(8, 12), ids(8)], [["x y", "x"], [". y", "."], ["x .", "x"], ["(x y) .", "(x y)"]]),
     "cross_entropy smooth": (loss(0.1), [r(8, 12), ids(8)], [["x y", "x"], [". (x y)", "."], ["x y", "."]]),
     "cross_entropy ignore": (loss(0.1, 3), [r(8, 12), ids(8)], [["x y", "x"], [". y", "."]]),
     "cross_entropy sum": (loss(reduction="sum"), [r(8, 12), ids(8)], [["x y", "x"]]),
     "cross_entropy none": (loss(reduction="none"), [r(8, 12), ids(8)], [["x y", "x"]]),
+    "mse": (F.mse_loss, [X, r(4, 6, 12, seed=2)], [["x . y", "x . y"]]),
+}  # fmt: skip
+ALONG: Cases = {
+    "gather": (
+        lambda a: torch.gather(a, 1, sl.shard(ids(4, 6, 12, top=6), "x . y") if isinstance(a, sl.ShardedTensor) else ids(4, 6, 12, top=6)),
+        [X], [["x . y"]],
+    ),
+    "cumsum": (lambda a: a.cumsum(1), [X], [["x . y"]]),
+}  # fmt: skip
+VIEWS: Cases = {
     "view": (lambda a: a.view(4, 6, 4, 3).flatten(0, 1).transpose(0, 1), [X], [["x . y"], ["x . ."]]),
     "merge": (lambda a: a.reshape(-1) * 2, [X], [["x . ."], ["x . y"], [". . y"]]),
     "chunk": (lambda a: a.chunk(3, -1)[1], [X], [["x . (3 y)"], ["x . ."]]),
     "index": (lambda a: a[:, 2:5, None], [X], [["x . y"]]),
     "cat": (lambda a: torch.cat([a, a * 2], 1), [X], [["x . y"]]),
+    "cat of whole and split": (lambda a, b: torch.cat([b.expand(4, 1, 12), a], 1), [X, r(1, 1, 12, seed=2)], [["x . y", ". . y"], ["x . y", ". . ."]]),
+    "cat with an empty piece": (lambda a: torch.cat([sl.shard(torch.zeros(0, dtype=a.dtype), ".") if isinstance(a, sl.ShardedTensor) else a.new_zeros(0), a], 1), [X], [["x . y"]]),
     "stack": (lambda a: torch.stack([a, -a]).squeeze(0), [X], [["x . y"]]),
     "expand": (lambda a: a.unsqueeze(1).expand(4, 3, 6, 12) * 2, [X], [["x . y"]]),
     "squeeze": (lambda a: a.unsqueeze(0).squeeze(0).permute(2, 0, 1), [X], [["x . y"]]),
-    "mse": (F.mse_loss, [X, r(4, 6, 12, seed=2)], [["x . y", "x . y"]]),
-    "cumsum": (lambda a: a.cumsum(1), [X], [["x . y"]]),
+    "repeat_interleave": (lambda a: a.repeat_interleave(2, 1).repeat_interleave(3, dim=-1), [X], [["x . y"]]),
+}  # fmt: skip
+PLACING: Cases = {
     "reshard": (lambda a: sl.reshard(a, ". y x") if isinstance(a, sl.ShardedTensor) else a, [X], [["x . y"]]),
 }  # fmt: skip
+CASES: Cases = {
+    **ELEMENTWISE,
+    **REDUCE,
+    **NORM,
+    **PRODUCTS,
+    **EMBEDDING,
+    **ATTENTION,
+    **SPACE,
+    **LOSS,
+    **ALONG,
+    **VIEWS,
+    **PLACING,
+}
 
 
 def run_case(name: str) -> None:
     f, tensors, layouts = CASES[name]
     for texts in layouts:
         compare(f, tensors, texts)
+
+
+def run_on_meshes(name: str) -> None:
+    """One case on simulated ranks, with every mesh that the cases are written for."""
+    with sl.simulate(x=2, y=2):
+        run_case(name)
+    with sl.simulate(data=2, x=1, y=2):
+        run_case(name)
 
 
 def run_all() -> list[str]:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.tensor import promoting
 from tests.ops.cases import r
 from tests.workers import Pool
 
@@ -201,32 +200,6 @@ def test_real_ranks_read_calls_alike(pool: Pool) -> None:
     assert pool.run(on_ranks, x=2, y=2) == [[]] * 4
 
 
-@pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 1, "y": 1}])
-def test_a_scalar_does_not_promote(mesh: dict[str, int]) -> None:
-    kinds = (torch.float16, torch.float32, torch.float64, torch.int64)
-    with sl.simulate(**mesh):
-        for a in kinds:
-            for b in kinds:
-                x, v = (X * 4).to(a), torch.tensor(2).to(b)
-                ours, scalar = sl.shard(x, "x y"), sl.shard(v, "")
-                for f in (torch.add, torch.mul, torch.maximum, lambda p, q: torch.where(p > 0, p, q)):
-                    assert f(ours, scalar).dtype == f(x, v).dtype
-                    assert f(scalar, ours).dtype == f(v, x).dtype
-
-
-def test_a_pending_sum_is_not_overwritten_by_parts() -> None:
-    with sl.simulate(x=2, y=2):
-        x = sl.shard(X, ". . + sum(x)")
-        with pytest.raises(sl.ShardError, match="still pending"):
-            x.fill_(1.0)
-        assert torch.equal(sl.unshard(x.fill_(0.0)), torch.zeros(4, 6).double())
-        total = sl.shard(X, ". . + sum(x)").sum()
-        with pytest.raises(sl.ShardError) as caught:
-            total.exp()
-        whole = eval(caught.value.fix, {"sl": sl, "x": total})
-        assert torch.equal(sl.unshard(whole.exp()), X.sum().exp())
-
-
 def test_out_is_written_where_it_lies_or_refused_with_a_line_that_does() -> None:
     with sl.simulate(x=2, y=2):
         x, y = sl.shard(X, "x y"), sl.shard(torch.zeros_like(X), ". .")
@@ -238,46 +211,6 @@ def test_out_is_written_where_it_lies_or_refused_with_a_line_that_does() -> None
         w = sl.shard(X, "x y").requires_grad_()
         with pytest.raises(sl.ShardError, match="have no gradient"):
             torch.add(w, 1, out=x)
-
-
-INTO_PLAIN: dict[str, Callable[[Any, Any], Any]] = {
-    "add_": lambda p, x: p.add_(x),
-    "+=": lambda p, x: p.__iadd__(x),
-    "copy_": lambda p, x: p.copy_(x),
-    "setitem": lambda p, x: p.__setitem__(..., x),
-    "masked_fill_": lambda p, x: p.masked_fill_(x > 0, 1.0),
-    "addcmul_": lambda p, x: p.addcmul_(x, x),
-    "foreach": lambda p, x: torch._foreach_add_([p], [x]),
-}
-
-
-@pytest.mark.parametrize("layout", ["... .", "x y"])
-@pytest.mark.parametrize("write", INTO_PLAIN)
-def test_a_plain_tensor_that_is_written_to_holds_the_values(write: str, layout: str) -> None:
-    want = torch.ones_like(X)
-    INTO_PLAIN[write](want, X)
-    with sl.simulate(x=2, y=2):
-        x, p = sl.shard(X, layout), torch.ones_like(X)
-        if layout == "x y":
-            with promoting(), pytest.raises(sl.errors.ImplicitCommunication) as caught:
-                INTO_PLAIN[write](p, x)
-            assert torch.equal(p, torch.ones_like(X)) and "sl.implicit" in caught.value.fix
-        with pytest.raises(sl.errors.PlainTensor):  # where does it lie?
-            INTO_PLAIN[write](p, x)
-        with promoting(), sl.implicit():
-            INTO_PLAIN[write](p, x)
-        assert type(p) is Tensor and torch.equal(p, want)
-
-
-def test_a_plain_sum_of_losses_is_their_sum_and_has_their_gradient() -> None:
-    with sl.simulate(x=2, y=2):
-        x = sl.shard(X, "x y").requires_grad_()
-        loss = torch.zeros((), dtype=X.dtype)
-        same = loss
-        loss += (x * x).sum()
-        loss.backward()
-        assert same is loss and torch.allclose(loss, (X * X).sum())
-        assert torch.allclose(sl.unshard(x.grad), 2 * X)
 
 
 def test_products_do_not_broadcast_what_they_sum_over() -> None:
@@ -327,74 +260,12 @@ def test_inference_mode_computes_what_no_grad_does() -> None:
             assert not sl.unshard(x)[1].any()
 
 
-def test_pending_targets_are_not_read_as_if_they_were_whole() -> None:
-    with sl.simulate(x=2, y=2):
-        x, target = sl.shard(X, ". ."), sl.reshard(sl.shard(TARGET, "."), ". + sum(x)")
-        with pytest.raises(sl.errors.PartialEscape):
-            F.cross_entropy(x, target)
-        with sl.implicit():
-            assert torch.allclose(sl.unshard(F.cross_entropy(x, target)), F.cross_entropy(X, TARGET))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_running_statistics_that_ask_for_a_gradient_are_refused_as_torch_does(training: bool) -> None:
-    parts = [X.reshape(4, 6), *(r(6, seed=k).abs() for k in (11, 12))]
-    with sl.simulate(x=2):
-        x, mean, var = (sl.shard(t.clone(), lay) for t, lay in zip(parts, ("x .", ".", "."), strict=True))
-        mean.requires_grad_()
-        with pytest.raises(sl.errors.BadArgument):
-            F.batch_norm(x, mean, var, training=training)
-        with torch.no_grad():
-            want = F.batch_norm(*parts, training=training)
-            assert torch.allclose(sl.unshard(F.batch_norm(x, mean, var, training=training)), want)
-
-
-def test_a_transposed_view_of_one_row_blocks_is_copied_where_the_whole_would_be() -> None:
-    x = r(6, 6)
-    for layout in (". x", "x ."):
-        with sl.simulate(x=6):
-            y = sl.shard(x, layout) * 1
-            y.T.flatten().zero_()
-            assert torch.equal(sl.unshard(y), x)
-
-
 def test_what_has_no_derivative_is_refused_as_torch_refuses_it() -> None:
     with sl.simulate(x=2), sl.implicit():
         x = sl.shard(X.abs(), "... .").requires_grad_()
         for f in (lambda: torch.igammac(x, x), lambda: (x * 1).arcsinh_()):
             with pytest.raises(NotImplementedError, match="derivative"):
                 torch.autograd.grad(f().sum(), x)
-
-
-@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 1}], ids=str)
-def test_results_may_be_written_to(mesh: dict[str, int]) -> None:
-    index = torch.tensor([3, 0])
-    forms: list[Callable[[Any, Any], Any]] = [
-        lambda x, i: x.index_select(0, i),
-        lambda x, i: x[:, :0].sum(0),
-        lambda x, i: x[i, 2:2],
-        lambda x, i: x.sum(0),
-    ]
-    for f in forms:
-        want = f(X, index) * 3
-        with sl.simulate(**mesh), sl.implicit():
-            y = f(sl.shard(X, "x .").requires_grad_(), sl.shard(index, "."))
-            y *= 3
-            assert torch.allclose(sl.unshard(y), want)
-
-
-def test_a_power_in_place_of_another_dtype_has_its_gradient() -> None:
-    def power(x: Any, y: Any) -> Any:
-        z = x * 1
-        z **= y
-        return z
-
-    base = (X.abs() + 1).half()
-    want = torch.autograd.grad(power(a := base.clone().requires_grad_(), Y).sum(), a)[0]
-    with sl.simulate(x=2, y=2):
-        x = sl.shard(base, "x y").requires_grad_()
-        got = torch.autograd.grad(power(x, sl.shard(Y, "x y")).sum(), x)[0]
-        assert torch.allclose(sl.unshard(got), want, rtol=1e-2)
 
 
 def test_an_argument_that_is_not_understood_is_refused() -> None:

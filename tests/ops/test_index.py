@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.ops.matmul.op import product_of
 
 SHAPE = (4, 6, 8)
 LAYOUTS = ["x . .", ". y x", "(2 x) . y", "(x y) . .", "zigzag(x) y .", ". . ."]
@@ -52,11 +51,6 @@ def test_picking_by_tensors_equals_dense(layout: str) -> None:
             assert torch.allclose(sl.unshard(y.grad), x.grad, atol=1e-12), index
 
 
-def test_positions_out_of_range_are_refused() -> None:
-    with sl.simulate(x=2), pytest.raises(sl.errors.BadArgument, match="out of range"):
-        sl.shard(torch.zeros(4, 2), "x .")[torch.tensor([0, 4])]
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("layout", ["x .", ". x", "x y", "(2 x) .", "zigzag(x) y"])
 def test_adding_at_positions_moves_nothing(layout: str, in_place: bool) -> None:
@@ -86,33 +80,6 @@ def test_every_rank_learns_where_a_condition_holds(layout: str) -> None:
         found = zip(torch.where(x > 0), torch.where(dense > 0), strict=True)
         assert all(torch.equal(sl.unshard(mine), theirs) for mine, theirs in found)
         assert torch.equal(sl.unshard(F.one_hot((x > 0).long(), 3)), F.one_hot((dense > 0).long(), 3))
-
-
-@pytest.mark.parametrize(
-    ("x", "w"), [(". .", "x ."), (". .", "y x"), ("x .", "y x"), (". y", "x y"), ("(x y) .", "(z x) y"), (". x", ". .")]
-)
-def test_a_product_cuts_what_every_rank_holds(x: str, w: str) -> None:
-    """As a row-parallel layer does to an input that is not split; only sums move."""
-    torch.manual_seed(0)
-    with sl.simulate(x=2, y=2, z=2):
-        a, b = torch.randn(8, 8).double().requires_grad_(), torch.randn(8, 8).double().requires_grad_()
-        c, d = (sl.shard(t.detach(), place).requires_grad_() for t, place in ((a, x), (b, w)))
-        want, have = a @ b, product_of(c, d)
-        g = torch.randn_like(want)
-        want.backward(g)
-        have.backward(sl.shard(g, have.sharding))
-        for mine, theirs in ((have, want), (c.grad, a.grad), (d.grad, b.grad)):
-            assert torch.allclose(sl.unshard(mine), theirs, atol=1e-12)
-            assert c.grad.sharding == c.sharding and d.grad.sharding == d.sharding
-
-
-def test_a_product_without_bias_is_changed_in_place() -> None:
-    with sl.simulate(x=2, y=2):
-        x, w = sl.shard(torch.ones(2, 4, 4), "x . y"), sl.shard(torch.ones(4, 4), "y x").requires_grad_()
-        y = F.linear(x, w)
-        y += 1
-        F.relu(y, inplace=True).sum().backward()
-        assert float(y.sum().detach()) == 2 * 4 * 4 * 5 and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
 
 
 @pytest.mark.parametrize("index", [(0,), (-1,), (Ellipsis, -1), (slice(None), 2), (1, slice(None), 3), (None, 1, 2, 3)])

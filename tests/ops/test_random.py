@@ -11,8 +11,6 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.errors import ShardError, Unsupported
-from shardlib.ops.keyed import bits, half_open, normal, open_unit
-from shardlib.random import branch
 
 D = torch.float64
 
@@ -224,64 +222,6 @@ def test_of_a_split_row_only_candidates_travel() -> None:
 # ---------------------------------------------------------------- independence
 
 
-def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """In standard deviations of what independent samples give."""
-    a, b = a - a.mean(), b - b.mean()
-    return abs(float((a * b).mean() / (a.std() * b.std()))) * math.sqrt(len(a))
-
-
-def test_positions_keys_and_calls_are_independent() -> None:
-    at = torch.arange(N)
-    keys = [branch(branch(0, c), 0) for c in range(4)] + [branch(1, c) for c in range(4)]
-    draws = [open_unit(bits(at, k)) for k in keys]
-    for i, a in enumerate(draws):
-        assert all(correlation(a[:-lag], a[lag:]) < 4.5 for lag in (1, 2, 3, 64, 1024, 4096))
-        assert all(correlation(a, b) < 4.5 for b in draws[:i])
-    pairs = (draws[0] * 16).long() * 16 + (draws[1] * 16).long()
-    assert chi2(torch.bincount(pairs, minlength=256).double().tolist(), [N / 256] * 256) < 4
-    near = (draws[0][:-1] * 16).long() * 16 + (draws[0][1:] * 16).long()
-    assert chi2(torch.bincount(near, minlength=256).double().tolist(), [(N - 1) / 256] * 256) < 4
-
-
-def test_every_bit_is_fair_and_hangs_on_every_bit() -> None:
-    at = torch.arange(1 << 16)
-    h = bits(at, branch(3, 1))
-    for b in range(64):
-        share = ((h >> b) & 1).double().mean()
-        assert abs(share - 0.5) * 2 * math.sqrt(len(at)) < 4.5
-    for flip in (0, 1, 7, 15, 31, 47):
-        changed = bits(at ^ (1 << flip), branch(3, 1)) ^ h
-        for b in range(64):
-            assert abs(((changed >> b) & 1).double().mean() - 0.5) * 2 * math.sqrt(len(at)) < 4.5
-    assert len(h.unique()) == len(h)
-
-
-def test_uniform_numbers_stay_in_their_interval() -> None:
-    ends = torch.tensor([0, -1, 1 << 62, (1 << 63) - 1, -(1 << 63), 0xFFF, ~0xFFF])
-    assert ((open_unit(ends) > 0) & (open_unit(ends) < 1)).all() and normal(ends).isfinite().all()
-    for dtype in (D, torch.float32, torch.float16, torch.bfloat16):
-        u = half_open(ends, dtype).to(dtype)
-        assert ((u >= 0) & (u < 1)).all()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        with sl.simulate(x=2):
-            y = torch.empty_like(sl.shard(torch.zeros(N, dtype=dtype), "x")).uniform_(0.1, 0.3)
-            v = sl.unshard(y)
-        assert v.min() >= torch.tensor(0.1, dtype=dtype) and v.max() < torch.tensor(0.3, dtype=dtype)
-
-
-def test_a_number_does_not_hang_on_where_it_lies_in_a_block() -> None:
-    """torch's vector loops and their tails differ in the last bit."""
-    for n in (1, 7, 63, 65, 1000):
-        with sl.simulate(x=1):
-            torch.manual_seed(1)
-            whole = sl.unshard(torch.empty_like(sl.shard(torch.zeros(n * 6, dtype=D), ".")).exponential_())
-        with sl.simulate(x=6):
-            torch.manual_seed(1)
-            assert torch.equal(
-                sl.unshard(torch.empty_like(sl.shard(torch.zeros(n * 6, dtype=D), "x")).exponential_()), whole
-            )
-
-
 # ---------------------------------------------------------------- as torch does
 
 
@@ -334,14 +274,6 @@ def test_gradients_of_what_was_drawn_are_torchs() -> None:
             assert torch.allclose(sl.unshard(x.grad), sl.unshard(moved))
 
 
-def test_whole_channels_drop() -> None:
-    with sl.simulate(x=2, y=2):
-        x = sl.shard(torch.ones(16, 8, 4, 4), "x y . .")
-        for layer in (nn.Dropout2d(0.5), nn.FeatureAlphaDropout(0.5)):
-            y = sl.unshard(layer(x)).flatten(2)
-            assert (y == y[..., :1]).all() and 0.3 < (y[..., 0] == y[..., 0].max()).double().mean() < 0.7
-
-
 def test_gumbel_softmax_is_keyed() -> None:
     torch.manual_seed(0)
     with sl.simulate(x=1):
@@ -355,55 +287,6 @@ def test_gumbel_softmax_is_keyed() -> None:
         torch.manual_seed(0)
         hard = sl.unshard(F.gumbel_softmax(sl.shard(torch.zeros(8, 12, dtype=D), "x ."), 0.7, hard=True))
     assert torch.equal(hard.argmax(-1), want.argmax(-1)) and (hard.sum(-1) == 1).all()
-
-
-def test_orthogonal_and_dirac_are_what_they_are_called() -> None:
-    for shape, layout in (((6, 10), "x y"), ((10, 6), "y x"), ((4, 3, 2), "x . .")):
-        with sl.simulate(x=2, y=2):
-            w = sl.unshard(nn.init.orthogonal_(sl.shard(torch.zeros(shape, dtype=D), layout), gain=2.0)).flatten(1)
-        small = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
-        assert torch.allclose(small, 4 * torch.eye(len(small), dtype=D), atol=1e-12)
-    with sl.simulate(x=2, y=2):
-        for shape in ((4, 4, 3), (8, 2, 3, 5)):
-            got = sl.unshard(nn.init.dirac_(sl.shard(torch.rand(shape), "x y ..."), 2))
-            assert torch.equal(got, nn.init.dirac_(torch.empty(shape), 2))
-        zeros = (sl.unshard(nn.init.sparse_(sl.shard(torch.ones(10, 6), "x y"), 0.25)) == 0).sum(0)
-    assert (zeros == 3).all()
-
-
-def modules_drawn() -> list[torch.Tensor]:
-    """Parameters that their own reset_parameters draws, in place on shards."""
-    torch.manual_seed(4 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 4)
-    out = []
-    for make in (
-        lambda: nn.Linear(8, 12),
-        lambda: nn.Conv2d(4, 8, 3),
-        lambda: nn.Embedding(8, 4),
-        lambda: nn.GRU(4, 4),
-    ):
-        module = make()
-        for n, p in list(module.named_parameters(recurse=False)):
-            new = sl.shard(torch.full_like(p.detach(), float("nan")), "x ...").requires_grad_()
-            del module._parameters[n]
-            setattr(module, n, new)
-        module.__dict__.setdefault("parameters", None)
-        del module.__dict__["parameters"]
-        if not isinstance(module, nn.GRU):
-            module.reset_parameters()
-            out += [
-                sl.unshard(getattr(module, n)).detach()
-                for n in ("weight", "bias")
-                if getattr(module, n, None) is not None
-            ]
-    return out
-
-
-def test_modules_reset_their_sharded_parameters(pool: Any) -> None:
-    with sl.simulate(x=1):
-        want = modules_drawn()
-    assert all(w.isfinite().all() for w in want) and abs(float(want[0].std()) - 1 / math.sqrt(3 * 8)) < 0.05
-    for got in pool.run(modules_drawn, x=2, y=2):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def pooled(layout: str, d: int) -> tuple[torch.Tensor, ...]:
@@ -423,38 +306,3 @@ def test_fractional_pooling_draws_by_sample_and_channel(d: int) -> None:
     for layout in ("x ...", "x y ...", ". (x y) ..."):
         with sl.simulate(x=2, y=1 if "(" in layout else 2):
             assert all(torch.equal(a, b) for a, b in zip(pooled(layout, d), want, strict=True))
-
-
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_drop_between_layers(make: Any) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 4, 6, dtype=D)
-    for p, both in ((1.0, False), (0.5, True)):
-        net = make(6, 8, num_layers=3, dropout=p, bidirectional=both).double()
-        seen = []
-        for axes, layout in (({"x": 1}, ". . ."), ({"x": 2}, ". x ."), ({"x": 4}, ". x .")):
-            with sl.simulate(**axes):
-                apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": layout})
-                torch.manual_seed(2)
-                out, state = apply(params, x)
-                ends = state if isinstance(state, tuple) else (state,)
-                seen.append([sl.unshard(t) for t in (out, *ends)])
-        for other in seen[1:]:
-            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], other, strict=True))
-        if p == 1.0:  # nothing is left to chance
-            out, state = net(x)
-            want = [out, *(state if isinstance(state, tuple) else (state,))]
-            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], want, strict=True))
-
-
-def test_attention_modules_drop_by_position() -> None:
-    x = torch.randn(4, 6, 8, dtype=D)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double()
-    seen = []
-    for axes, layout in (({"x": 1}, "..."), ({"x": 2}, "x . ."), ({"x": 4}, "x . .")):
-        with sl.simulate(**axes):
-            apply, params = sl.parallelize(layer, [("*", "...")], inputs={"src": layout})
-            torch.manual_seed(2)
-            seen.append(sl.unshard(apply(params, x)))
-    assert torch.allclose(seen[0], seen[1], atol=1e-12) and torch.allclose(seen[0], seen[2], atol=1e-12)
-    assert not torch.allclose(seen[0], layer.eval()(x), atol=1e-3)

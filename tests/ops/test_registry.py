@@ -132,3 +132,12 @@ def test_links_that_changed_are_heeded() -> None:
                 _ = a @ a
             counted.append(t.messages)
         assert counted[1] == 2 * counted[0]
+
+
+def test_a_rule_registered_later_replaces_and_can_be_pinned() -> None:
+    with sl.simulate(x=2):
+        a = sl.shard(torch.eye(4), "x .")
+        with sl.algorithm(matmul="oned"):
+            assert sl.why("matmul", a, sl.shard(torch.eye(4), ". .")).chosen == "oned"
+        with pytest.raises(sl.ShardError, match="unknown algorithm 'canon'"):
+            sl.algorithm(matmul="canon").__enter__()

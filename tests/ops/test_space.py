@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
+from tests.ops.cases import SPACE, run_on_meshes
 
 
 @pytest.mark.parametrize("layout", ["x y", "x .", ". y", ". (x y)"])
@@ -28,3 +29,8 @@ def test_channels_apart_are_rows(space: int, layout: str) -> None:
         assert (sl.unshard(out) - want).abs().max() < 1e-12
         for got, wanted in zip(grads, dense, strict=True):
             assert (sl.unshard(got) - wanted).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", SPACE)
+def test_convolutions_of_patches_equal_dense(name: str) -> None:
+    run_on_meshes(name)

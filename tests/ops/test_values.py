@@ -146,16 +146,6 @@ def test_real_ranks_refuse_alike(pool: Pool) -> None:
     assert pool.run(accepted, names, False, x=2, y=2) == [[]] * 4
 
 
-@pytest.mark.parametrize("layout", ["x .", "(x y) .", "y x", ". y"])
-def test_ids_at_the_edge_of_a_vocabulary_are_taken(layout: str) -> None:
-    edge = ids(0, 7, 7, 0)
-    with sl.simulate(x=2, y=2):
-        got = F.embedding(sl.shard(edge, "."), sl.shard(W, layout))
-        assert torch.equal(sl.unshard(got), F.embedding(edge, W))
-        loss = F.cross_entropy(sl.shard(W.T.contiguous(), ". (x y)")[:4], sl.shard(ids(0, 7, -100, 3), "."))
-        assert torch.allclose(sl.unshard(loss), F.cross_entropy(W.T[:4], ids(0, 7, -100, 3)))
-
-
 @pytest.mark.parametrize("f", [
     lambda c, x: c / x,
     lambda c, x: c * x.log(),

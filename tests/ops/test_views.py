@@ -1,12 +1,14 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.ops.views import view_layout
+from tests.ops.cases import VIEWS, run_on_meshes
 from tests.strategies import placed
 
 
@@ -56,3 +58,8 @@ def test_a_view_of_the_same_shape_keeps_the_layout(case: Any) -> None:
     layout, shape, mesh = case
     if 0 not in shape:
         assert view_layout(layout, shape, shape, mesh) == layout
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_and_joins_equal_dense(name: str) -> None:
+    run_on_meshes(name)

@@ -52,3 +52,12 @@ def test_what_changes_layout_or_sizes_says_nothing_of_products() -> None:
         assert x.place.merged_from == (2, 2)
         assert x.becomes(x.raw).place is x.place
         assert x.becomes(x.raw, x.sharding, x.padded_shape).place.merged_from == ()
+
+
+def test_a_pickled_tensor_lies_where_it_lay() -> None:
+    """Padding and the layout of its products are in its place, and so survive."""
+    with sl.simulate(x=2):
+        x = sl.shard(torch.arange(15.0).view(5, 3), "x .", pad=True)
+        back, again = pickle.loads(pickle.dumps((x, x + 1)))
+    assert torch.equal(sl.unshard(back), sl.unshard(x)) and sl.typeof(back) == sl.typeof(x)
+    assert back.mesh is again.mesh

@@ -2,8 +2,7 @@
 
 import torch
 
-from shardlib.layouts.orders import Run, dealt
-from shardlib.ops.attention.engines.ulysses import _tables
+from shardlib.layouts.orders import Run
 from shardlib.ops.attention.local import positions
 
 
@@ -11,13 +10,3 @@ def test_positions_are_the_caller_s_own() -> None:
     runs, cpu = (Run(3, 2, 4),), torch.device("cpu")
     positions(runs, cpu).zero_()
     assert positions(runs, cpu).tolist() == [3, 5, 7, 9]
-
-
-def test_the_tables_of_a_swap_are_the_caller_s_own() -> None:
-    shares = dealt("zigzag", 16, 4)
-    inner = ((Run(0, 1, 16),),)
-    before = _tables(shares, inner, 4)
-    for table in (*before.there, *before.back):
-        table.zero_()
-    again = _tables(shares, inner, 4)
-    assert sorted(again.there[0].tolist()) == list(range(16)) and again.there[0].any()

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -89,69 +87,6 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
             out.sum().backward()
             grads.append([sl.unshard(x.grad) for x in xs])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": "bool"}, {"attn_mask": "float"}]
-)
-def test_torch_s_function_goes_round_the_ring(kwargs: dict[str, Any]) -> None:
-    given = dict(kwargs)
-    if "attn_mask" in given:
-        mask = normal(1, 1, 16, 16, seed=9)
-        given["attn_mask"] = mask > -0.5 if given["attn_mask"] == "bool" else mask
-    want = F.scaled_dot_product_attention(Q, K, V, **given, enable_gqa=True)
-    with sl.simulate(s=4), sl.trace() as t:
-        xs = [sl.shard(x, Ring("s", 2, "striped")) for x in (Q, K, V)]
-        got = F.scaled_dot_product_attention(*xs, **given, enable_gqa=True)
-        assert t.by_kind().keys() == {"ppermute"}
-        assert gap(sl.unshard(got), want) < 1e-12
-
-
-def test_one_head_of_keys_is_broadcast_round_the_ring_as_torch_does() -> None:
-    one, two = K[:, :1].clone().requires_grad_(), V[:, :1].clone().requires_grad_()
-    want = F.scaled_dot_product_attention(Q, one, two, is_causal=True)
-    wanted = torch.autograd.grad(want.square().sum(), (one, two))
-    with sl.simulate(s=4), sl.trace() as t:
-        q, k, v = (sl.shard(x.detach(), Ring("s", 2, "zigzag")).requires_grad_() for x in (Q, one, two))
-        got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        assert t.by_kind().keys() == {"ppermute"}
-        assert gap(sl.unshard(got), want.detach()) < 1e-12
-        found = torch.autograd.grad(got.square().sum(), (k, v))
-        assert max(gap(sl.unshard(g), w) for g, w in zip(found, wanted, strict=True)) < 1e-12
-
-
-def test_the_plan_follows_mask_and_sizes() -> None:
-    def chosen(mask: sl.masks.Mask, order: str = "contiguous", s: int = 8, n: int = 65536, g: int = 8) -> str:
-        with sl.record(s=s):
-            q = sl.shard(torch.empty(1, 32, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order))
-            k = sl.shard(torch.empty(1, g, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order))
-            return sl.planning.attention_plan(q, k, k, mask).algorithm
-
-    assert chosen(sl.masks.Causal() & sl.masks.Window(512)) in ("halo", "ring_bidirectional")
-    with sl.record(s=8):
-        q = sl.shard(torch.empty(1, 8, 8, 64, device="meta"), Ring("s", 2))
-        k = sl.shard(torch.empty(1, 8, 1 << 20, 64, device="meta"), Ring("s", 2))
-        assert sl.planning.attention_plan(q, k, k).algorithm == "pass_q"  # few queries, many keys
-
-
-def test_why_names_every_algorithm_and_a_pin_holds() -> None:
-    with sl.simulate(s=4):
-        xs = [sl.shard(x, Ring("s", 2)) for x in (Q, K, V)]
-        table = sl.why("attention", *xs, sl.masks.Causal())
-        assert table.chosen in str(table) and "split over two axes" in str(table)
-        assert {n for n, _ in table.verdicts} >= {
-            "ring",
-            "halo",
-            "double_ring",
-            "allgather",
-            "ulysses",
-            "usp",
-            "pass_q",
-            "rsa",
-        }
-        with sl.algorithm(attention="rsa"), sl.trace() as t:
-            sl.ring_attention(*xs)
-        assert t.messages == 6  # K round, then V round
 
 
 def test_documents_of_a_packed_batch_lie_in_zigzag_each() -> None:

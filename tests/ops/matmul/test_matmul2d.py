@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
@@ -85,29 +84,6 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         assert relative(db.T if form == "nt" else db, w.grad) < 1e-12
 
 
-@settings(max_examples=100)
-@given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2))
-def test_pre_skewed_operands_save_the_first_move(q: int, m: int, k: int, n: int) -> None:
-    x, w = torch.randn(q * m, q * k, dtype=torch.float64), torch.randn(q * k, q * n, dtype=torch.float64)
-    x.requires_grad_(), w.requires_grad_()
-    g = torch.randn(q * m, q * n, dtype=torch.float64)
-    (x @ w).backward(g)
-    with sl.simulate(x=q, y=q):
-        a = sl.shard(x.detach(), sl.Layout2D("x", "y", skew="a")).requires_grad_()
-        b = sl.shard(w.detach(), sl.Layout2D("x", "y", skew="b")).requires_grad_()
-        price = dict(sl.why("matmul", a, b).verdicts)["cannon"]
-        with sl.trace() as t:
-            c = a @ b
-        with sl.trace() as back:
-            c.backward(sl.shard(g, "x y"))
-        assert t.bytes == price.forward.bytes == (q - 1) * 8 * (m * k + k * n)
-        assert back.bytes == price.backward.bytes
-        assert a.grad.sharding.skew == "a" and b.grad.sharding.skew == "b"
-        assert relative(sl.unshard(c).detach(), (x @ w).detach()) < 1e-12
-        assert relative(sl.unshard(a.grad), x.grad) < 1e-12
-        assert relative(sl.unshard(b.grad), w.grad) < 1e-12
-
-
 @settings(max_examples=60)
 @given(st.sampled_from([(2, 2), (2, 3)]), st.sampled_from(["summa", "oned"]), st.integers(1, 3))
 def test_batched_products_share_their_leading_dimensions(grid: tuple[int, int], rule: str, b: int) -> None:
@@ -125,90 +101,6 @@ def test_batched_products_share_their_leading_dimensions(grid: tuple[int, int], 
         c.backward(sl.shard(g, c.sharding))
         assert relative(sl.unshard(c).detach(), (x @ w).detach()) < 1e-12
         assert relative(sl.unshard(p.grad), x.grad) < 1e-12 and relative(sl.unshard(q.grad), w.grad) < 1e-12
-
-
-@pytest.mark.parametrize("rule", ["summa", "summa_x", "summa_w", "cannon"])
-def test_double_backward_equals_dense(rule: str) -> None:
-    def second(x: Tensor, w: Tensor, grad: Any) -> tuple[Tensor, ...]:
-        (dx,) = grad((x @ w).square().sum(), [x], create_graph=True)
-        return grad((dx * dx).sum(), [x, w])
-
-    x, w = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
-    want = second(x.clone().requires_grad_(), w.clone().requires_grad_(), torch.autograd.grad)
-    with sl.simulate(x=2, y=2), sl.algorithm(matmul=rule):
-        a, b = (sl.shard(t, "x y").requires_grad_() for t in (x, w))
-        got = second(a, b, torch.autograd.grad)
-        for mine, dense in zip(got, want, strict=True):
-            assert relative(sl.unshard(mine), dense) < 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_accumulates_in_fp32_across_panels(dtype: torch.dtype) -> None:
-    """One large panel product then many small ones: in half precision the small ones would be lost."""
-    k = 16
-    x = torch.ones(4, k, dtype=dtype)
-    w = torch.full((k, 4), 0.25, dtype=dtype)
-    w[: k // 4] = 64.0
-    exact = x.double() @ w.double()
-    with sl.simulate(x=4, y=4):
-        for rule in ("summa", "cannon"):
-            with sl.algorithm(matmul=rule):
-                got = sl.unshard(sl.shard(x, "x y") @ sl.shard(w, "x y"))
-            assert torch.equal(got, exact.to(dtype)), rule
-
-
-def test_only_blocks_are_saved_for_backward() -> None:
-    """Saved bytes are the two operands' blocks, for every 2D rule."""
-    held: list[Tensor] = []
-    for rule in ("summa", "summa_x", "summa_w", "cannon"):
-        held.clear()
-        with sl.simulate(x=2, y=2), sl.algorithm(matmul=rule):
-            a, b = (sl.shard(torch.randn(8, 8), "x y").requires_grad_() for _ in range(2))
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-                _ = a @ b
-        assert sum(t.numel() for t in held) == a.raw.numel() + b.raw.numel(), rule
-
-
-def test_the_largest_matrix_stays() -> None:
-    with sl.simulate(x=4, y=4):
-        wide = sl.shard(torch.zeros(16, 1024), "x y")
-        narrow = sl.shard(torch.zeros(1024, 16), "x y")
-        notes = {n: m for n, m in sl.why("matmul", wide, sl.shard(torch.zeros(1024, 64), "x y")).verdicts}
-        assert "W stays" in notes["summa"].note
-        assert "Y stays" in dict(sl.why("matmul", narrow, wide).verdicts)["summa"].note
-
-
-@pytest.mark.parametrize("rule", ["summa_y", "summa_x", "summa_w"])
-@pytest.mark.parametrize("w_text", ["x y", "y x"])
-@pytest.mark.parametrize("alpha", [1e-9, 1e-3])
-def test_measured_links_cut_panels_into_slices(rule: str, w_text: str, alpha: float) -> None:
-    """Where messages are cheap, more of them: the same words, values and gradients."""
-    x, w, g = (torch.randn(512, 512, dtype=torch.float64) for _ in range(3))
-    x.requires_grad_(), w.requires_grad_()
-    (x @ w).backward(g)
-    with sl.simulate(x=2, y=2) as mesh, sl.algorithm(matmul=rule):
-        a, b = sl.shard(x.detach(), "x y").requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
-        before = dict(sl.why("matmul", a, b).verdicts)[rule]
-        mesh.links.update(x=sl.planning.Link(alpha, 1e-9), y=sl.planning.Link(alpha, 1e-9))
-        price = dict(sl.why("matmul", a, b).verdicts)[rule]
-        assert isinstance(before, sl.extend.Match) and isinstance(price, sl.extend.Match)
-        panels = 2 if alpha < 1e-6 else 1  # 512 / 2 panels / 128
-        assert price.cost.bytes == before.cost.bytes and (price.cost.messages > before.cost.messages) == (panels > 1)
-        with sl.trace() as t:
-            c = a @ b
-            c.backward(sl.shard(g, c.sharding))
-        assert (t.bytes, t.messages) == (price.cost.bytes, price.cost.messages)
-        pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
-        assert all(relative(mine.detach(), dense.detach()) < 1e-12 for mine, dense in pairs)
-
-
-def test_a_rule_registered_later_replaces_and_can_be_pinned() -> None:
-    with sl.simulate(x=2):
-        a = sl.shard(torch.eye(4), "x .")
-        with sl.algorithm(matmul="oned"):
-            assert sl.why("matmul", a, sl.shard(torch.eye(4), ". .")).chosen == "oned"
-        with pytest.raises(sl.ShardError, match="unknown algorithm 'canon'"):
-            sl.algorithm(matmul="canon").__enter__()
 
 
 REAL = [

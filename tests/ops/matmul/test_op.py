@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib.ops.matmul import summa
+from tests.ops.cases import PRODUCTS, run_on_meshes
 
 PACKAGE = Path(sl.__file__).parent
 
@@ -58,3 +59,17 @@ def test_a_bias_is_added_by_every_algorithm() -> None:
                         held = sl.shard(bias.to(dtype), (a @ w.mT).sharding.dims[-1].axes[0])
                         got = F.linear(a.to(dtype), w.to(dtype), held)
                     assert torch.equal(sl.unshard(got).float(), torch.eye(8) + bias), (name, dtype)
+
+
+def test_a_product_without_bias_is_changed_in_place() -> None:
+    with sl.simulate(x=2, y=2):
+        x, w = sl.shard(torch.ones(2, 4, 4), "x . y"), sl.shard(torch.ones(4, 4), "y x").requires_grad_()
+        y = F.linear(x, w)
+        y += 1
+        F.relu(y, inplace=True).sum().backward()
+        assert float(y.sum().detach()) == 2 * 4 * 4 * 5 and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_torch_s_spellings_of_a_product_equal_dense(name: str) -> None:
+    run_on_meshes(name)

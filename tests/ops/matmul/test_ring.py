@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.parallelize import giving
 from tests.ops.matmul.test_matmul2d import relative
 
@@ -74,20 +72,6 @@ def test_second_derivatives_equal_dense() -> None:
             b = giving(b, sl.Layout.parse(out))
             for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
                 assert relative(sl.unshard(mine), dense) < 1e-12
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 5])
-@pytest.mark.parametrize("way", [1, -1])
-def test_rotating_sees_every_block_once_and_joining_restores_their_order(p: int, way: int) -> None:
-    with sl.simulate(x=p):
-        whole = torch.arange(6.0 * p).reshape(2, 3 * p)
-        mine = sl.collectives.pslice(whole, "x", 1)
-        blocks = [block for (block,) in rotate([mine], "x", [way])]
-        assert bool((joined(blocks, "x", 1, way) == whole).all())
-        for t, block in enumerate(blocks):
-            assert bool((cut(whole, "x", way * t, 1) == block).all())
-        (scattered,) = rotate_sum([lambda back: cut(whole, "x", back, 1)], "x", [way])
-        assert bool((scattered == sl.psum_scatter(whole, "x", 1)).all())
 
 
 def on_a_real_rank(rule: str) -> list[float]:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from shardlib.errors import ImplicitCommunication
 from shardlib.ops.signatures import binder
 from tests.ops.cases import close, r
 
@@ -63,30 +62,6 @@ def test_every_spelling_means_what_torch_means(name: str, layout: str) -> None:
         want.sum().backward()
         got.sum().backward()
         close(sl.unshard(ours.grad), dense.grad, 1e-6 if "dtype" in name else 1e-12)
-
-
-def test_gathering_is_counted_or_refused_with_a_fix_that_runs() -> None:
-    with sl.simulate(x=2, y=2):
-        x = sl.shard(X, "x y")
-        with pytest.raises(ImplicitCommunication) as caught:
-            torch.cumsum(x, 0)
-        close(sl.unshard(eval(caught.value.fix, {"torch": torch, "sl": sl, "x": x})), X.cumsum(0))
-        with sl.implicit(max_bytes=1), pytest.raises(ImplicitCommunication):
-            torch.cumsum(x, 0)
-        with sl.implicit(), sl.trace() as t:
-            assert sl.layout_of(torch.cumsum(x, 0)) == sl.Layout.parse(". y")
-        assert t.bytes == 2 * 3 * 8
-
-
-def test_a_pending_gradient_is_not_summed_twice_by_a_function_without_a_rule() -> None:
-    w = r(6, 6, seed=1)
-    dense = w.clone().requires_grad_()
-    torch.linalg.matrix_exp(dense).diagonal().sum().backward()
-    with sl.simulate(data=2, x=2):
-        p = sl.shard(w, ". .").requires_grad_()
-        step = sl.value_and_grad(lambda q: torch.linalg.matrix_exp(q).diagonal().sum(), pending="data")
-        _, grad = step(p)
-        close(sl.unshard(sl.reshard(grad, ". .")), dense.grad)
 
 
 def test_a_signature_binds_every_form() -> None:

@@ -10,87 +10,16 @@ from shardlib.collectives import unwrap, wrap
 from tests import fixes
 from tests.collectives.primitives import (
     ADJOINTS,
+    MESHES,
     PRIMITIVES,
     all_gradients,
     all_on_rank,
-    cost,
     expected,
     gradient,
     halves,
     linear_adjoints,
     of_nothing,
-    on_rank,
-    stacked_input,
 )
-
-MESHES: list[tuple[dict[str, int], list[Any]]] = [
-    ({"x": 2, "y": 2}, ["x", "y", ("x", "y"), ("y", "x")]),
-    ({"x": 4}, ["x"]),
-    ({"data": 2, "x": 1, "y": 2}, ["data", "y", ("y", "data")]),
-]
-EACH = [(m, a) for m, axes in MESHES for a in axes]
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_stacked_ranks_agree_with_a_loop_over_ranks(name: str, dtype: torch.dtype) -> None:
-    for mesh, axis in [*EACH, ({"a": 2, "x": 3, "y": 2}, ("y", "a")), ({"x": 4, "y": 2}, "x")]:
-        with sl.simulate(**mesh) as m:
-            got = unwrap(PRIMITIVES[name][0](stacked_input(m, dtype), axis))
-        want = torch.stack(expected(name, mesh, axis, dtype))
-        torch.testing.assert_close(got, want, rtol=0 if dtype == torch.float64 else 1e-2, atol=0)
-
-
-@pytest.mark.parametrize(("mesh", "axes"), MESHES)
-def test_real_ranks_agree_with_stacked_ones(pool: Any, mesh: dict[str, int], axes: list[Any]) -> None:
-    answers = pool.run(all_on_rank, axes, **mesh)
-    for name, axis in answers[0]:
-        want = expected(name, mesh, axis, torch.float64)
-        with sl.simulate(**mesh) as m, sl.trace() as t:
-            PRIMITIVES[name][0](stacked_input(m), axis)
-        for rank, answer in enumerate(answers):
-            out, nbytes, messages = answer[name, axis]
-            torch.testing.assert_close(out, want[rank], rtol=1e-12, atol=0, msg=f"{name} over {axis} on rank {rank}")
-            assert (nbytes, messages) == (t.bytes, t.messages), (name, axis)
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_recorded_ranks_have_the_shape_and_the_price(name: str) -> None:
-    for mesh, axis in EACH:
-        if name in ("pick", "axis_index"):
-            continue
-        with sl.record(**mesh):
-            out, nbytes, messages = on_rank(name, axis, torch.float64)
-        with sl.simulate(**mesh) as m, sl.trace() as t:
-            want = PRIMITIVES[name][0](stacked_input(m), axis)
-        assert out.shape == want.shape
-        assert (nbytes, messages) == (t.bytes, t.messages)
-
-
-@pytest.mark.parametrize("name", [n for n, (*_, kind) in PRIMITIVES.items() if kind])
-def test_counts_follow_the_stated_formula(name: str) -> None:
-    for p in (2, 4):
-        with sl.simulate(x=p, y=2) as m, sl.trace() as t:
-            PRIMITIVES[name][0](stacked_input(m), "x")
-        nbytes, messages = cost(PRIMITIVES[name][2], 24 * 8, p)
-        assert (float(t.bytes), t.messages) == (nbytes, messages)
-
-
-NAMES_A_SECOND_RANK = {
-    "pbroadcast 1",
-    "pbroadcast of a view",
-    "preduce 1",
-    "ppermute partial",
-    "ppermute swap",
-    "start pbroadcast",
-}
-
-
-@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in NAMES_A_SECOND_RANK])
-def test_one_sized_axes_move_nothing(name: str) -> None:
-    with sl.simulate(x=1, y=2) as m, sl.trace() as t:
-        PRIMITIVES[name][0](stacked_input(m), "x")
-    assert (t.bytes, t.messages) == (0, 0)
 
 
 @pytest.mark.parametrize("make", [sl.simulate, sl.record])

@@ -9,6 +9,12 @@ import torch
 
 import shardlib as sl
 from tests import fixes
+from tests.collectives.primitives import (
+    EACH,
+    PRIMITIVES,
+    on_rank,
+    stacked_input,
+)
 
 MESH = {"x": 3, "y": 2}
 DRAWN = "rand dropout bernoulli multinomial normal uniform cauchy exponential geometric empty rrelu fractional lowrank"
@@ -73,3 +79,16 @@ def test_a_number_is_no_answer_of_shapes() -> None:
         for ask in (lambda: x.sum().item(), lambda: bool(sl.reshard(x.sum(), "...") > 0), lambda: float(x.mean())):
             with pytest.raises(sl.ShardError):
                 ask()
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_recorded_ranks_have_the_shape_and_the_price(name: str) -> None:
+    for mesh, axis in EACH:
+        if name in ("pick", "axis_index"):
+            continue
+        with sl.record(**mesh):
+            out, nbytes, messages = on_rank(name, axis, torch.float64)
+        with sl.simulate(**mesh) as m, sl.trace() as t:
+            want = PRIMITIVES[name][0](stacked_input(m), axis)
+        assert out.shape == want.shape
+        assert (nbytes, messages) == (t.bytes, t.messages)

@@ -1,0 +1,36 @@
+"""What is counted is the stated formula, and one rank alone moves nothing."""
+
+import pytest
+
+import shardlib as sl
+from tests.collectives.primitives import (
+    PRIMITIVES,
+    cost,
+    stacked_input,
+)
+
+
+@pytest.mark.parametrize("name", [n for n, (*_, kind) in PRIMITIVES.items() if kind])
+def test_counts_follow_the_stated_formula(name: str) -> None:
+    for p in (2, 4):
+        with sl.simulate(x=p, y=2) as m, sl.trace() as t:
+            PRIMITIVES[name][0](stacked_input(m), "x")
+        nbytes, messages = cost(PRIMITIVES[name][2], 24 * 8, p)
+        assert (float(t.bytes), t.messages) == (nbytes, messages)
+
+
+NAMES_A_SECOND_RANK = {
+    "pbroadcast 1",
+    "pbroadcast of a view",
+    "preduce 1",
+    "ppermute partial",
+    "ppermute swap",
+    "start pbroadcast",
+}
+
+
+@pytest.mark.parametrize("name", [n for n in PRIMITIVES if n not in NAMES_A_SECOND_RANK])
+def test_one_sized_axes_move_nothing(name: str) -> None:
+    with sl.simulate(x=1, y=2) as m, sl.trace() as t:
+        PRIMITIVES[name][0](stacked_input(m), "x")
+    assert (t.bytes, t.messages) == (0, 0)

@@ -1,0 +1,68 @@
+"""Elementwise functions run on blocks as they are; what a pending sum may not enter is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardlib as sl
+from tests.ops.cases import ELEMENTWISE, r, run_on_meshes
+
+X, Y = r(4, 6), r(4, 6, seed=1)
+
+
+def test_pending_sums_do_not_take_a_scalar() -> None:
+    """partial + 1 added one per rank."""
+    with sl.simulate(x=2):
+        p = sl.shard(torch.ones(4), ". + sum(x)")
+        with pytest.raises(sl.ShardError, match="still pending"):
+            p + 1
+        with pytest.raises(sl.ShardError, match="still pending"):
+            F.gelu(p)
+        assert sl.unshard(p * 3 + p - (-p)).tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 1, "y": 1}])
+def test_a_scalar_does_not_promote(mesh: dict[str, int]) -> None:
+    kinds = (torch.float16, torch.float32, torch.float64, torch.int64)
+    with sl.simulate(**mesh):
+        for a in kinds:
+            for b in kinds:
+                x, v = (X * 4).to(a), torch.tensor(2).to(b)
+                ours, scalar = sl.shard(x, "x y"), sl.shard(v, "")
+                for f in (torch.add, torch.mul, torch.maximum, lambda p, q: torch.where(p > 0, p, q)):
+                    assert f(ours, scalar).dtype == f(x, v).dtype
+                    assert f(scalar, ours).dtype == f(v, x).dtype
+
+
+def test_a_pending_sum_is_not_overwritten_by_parts() -> None:
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(X, ". . + sum(x)")
+        with pytest.raises(sl.ShardError, match="still pending"):
+            x.fill_(1.0)
+        assert torch.equal(sl.unshard(x.fill_(0.0)), torch.zeros(4, 6).double())
+        total = sl.shard(X, ". . + sum(x)").sum()
+        with pytest.raises(sl.ShardError) as caught:
+            total.exp()
+        whole = eval(caught.value.fix, {"sl": sl, "x": total})
+        assert torch.equal(sl.unshard(whole.exp()), X.sum().exp())
+
+
+def test_a_power_in_place_of_another_dtype_has_its_gradient() -> None:
+    def power(x: Any, y: Any) -> Any:
+        z = x * 1
+        z **= y
+        return z
+
+    base = (X.abs() + 1).half()
+    want = torch.autograd.grad(power(a := base.clone().requires_grad_(), Y).sum(), a)[0]
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(base, "x y").requires_grad_()
+        got = torch.autograd.grad(power(x, sl.shard(Y, "x y")).sum(), x)[0]
+        assert torch.allclose(sl.unshard(got), want, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_functions_equal_dense(name: str) -> None:
+    run_on_meshes(name)

@@ -1,0 +1,37 @@
+"""Properties, copies and gradients of a sharded tensor, read and set as torch's."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from tests.test_grad import C, X
+
+
+@pytest.mark.parametrize("given", ["sl.shard(C, 'x data')", "sl.reshard(sl.shard(C, 'data x'), 'data .')", "C"])
+def test_a_gradient_that_lies_otherwise_is_no_gradient(given: str) -> None:
+    with sl.simulate(data=2, x=2):
+        x = sl.shard(X, "data x").requires_grad_()
+        with pytest.raises(sl.ShardError, match="a gradient lies as its tensor does") as e:
+            x.grad = eval(given)
+        assert x.grad is None
+        exec(e.value.fix, {"sl": sl, "x": x, "gradient": eval(given)})
+        assert x.grad is not None
+
+
+def test_data_is_replaced_by_data_that_lies_alike() -> None:
+    with sl.simulate(x=2):
+        p = nn.Parameter(sl.shard(X, ". x"))
+        p.data = sl.shard(C, ". x")
+        assert torch.equal(sl.unshard(p.detach()), C) and p.is_leaf and p.requires_grad
+        p.data.mul_(2)
+        assert torch.equal(sl.unshard(p.detach()), 2 * C)
+        for other in (sl.shard(X, "x ."), X):
+            with pytest.raises(sl.ShardError, match="same size and layout") as e:
+                p.data = other
+            exec(e.value.fix, {"sl": sl, "x": p, "y": other})
+            assert torch.equal(sl.unshard(p.detach()), X)
+            p.data = sl.shard(C, ". x")
+        p.data = p.data.float()
+        (p**2).sum().backward()
+        assert p.dtype == p.grad.dtype == torch.float32

@@ -1,0 +1,82 @@
+"""Layouts of queries, keys and values that name one mesh axis for several dimensions."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardlib as sl
+from shardlib.layouts import Ring
+from tests.ops.attention.test_op import gap, normal
+from tests.ops.attention.test_operands import K, Q, V
+from tests.ops.cases import ATTENTION, run_on_meshes
+
+
+@pytest.mark.parametrize(
+    "layouts", [("y . .", ". y .", ". . y"), ("y . .", ". . y", "x y ."), ("y x .", "x . y", ". y x")]
+)
+def test_an_axis_that_is_taken_is_refused_or_gathered(layouts: tuple[str, str, str]) -> None:
+    torch.manual_seed(0)
+    dense = [torch.randn(4, 4, 6, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    want = F.scaled_dot_product_attention(*dense)
+    want.square().sum().backward()
+    with sl.simulate(x=2, y=2):
+        ours = [sl.shard(t.detach(), s).requires_grad_() for t, s in zip(dense, layouts, strict=True)]
+        with pytest.raises(sl.errors.ImplicitCommunication):
+            F.scaled_dot_product_attention(*ours)
+        with sl.implicit():
+            got = F.scaled_dot_product_attention(*ours)
+            got.square().sum().backward()
+        torch.testing.assert_close(sl.unshard(got), want)
+        for a, b in zip(dense, ours, strict=True):
+            assert a.grad is not None and b.grad is not None
+            torch.testing.assert_close(sl.unshard(b.grad), a.grad)
+
+
+def test_attention_modules_drop_by_position() -> None:
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double()
+    seen = []
+    for axes, layout in (({"x": 1}, "..."), ({"x": 2}, "x . ."), ({"x": 4}, "x . .")):
+        with sl.simulate(**axes):
+            apply, params = sl.parallelize(layer, [("*", "...")], inputs={"src": layout})
+            torch.manual_seed(2)
+            seen.append(sl.unshard(apply(params, x)))
+    assert torch.allclose(seen[0], seen[1], atol=1e-12) and torch.allclose(seen[0], seen[2], atol=1e-12)
+    assert not torch.allclose(seen[0], layer.eval()(x), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": "bool"}, {"attn_mask": "float"}]
+)
+def test_torch_s_function_goes_round_the_ring(kwargs: dict[str, Any]) -> None:
+    given = dict(kwargs)
+    if "attn_mask" in given:
+        mask = normal(1, 1, 16, 16, seed=9)
+        given["attn_mask"] = mask > -0.5 if given["attn_mask"] == "bool" else mask
+    want = F.scaled_dot_product_attention(Q, K, V, **given, enable_gqa=True)
+    with sl.simulate(s=4), sl.trace() as t:
+        xs = [sl.shard(x, Ring("s", 2, "striped")) for x in (Q, K, V)]
+        got = F.scaled_dot_product_attention(*xs, **given, enable_gqa=True)
+        assert t.by_kind().keys() == {"ppermute"}
+        assert gap(sl.unshard(got), want) < 1e-12
+
+
+def test_one_head_of_keys_is_broadcast_round_the_ring_as_torch_does() -> None:
+    one, two = K[:, :1].clone().requires_grad_(), V[:, :1].clone().requires_grad_()
+    want = F.scaled_dot_product_attention(Q, one, two, is_causal=True)
+    wanted = torch.autograd.grad(want.square().sum(), (one, two))
+    with sl.simulate(s=4), sl.trace() as t:
+        q, k, v = (sl.shard(x.detach(), Ring("s", 2, "zigzag")).requires_grad_() for x in (Q, one, two))
+        got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert t.by_kind().keys() == {"ppermute"}
+        assert gap(sl.unshard(got), want.detach()) < 1e-12
+        found = torch.autograd.grad(got.square().sum(), (k, v))
+        assert max(gap(sl.unshard(g), w) for g, w in zip(found, wanted, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_whole_sequences_equals_dense(name: str) -> None:
+    run_on_meshes(name)

@@ -1,0 +1,139 @@
+"""Every recipe gives an unmodified GPT the dense loss and gradients, and moves what it says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from examples.gpt import GPT, GPTConfig
+from tests.test_parallelize import CONFIG, IDS, dense
+
+
+def gap(recipe: str, pending: str | tuple = (), **options: Any) -> float:
+    """Largest relative difference of loss and gradients, on the mesh in scope."""
+    m, loss, grads = dense()
+    before = {n: p.detach().clone() for n, p in m.named_parameters()}
+    rules = getattr(sl.recipes, recipe)(m, **options)
+    apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+    got, found = sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS.roll(-1, 1)), pending=pending)(params)
+    errors = [abs(float(got.item() - loss.item()))]
+    for n, g in grads.items():
+        assert found[n].sharding.dims == params[n].sharding.dims
+        errors.append(float((sl.unshard(found[n]) - g).abs().max() / g.abs().max()))
+    assert all(torch.equal(before[n], p.detach()) for n, p in m.named_parameters()), "the module changed"
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"x": 2, "y": 2}, {"data": 2, "x": 2, "y": 2}, {"data": 2, "x": 1, "y": 4}, {"x": 4, "y": 1}, {"x": 1, "y": 1}],
+)
+def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("optimus2d") < 1e-12
+        if "data" in axes:
+            assert gap("optimus2d", pending="data") < 1e-12
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}, {"data": 4, "x": 1}])
+def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("megatron1d") < 1e-12
+
+
+@pytest.mark.parametrize("axes", [{"x": 4}, {"data": 2, "x": 2}])
+def test_a_gpt_whose_weights_are_gathered_for_their_products_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("fsdp") < 1e-12
+    with sl.simulate(data=4):
+        assert gap("fsdp", axis="data") < 1e-12
+        assert gap("ddp") < 1e-12
+
+
+def test_fsdp_gathers_each_weight_and_nothing_else() -> None:
+    """Forward a rank receives (p - 1) / p of every matrix."""
+    mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
+    with sl.simulate(x=4):
+        apply, params = sl.parallelize(mlp, sl.recipes.fsdp(mlp), inputs={"input": "x ."})
+        assert all(str(p.sharding) == (". x" if p.ndim == 2 else ".") for p in params.values())
+        with sl.trace() as t, torch.no_grad():
+            apply(params, torch.ones(64, 8, dtype=torch.float64))
+    assert t.bytes == 3 * (2 * 8 * 32 * 8) // 4 and set(t.by_kind()) == {"all_gather"}
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}])
+def test_a_gpt_with_its_residual_split_along_the_sequence_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("megatron1d", sequence=True) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "axes", [{"d": 2, "x": 2, "y": 2}, {"d": 1, "x": 2, "y": 2}, {"data": 2, "d": 2, "x": 1, "y": 2}]
+)
+def test_a_gpt_in_a_plane_per_depth_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("tesseract") < 1e-12
+        if "data" in axes:
+            assert gap("tesseract", pending="data") < 1e-12
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"x": 2, "y": 2, "z": 2},
+        {"x": 1, "y": 2, "z": 2},
+        {"x": 2, "y": 1, "z": 2},
+        {"x": 2, "y": 2, "z": 1},
+        {"data": 2, "x": 1, "y": 2, "z": 1},
+        {"x": 1, "y": 1, "z": 4},
+        {"x": 1, "y": 4, "z": 1},
+    ],
+)
+def test_a_gpt_on_a_cube_equals_dense(axes: dict[str, int]) -> None:
+    with sl.simulate(**axes):
+        assert gap("cube3d") < 1e-12
+        with sl.saving():
+            assert gap("cube3d") < 1e-12
+        if "data" in axes:
+            assert gap("cube3d", pending="data") < 1e-12
+
+
+def test_a_gpt_equals_dense_on_real_processes(pool: Any) -> None:
+    assert max(pool.run(gap, "optimus2d", x=2, y=2)) < 1e-12
+    assert max(pool.run(gap, "optimus2d", "data", data=2, x=1, y=2)) < 1e-12
+    assert max(pool.run(gap, "megatron1d", data=2, x=2)) < 1e-12
+
+
+def test_simulated_and_real_ranks_count_the_same(pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        assert {traffic()} == set(pool.run(traffic, x=2, y=2))
+    with sl.record(x=2, y=2):
+        assert traffic() == pool.run(traffic, x=2, y=2)[0]
+
+
+def traffic() -> tuple[Any, ...]:
+    m, where = GPT(CONFIG), "x ."
+    with sl.trace() as t:
+        apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": where, "targets": where})
+        sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS))(params)
+    return t.bytes, t.messages, tuple(sorted(t.by_kind().items()))
+
+
+def test_dropout_gives_the_same_loss_under_every_layout() -> None:
+    m = GPT(GPTConfig(vocab=32, ctx=8, layers=1, heads=4, embed=16, dropout=0.3)).double()
+    losses = []
+    for recipe, axes in [
+        ("optimus2d", {"x": 2, "y": 2}),
+        ("megatron1d", {"x": 2}),
+        ("tesseract", {"d": 2, "x": 2, "y": 2}),
+        ("cube3d", {"x": 2, "y": 2, "z": 2}),
+        ("optimus2d", {"x": 1, "y": 1}),
+    ]:
+        with sl.simulate(**axes):
+            rules = getattr(sl.recipes, recipe)(m)
+            apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+            torch.manual_seed(5)
+            losses.append(apply(params, IDS, IDS).item())
+    assert max(losses) - min(losses) < 1e-12
