@@ -48,16 +48,9 @@ lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
+# Every benchmark once, few repetitions, within ten minutes; benchmarks/all.py names the parts.
 bench: $(VENV)/bench.stamp
-	$(PY) -m benchmarks.local
-	$(PY) -m benchmarks.overhead
-	$(PY) -m benchmarks.matmul
-	$(PY) -m benchmarks.tensor_parallel
-	$(PY) -m benchmarks.family
-	$(PY) -m benchmarks.overlap
-	$(PY) -m benchmarks.models
-	$(PY) -m benchmarks.attention
-	$(PY) -m benchmarks.sequence_paper
+	$(PY) -m benchmarks.all $(ARGS)
 
 clean:
 	rm -rf $(VENV) out

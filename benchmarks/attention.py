@@ -118,6 +118,8 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
     for case in CASES:
         out[case[0]]["growth"] = _growth(works[case[0]])
         out[case[0]]["paper"] = _paper(case, length, heads, size)
+        if dist.get_rank() == 0:
+            print(f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB", flush=True)
     out["reasons"] = {}
     for name, causal in (("torch, full", False), ("torch, causal", True)):
         try:

@@ -103,6 +103,12 @@ def wire() -> int:
     return 0
 
 
+COLUMNS = [
+    "shapes", "ours", "DTensor MiB", "ours MiB", "ratio", "DTensor wire", "ours wire", "wire ratio", "DTensor s",
+    "ours s", "time ratio",
+]  # fmt: skip
+
+
 def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, Any]]:
     rows = []
     for case in cases:
@@ -139,6 +145,9 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                     "time ratio": statistics.median(s / d for s, d in zip(times[name], times["DTensor"], strict=True)),
                 }
             )
+            if dist.get_rank() == 0:
+                cells = (f"{v:>18}" if isinstance(v, str) else f"{v:13.3f}" for v in rows[-1].values())
+                print("  ".join(cells), flush=True)
     return rows
 
 
@@ -148,16 +157,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9)
     args = parser.parse_args()
     cases = [*((n, n, n) for n in args.sizes), (2048, 256, 1024, 256)]
-    rows = sl.launch(measure, cases, args.repetitions, x=2, y=2)[0]
     print("\nproducts in 2D blocks on 2x2, forward and backward, per rank; shapes: rows, then widths")
     print("ratio: bytes an optimal network would move; wire: bytes the loopback device counted  (bars: 0.5, time 1.0)")
-    print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>13}" for k in rows[0]))
-    for row in rows:
-        print("  ".join(f"{v:>18}" if isinstance(v, str) else f"{v:13.3f}" for v in row.values()))
+    print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>13}" for k in COLUMNS), flush=True)
+    rows = sl.launch(measure, cases, args.repetitions, x=2, y=2)[0]
     out = Path("out")
     out.mkdir(exist_ok=True)
     with open(out / "matmul.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
 

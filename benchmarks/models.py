@@ -284,6 +284,7 @@ def table(names: list[str], recipes: list[str], jobs: int = 2, limit: float = 90
             while not queue.empty():
                 made = Cell(**queue.get())
                 found[made.module, made.recipe] = made
+                print(f"{made.module:<28}{made.recipe:<12}{made.state:<10}{made.seconds:>6.1f} s", flush=True)
             if alive and time.monotonic() - since > limit:
                 process.kill()
                 alive = False

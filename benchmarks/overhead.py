@@ -4,9 +4,10 @@ One process with torch's fake process group (collectives return at once) plays r
 mesh; the block x + W2 gelu(W1 x) runs forward and backward on tiny blocks.  Contestants are
 interleaved; figures are medians, ratios are medians of per-repetition ratios.
 
-    python -m benchmarks.overhead
+    python -m benchmarks.overhead [--repetitions 40]
 """
 
+import argparse
 import csv
 import statistics
 import time
@@ -141,11 +142,14 @@ def measure(n: int, repetitions: int = 40, inner: int = 25) -> dict[str, list[fl
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--repetitions", type=int, default=40)
+    repetitions = arguments.parse_args().repetitions
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     rows = []
     for n in (16, 64):
-        times = measure(n)
+        times = measure(n, repetitions)
         print(f"\nx + W2 gelu(W1 x), forward and backward, [{n}, {n}] on 2x2, us")
         for name, t in times.items():
             print(f"  {name:<26} {statistics.median(t):8.1f}")

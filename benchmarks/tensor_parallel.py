@@ -190,6 +190,10 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
             time.sleep(0.02)  # a sender may return before its last bytes have left
             sent = wire() - sent
             dist.all_reduce(took)
+            if dist.get_rank() == 0:
+                print(
+                    f"turn {turn + 1} of {args.repeats}: {name:<30}{seconds * 1e3:8.0f} ms", file=sys.stderr, flush=True
+                )
             rows.append({"name": name, "wire": sent / dist.get_world_size(), "cpu": float(took), "seconds": seconds})
     return [{"worst": worst}, *rows]
 

@@ -1,0 +1,61 @@
+"""Every benchmark once, short ones first, within ten minutes on two cores.
+
+Each part prints its figures as they come.  Repetitions are few: a figure for docs/measurements.md
+is taken by running its part alone, with the part's own defaults.  A part that has not ended when
+its share of the time is over is stopped, and said to be.
+
+    python -m benchmarks.all [--minutes 10]
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+PARTS = [  # module and arguments, what takes least first
+    "overhead --repetitions 8",
+    "local --repeats 3",
+    "matmul --sizes 1024 --repetitions 3",
+    "attention --length 4096 --repetitions 2",
+    "tensor_parallel --repeats 3 --length 128",
+    "overlap --repeats 2",
+    "family --ranks 4 --repeats 2",
+    "sequence_paper",
+    "models --modules gpt2,llama,bert,vit",
+]
+
+
+def run(part: str, seconds: float) -> bool:
+    """Run one part; False where it failed or was stopped, with all that it started."""
+    name, *arguments = part.split()
+    process = subprocess.Popen([sys.executable, "-u", "-m", f"benchmarks.{name}", *arguments], start_new_session=True)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {seconds:.0f} s: python -m benchmarks.{part}", flush=True)
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def main() -> int:
+    """Run all parts; what one does not use of its share goes to those after it."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--minutes", type=float, default=10.0)
+    end = time.monotonic() + 60 * p.parse_args().minutes - 5
+    ended = 0
+    for i, part in enumerate(PARTS):
+        start = time.monotonic()
+        print(f"\n== {part}", flush=True)
+        ended += run(part, (end - start) / (len(PARTS) - i) * (2 if i + 1 < len(PARTS) else 1))
+        print(f"== {time.monotonic() - start:.0f} s", flush=True)
+    print(f"\n{ended} of {len(PARTS)} parts ended")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
