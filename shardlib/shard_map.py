@@ -18,7 +18,7 @@ from shardlib.collectives import held, lead, wrap
 from shardlib.errors import RankMismatch, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh, bind
-from shardlib.tensor import Place, ShardedTensor, _Share, lift, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, _Share, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
 
@@ -109,6 +109,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
         raw = _Share.apply(raw, copies)
+    raw = to_pending(raw, mesh, (*layout.partial, *copied))  # type: ignore[arg-type]
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 

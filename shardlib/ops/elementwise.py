@@ -29,9 +29,11 @@ from shardlib.tensor import (
     implements,
     lift,
     local_call,
+    of_pending,
     partial_escape,
     real_axes,
     settle,
+    to_pending,
     total,
     typeof,
     vary,
@@ -194,10 +196,16 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     values = [lift(a, mesh, name) for a in given]
     partial = _partial(name, values, args)
     moved, out, shape, deferred = aligned(name, values, partial)
+    scaled = partial if len(values) == 2 and name in _LINEAR_SCALE else ()
+    if scaled:
+        moved = [
+            of_pending(raw, mesh, scaled) if v.sharding.partial else raw for v, raw in zip(values, moved, strict=True)
+        ]
     raws = iter(moved)
     new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
     new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return _laid(local_call(func, mesh, new_args, new_kwargs), values, out, shape, deferred)
+    raw = local_call(func, mesh, new_args, new_kwargs)
+    return _laid(to_pending(raw, mesh, scaled) if scaled else raw, values, out, shape, deferred)
 
 
 def _laid(

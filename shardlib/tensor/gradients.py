@@ -30,7 +30,7 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor
 
 __all__ = [
-    "Wide", "gradient_of", "is_half", "made_of", "real_axes", "settle", "total", "varied",
+    "Wide", "gradient_of", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending", "total", "varied",
     "varied_wide", "vary", "vjp_again", "widened",
 ]  # fmt: skip
 
@@ -113,6 +113,49 @@ class _Share(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0] / ctx.count, None
+
+
+class _OfPending(Local):
+    """Identity on a part of a pending sum; its gradient is the same on the ``count`` ranks that compute it.
+
+    They compute it from values marked by ``vary``, so each returns its share of what comes back through it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Share.apply(grads[0], ctx.count), None
+
+
+class _ToPending(Local):
+    """Identity on a part of a pending sum; its cotangent, a replicated value, meets parts that differ."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        return raw.view_as(raw)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None
+
+
+def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
+    """Mark an operand that is pending over ``axes`` and is multiplied by one that is not."""
+    over = real_axes(mesh, axes)
+    if not (over and raw.requires_grad):
+        return raw
+    return _OfPending.apply(raw, mesh.axis_size(over))  # type: ignore[return-value]
+
+
+def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
+    """Mark the product of such operands, which is pending over the same axes."""
+    over = real_axes(mesh, axes)
+    return _ToPending.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
 def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:

@@ -421,16 +421,15 @@ def is_dense(x: ShardedTensor) -> bool:
     """Whether the whole tensor would be contiguous.
 
     A block has its tensor's order of strides.  Along a dimension of which a block has one position its own stride
-    says nothing to torch, but it still says where the dimension came in that order.
+    says nothing to torch, but it still says where the dimension came in that order, and what was cut from it.
     """
     size = x.raw.shape[lead(x.mesh) :]
-    expected, last = 1, 0
+    expected = 1
     for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True):
         if whole == 1:
             continue
-        if (n > 1 and stride != expected) or stride < max(last, expected):
+        if stride != expected:
             return 0 in size
-        last = stride
         expected *= n
     return True
 

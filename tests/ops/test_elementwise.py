@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from tests.ops.cases import ELEMENTWISE, r, run_on_meshes
+from tests.ops.cases import ELEMENTWISE, close, r, run_on_meshes
 
 X, Y = r(4, 6), r(4, 6, seed=1)
 
@@ -66,3 +66,24 @@ def test_a_power_in_place_of_another_dtype_has_its_gradient() -> None:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_functions_equal_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+@pytest.mark.parametrize("f", [torch.mul, torch.div])
+def test_second_derivatives_of_products_with_a_pending_sum_equal_dense(f: Any) -> None:
+    """What is the same on every rank is computed from values marked by vary, and is counted once."""
+    x, w, g = r(4, 6).requires_grad_(), (r(6, seed=1).abs() + 1).requires_grad_(), r(6, seed=2).requires_grad_()
+
+    def twice(a: Any, b: Any, c: Any) -> Any:
+        first = torch.autograd.grad(f(a.sum(0), b), (a, b), c, create_graph=True)
+        return torch.autograd.grad(sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True)
+
+    want = twice(x, w, g)
+    with sl.simulate(x=2, y=2):
+        a = sl.shard(x.detach(), "x .").requires_grad_()
+        b = sl.shard(w.detach(), ".").requires_grad_()
+        c = sl.shard(g.detach(), ".").requires_grad_()
+        pending = sl.shard_map(lambda t: t.sum(0), in_layouts=("x .",), out_layouts=". + sum(x)")
+        first = torch.autograd.grad(f(pending(a), b), (a, b), c, create_graph=True)
+        got = torch.autograd.grad(sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True)
+        for mine, dense in zip(got, want, strict=True):
+            close(sl.unshard(mine), dense)

@@ -35,3 +35,19 @@ def test_data_is_replaced_by_data_that_lies_alike() -> None:
         p.data = p.data.float()
         (p**2).sum().backward()
         assert p.dtype == p.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", ["x .", ". x", ". ."])
+def test_contiguous_copies_where_torch_copies(layout: str) -> None:
+    """Also where a block has one row, whose stride says nothing to torch."""
+    x = torch.arange(24.0).view(2, 12)
+    for view in (lambda t: t, lambda t: t[..., 4:], lambda t: t[:, :8], lambda t: t.mT):
+        dense, base = x * 1, None
+        view(dense).contiguous().neg_()
+        with sl.simulate(x=2):
+            base = sl.shard(x, layout) * 1
+            try:
+                view(base).contiguous().neg_()
+            except sl.ShardError:
+                continue
+            assert torch.equal(sl.unshard(base), dense)
