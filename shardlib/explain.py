@@ -44,7 +44,7 @@ class Row:
 
     @property
     def same(self) -> tuple[Any, ...]:
-        """Equal for the same operation in another layer."""
+        """A key that is the same for this operation in every layer."""
         return self.op, self.at, self.operands, self.out, self.algorithm, tuple(self.forward), tuple(self.backward)
 
 

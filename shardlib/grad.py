@@ -20,7 +20,7 @@ def value_and_grad(
     has_aux: bool = False,
     pending: str | Sequence[str] = (),
 ) -> Callable[..., tuple[Any, Any]]:
-    """``value_and_grad(loss)(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
+    """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
     ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of gradients.
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
@@ -91,7 +91,7 @@ def _position(n: int, count: int) -> int:
 
 
 def frozen(leaves: Sequence[Any]) -> list[bool]:
-    """Which leaves of one tree take no gradient: those that require none while another does."""
+    """Say which leaves of one tree take no gradient: those that require none while another does."""
     asked = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
     return [asked and not (isinstance(x, Tensor) and x.requires_grad) for x in leaves]
 
@@ -99,7 +99,7 @@ def frozen(leaves: Sequence[Any]) -> list[bool]:
 def grad(
     f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """``value_and_grad`` without the value."""
+    """Differentiate as ``value_and_grad`` does, without the value."""
     both = value_and_grad(f, argnums, pending=pending)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 

@@ -97,7 +97,7 @@ def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
 
 
 class Layer(NamedTuple):
-    """A linear layer: does it come back from something wide, and is it one of an MLP beside other kinds of layers."""
+    """A linear layer: whether it contracts, and whether it is of an MLP in a model that also has attention."""
 
     inputs: int
     outputs: int

@@ -45,7 +45,7 @@ from shardlib.roles import Way, assign, patterns
 __all__ = ["Recipe", "cube3d", "ddp", "fsdp", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
 
 MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
-"""Of x, y and z: x and y split the rows of what goes in, y innermost, and z its columns."""
+"""Axes x, y, z: activations lie as ``(x y) z``, rows over x and within that y, columns over z."""
 
 _OUT = re.compile(
     r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv|query_key_value|Wqkv|fc1|fc_in|w1|w3"
@@ -90,7 +90,7 @@ def megatron1d(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Columns then rows: heads and MLP width split over ``axis``.
+    """Split columns, then rows: heads and MLP width split over ``axis``.
 
     The residual stream is whole over ``axis``, or with ``sequence`` split along the sequence: the
     sums are then scattered and gathered, and norms and dropout hold 1/p of the positions.
@@ -139,7 +139,7 @@ def optimus2d(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
+    """Lay every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
 
     An expanding weight is stored ``cols rows`` so that its output stays (Y-stationary), a
     contracting one ``rows cols`` so that its input stays (X-stationary).
@@ -302,7 +302,7 @@ def ring(
 
 
 def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data", experts: str = "") -> Recipe:
-    """Batches split over ``data``, parameters whole on every rank; their gradients are summed over it.
+    """Split batches over ``data``, parameters whole on every rank; their gradients are summed over it.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
 
@@ -325,7 +325,7 @@ def fsdp(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Batches and every matrix split over ``axis``: a weight is gathered for its product, its gradient scattered.
+    """Split batches and every matrix over ``axis``: a weight is gathered for its product, its gradient scattered.
 
     That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are whole.  With a
     ``data`` axis besides, weights are copied over it and batches split over both.
@@ -367,7 +367,7 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
 
 
 def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str) -> Recipe:
-    """Rules by what feeds what, or by names where the module cannot be run."""
+    """Write rules by what feeds what, or by names where the module cannot be run."""
     split = _stacked(model, mesh, experts)
     try:
         found = trace_dimensions(model, inputs)
@@ -387,7 +387,7 @@ def _split_stacks(model: nn.Module, mesh: Any, experts: str) -> list[Suggested]:
 
 
 def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:
-    """The layouts of experts' parameters split along E over these axes.  Raises: Unsupported, UnknownAxis."""
+    """Return the layouts of experts' parameters split along E over these axes.  Raises: Unsupported, UnknownAxis."""
     axes, m = tuple(experts.split()), as_mesh(mesh)
     if not axes:
         return {}
@@ -417,7 +417,7 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
 
 
 def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:
-    """The token of a batch dimension over ``data``, if the mesh has it, and ``over``."""
+    """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``."""
     m = as_mesh(mesh)
     for axis in axes:
         m.axis_size(axis)

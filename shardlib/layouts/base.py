@@ -91,7 +91,7 @@ class Layout:
     # ------------------------------------------------------------ shape and place
 
     def resolve(self, ndim: int) -> "Layout":
-        """The layout of a tensor with ``ndim`` dimensions: ``...`` written out.
+        """Return the layout of a tensor with ``ndim`` dimensions: ``...`` written out.
 
         Raises: RankMismatch.
         """
@@ -102,7 +102,7 @@ class Layout:
         _check(self, tuple(shape), tuple(axis_sizes(mesh).items()), op)
 
     def local_shape(self, shape: Sequence[int], mesh: Any, *, pad: bool = False) -> tuple[int, ...]:
-        """The shape of each rank's block; with ``pad`` uneven dimensions are rounded up."""
+        """Return the shape of each rank's block; with ``pad`` uneven dimensions are rounded up."""
         return _local_shape(self, tuple(shape), tuple(axis_sizes(mesh).items()), pad)
 
     def indices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Sequence[int], ...]:
@@ -120,13 +120,13 @@ class Layout:
 
     @property
     def T(self) -> "Layout":
-        """Of the tensor with its dimensions reversed."""
+        """The layout of the tensor with its dimensions reversed."""
         if self.ellipsis is None:
             return self.transpose(*reversed(range(len(self.dims))))
         return Layout(self.dims[::-1], self.partial, _SKEW_T[self.skew], len(self.dims) - self.ellipsis)
 
     def transpose(self, *perm: int) -> "Layout":
-        """Of the tensor permuted so that its dimension i is the old ``perm[i]``."""
+        """Return the layout of the tensor permuted so that its dimension i is the old ``perm[i]``."""
         me = self.resolve(len(perm))
         if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
             raise ShardError(
@@ -180,7 +180,7 @@ class Layout:
             return False
 
     def equivalent(self, other: "Layout", shape: Sequence[int], mesh: Any) -> bool:
-        """Whether every rank holds the same elements in the same order under both."""
+        """Say whether every rank holds the same elements in the same order under both."""
         sizes = axis_sizes(mesh)
         a, b = self.resolve(len(shape)), other.resolve(len(shape))
         if {p for p in a.partial if sizes[p] > 1} != {p for p in b.partial if sizes[p] > 1}:
@@ -202,7 +202,7 @@ class Layout:
         return _product_layout(self, other)
 
     def __rshift__(self, other: "Layout") -> ReshardPlan:
-        """How to get from this layout to ``other``: steps, bytes, peak."""
+        """Say how to get from this layout to ``other``: steps, bytes, peak."""
         return ReshardPlan(self, other)
 
     @property
@@ -246,7 +246,7 @@ class Layout:
 
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
-        """The layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
+        """Return the layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
         from torch.distributed.tensor import Partial
 
         from shardlib._compat import is_strided
@@ -280,7 +280,7 @@ _SKEW_T = {"": "", "a": "b", "b": "a"}
 
 
 def _reused(layout: Layout) -> AxisReused:
-    """The error for an axis in two places; the fix keeps the first."""
+    """Return the error for an axis in two places; the fix keeps the first."""
     named = [(a, str(d)) for d in layout.dims for a in d.axes] + [(a, f"sum({a})") for a in layout.partial]
     axis = next(a for i, (a, _) in enumerate(named) if a in {b for b, _ in named[:i]})
     first, second = [where for a, where in named if a == axis][:2]
@@ -300,7 +300,7 @@ _RUN = re.compile(r"\d+:\d+(:[1-9]\d*)?")
 
 
 def _is_given(order: str, text: str) -> bool:
-    """Whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
+    """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
     if order == "documents":
         words = text.split()
         return len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
@@ -401,7 +401,7 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
 
 @lru_cache(maxsize=8192)
 def the_one(layout: Layout) -> Layout:
-    """The first of equal layouts: what is compared at every call is then compared by identity."""
+    """Return the first of equal layouts: what is compared at every call is then compared by identity."""
     return layout
 
 
@@ -467,7 +467,7 @@ def _local_shape(
 
 
 def _ways(dim: Dim, n: int, sizes: Mapping[str, int]) -> int:
-    """What a dimension's size must be a multiple of; for an order written for one length, that size."""
+    """Return what a dimension's size must be a multiple of; for an order written for one length, that size."""
     groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
     ring = math.prod(sizes[a] for a in dim.ring)
     if declared(dim.order) is None:

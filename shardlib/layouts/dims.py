@@ -92,7 +92,7 @@ def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
 
 
 def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
-    """The positions of a dimension of size n that a rank holds, in the order it holds them.
+    """Return the positions of a dimension of size n that a rank holds, in the order it holds them.
 
     Groups and contiguous dimensions must divide; a sequence in another order may have any length.
     """
@@ -134,7 +134,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int) -> Dim:
-    """The token under which rank r of p along ``axes`` holds the ranges ``held[r]`` of n positions.
+    """Return the token under which rank r of p along ``axes`` holds the ranges ``held[r]`` of n positions.
 
     >>> print(said(("x",), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]], 8))
     (2 x)
@@ -180,7 +180,7 @@ def cut(dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: i
 
 
 def skewed(dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b.
+    """Return the coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b.
 
     Raises: MeshError unless a matrix is split over two axes of equal size.
     """

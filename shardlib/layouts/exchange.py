@@ -93,7 +93,7 @@ def exchange(a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], a
 def _held(
     side: Side, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]
 ) -> tuple[Held, ...]:
-    """What every rank along ``axes`` holds, in rank order."""
+    """Return what every rank along ``axes`` holds, in rank order."""
     sizes = dict(mesh)
     every = [
         indices(*side, shape, sizes, dict.fromkeys(sizes, 0) | coord)
@@ -104,7 +104,7 @@ def _held(
 
 @lru_cache(maxsize=8192)
 def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """How many positions are in both."""
+    """Say how many positions are in both."""
     if isinstance(old, range) and isinstance(new, range):
         return max(0, min(old.stop, new.stop) - max(old.start, new.start))
     return len({*old} & {*new})
@@ -112,7 +112,7 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 @lru_cache(maxsize=8192)
 def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Where what is in both lies in the one and in the other, in the order of the other; None if nothing is."""
+    """Say where what is in both lies in the one and in the other, in the order of the other; None if nothing is."""
     if isinstance(old, range) and isinstance(new, range):
         start, stop = max(old.start, new.start), min(old.stop, new.stop)
         if start >= stop:

@@ -6,7 +6,7 @@ __all__ = ["Partial", "Replicated"]
 
 
 def Replicated() -> Layout:
-    """The whole tensor on every rank.
+    """Keep the whole tensor on every rank.
 
     >>> Replicated()
     Layout('...')

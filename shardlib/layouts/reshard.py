@@ -74,7 +74,7 @@ class ReshardPlan:
     target: Any
 
     def steps(self, shape: Sequence[int], mesh: Any) -> tuple[Step, ...]:
-        """The moves in order.  Raises what ``Layout.check`` raises."""
+        """Return the moves in order.  Raises what ``Layout.check`` raises."""
         return _search(self.source, self.target, tuple(shape), tuple(axis_sizes(mesh).items()))
 
     def bytes(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int | Fraction:
@@ -199,7 +199,7 @@ def _moves(
 
 
 def _axes(state: _State) -> set[str]:
-    """The axes that split a dimension of a state."""
+    """Return the axes that split a dimension of a state."""
     return {a for d in state[0] for a in d.axes}
 
 
@@ -249,7 +249,7 @@ _WORLD = 64
 def _exchanges(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Step, _State]]:
-    """Straight to the end, where the same sums are pending; who sends what is found once the plan is (``_settled``)."""
+    """Go straight to the end where the same sums are pending; ``_settled`` finds the exchange later."""
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
         words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
@@ -265,7 +265,7 @@ def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
 def _settled(
     path: tuple[Step, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[Step, ...]:
-    """The path with the exchange at its end, if there is one, worked out."""
+    """Return the path with the exchange at its end, if there is one, worked out."""
     if not path or path[-1].kind != "exchange":
         return path
     dims, _, skew = path[-1].table[0]

@@ -92,7 +92,7 @@ class Ring:
         return Layout(dims, ellipsis=len(dims))
 
     def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:
-        """The (start, stride, length) runs that ``rank`` of ``size`` holds, for any length: also shorter
+        """Return the (start, stride, length) runs that ``rank`` of ``size`` holds, for any length: also shorter
         than the ring."""
         return dealt(self.order, length, size)[rank]
 

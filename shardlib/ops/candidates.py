@@ -51,7 +51,7 @@ _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 @implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
 def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """The position of the first extreme; of all elements: in the flattened tensor."""
+    """Return the position of the first extreme; of all elements: in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
     if dim is not None and _is_split(x, dim):
         run = torch.max if func.__name__ == "argmax" else torch.min
@@ -90,7 +90,7 @@ def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
-    """Whether ``dim``, or with None any dimension, lies on several ranks; an empty tensor has nothing there."""
+    """Say whether ``dim``, or with None any dimension, lies on several ranks; an empty tensor has nothing there."""
     ndim = len(x.padded_shape)
     if dim is not None:
         dim = dim_of(dim, ndim, "max")
@@ -147,7 +147,7 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """The extreme along ``d`` and its position; the first of several, and NaN before all, as in torch."""
+    """Return the extreme along ``d`` and its position; the first of several, and NaN before all, as in torch."""
     known = values.detach()
     best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
     if values.dtype.is_floating_point:

@@ -14,7 +14,7 @@ from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
 def new(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same value on every rank."""
+    """Make the same value on every rank."""
     x = args[0]
     return replicated(func(x.raw.new_empty(0), *args[1:], **kwargs), x.mesh)
 

@@ -49,7 +49,7 @@ _BARE = (torch, Tensor, F, *builtin_homes)
 
 
 def homes(name: str) -> list[Any]:
-    """The functions that a name stands for; none where this torch lacks it."""
+    """Return the functions that a name stands for; none where this torch lacks it."""
     module, _, bare = name.rpartition(".")
     found = [getattr(h, bare, None) for h in ([_MODULES[module]] if module else _BARE)]
     return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
@@ -96,7 +96,7 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
 
 
 def slots(value: Any) -> list[Slot]:
-    """The tensors of a bound call, in order."""
+    """Return the tensors of a bound call, in order."""
     if isinstance(value, Slot):
         return [value]
     if isinstance(value, tuple | list):
@@ -105,7 +105,7 @@ def slots(value: Any) -> list[Slot]:
 
 
 def where(value: Any, ndim: int) -> set[int]:
-    """The dimensions that an argument names; None and nothing name all."""
+    """Return the dimensions that an argument names; None and nothing name all."""
     if value is None or value == () or value == []:
         return set(range(ndim))
     found = value if isinstance(value, tuple | list) else (value,)

@@ -108,7 +108,7 @@ def _as_product(product: Callable[..., Any], terms: list[str], right: str, *oper
 
 
 def product_line(a: int, b: int) -> str:
-    """The einsum that torch.matmul is for operands of so many dimensions."""
+    """Return the einsum that torch.matmul is for operands of so many dimensions."""
     left = "k" if a == 1 else "...mk"
     right = "k" if b == 1 else "...kn"
     out = ("" if a == 1 and b == 1 else "...") + ("m" if a > 1 else "") + ("n" if b > 1 else "")

@@ -78,7 +78,7 @@ _ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
 
 
 def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with its operands by position; the function itself reads the other arguments."""
+    """Return the call with its operands by position; the function itself reads the other arguments."""
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
         raise TypeError("Python's operators know no other names")
@@ -178,7 +178,7 @@ def _like(x: Any) -> Any:
 
 
 def _same_place(x: Any, y: Any) -> bool:
-    """Whether the blocks of two values combine as they are."""
+    """Say whether the blocks of two values combine as they are."""
     if not (isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)):
         return False
     p, q = x.place, y.place
@@ -211,7 +211,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 def _laid(
     raw: Tensor, values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
 ) -> ShardedTensor:
-    """The result; rows that were merged in an operand of its shape are merged in it."""
+    """Return the result; rows that were merged in an operand of its shape are merged in it."""
     merged: tuple[int, ...] = ()
     for v in values:
         if v.place.merged_from and v.place.shape == shape:
@@ -220,7 +220,7 @@ def _laid(
 
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The pending axes of the result; only linear functions may keep a sum pending."""
+    """Return the pending axes of the result; only linear functions may keep a sum pending."""
     pending = next((v for v in values if v.sharding.partial), None)
     if pending is None:
         return ()

@@ -131,7 +131,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _unpadded(ids: Any, table: Any) -> ShardedTensor:
-    """The table with the padding of its vocabulary; any other padding is refused."""
+    """Return the table with the padding of its vocabulary; any other padding is refused."""
     if getattr(table, "is_padded", False) and table.shape[1] == table.padded_shape[1] and not has_padding((ids,)):
         return table.with_padding
     mesh = getattr(table, "mesh", None)

@@ -45,7 +45,7 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
-    """The same arguments with blocks for sharded tensors, where every list lies as the first one does."""
+    """Return the same arguments with blocks for sharded tensors, where every list lies as the first one does."""
     head = args[0]
     out: list[Any] = []
     for a in args:
@@ -86,7 +86,7 @@ def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
-    """The operator of the same name on each tensor, with its entry of every list."""
+    """Run the operator of the same name on each tensor, with its entry of every list."""
     operator = _OPERATOR.get(name) or getattr(torch if name == "pow" else Tensor, name)
     count = next(len(a) for a in args if _tensors(a))
 

@@ -135,7 +135,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
-    """Whether a number addresses a split dimension, and nothing else cuts one."""
+    """Say whether a number addresses a split dimension, and nothing else cuts one."""
     named = sum(i is not None and i is not Ellipsis for i in given)
     if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
         return False

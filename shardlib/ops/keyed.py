@@ -5,7 +5,7 @@ from its position alone.  Positions are those of the true tensor, also where blo
 
 Bits become numbers in fp64, or in fp32 where that is enough, and are rounded once.  Chunks are a multiple of 64
 elements and too small for threads: torch's vector loops and their scalar tails differ in the last bit, and a number
-must not hang on where it lies in a block.
+must not depend on where it lies in a block.
 
 Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the constants of the
 finaliser are Stafford's variant 13.
@@ -37,7 +37,7 @@ Make = Callable[[Tensor], Tensor]
 
 
 def signed(x: int) -> int:
-    """The same 64 bits as torch's int64 reads them.
+    """Return the same 64 bits as torch's int64 reads them.
 
     >>> signed(2**64 - 1)
     -1
@@ -91,7 +91,7 @@ def kept(p: float) -> Pairs:
 
 
 def _halves(h: Tensor) -> Tensor:
-    """The low and the high 32 bits, as int32."""
+    """Return the low and the high 32 bits, as int32."""
     return h.view(torch.int32).view(-1, 2)
 
 
@@ -173,7 +173,7 @@ def drawn(x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, ou
 
 
 def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tensor:
-    """What ``make`` gives at each index, or at both positions of each pair."""
+    """Return what ``make`` gives at each index, or at both positions of each pair."""
     if not isinstance(make, Pairs):
         return make(bits(index, key))
     if paired:
@@ -191,7 +191,7 @@ def _only(*place: Any) -> tuple[Tensor, bool]:
 
 
 def along(x: ShardedTensor, dim: int) -> Tensor:
-    """The global positions along one dimension of every element, shaped to broadcast with the raw block."""
+    """Return the global positions along one dimension of every element, shaped to broadcast with the raw block."""
     size, ndim = tuple(x.padded_shape), len(x.padded_shape)
     tables = []
     for coord in played(x.mesh):

@@ -107,7 +107,7 @@ class _RowLoss(Local):
 
 
 def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
-    """The logits' gradient on raw blocks, out of operations that can be differentiated again."""
+    """Return the logits' gradient on raw blocks, out of operations that can be differentiated again."""
     mesh, axes, smooth, classes = ctx.place
     p, here, outside, ignored = ctx.saved_tensors
     dx: Any = 0
@@ -177,7 +177,7 @@ def _some_rows(x: Tensor, *more: Tensor) -> Any:
 
 
 def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
-    """Which of this rank's columns lie beyond the true classes.  x [R, C/axes] -> [C/axes]."""
+    """Say which of this rank's columns lie beyond the true classes.  x [R, C/axes] -> [C/axes]."""
     place = torch.arange(x.shape[-1], device=x.device)
     return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
 
@@ -281,7 +281,7 @@ _SCALAR = Layout()
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What a sum of ``x`` is taken in."""
+    """Return the dtype in which ``x`` is summed."""
     return torch.float32 if is_half(x) else x.dtype
 
 
@@ -308,7 +308,7 @@ class _Mean(Local):
 
 
 def _how(given: dict[str, Any]) -> str:
-    """The reduction; torch's older two flags come first."""
+    """Return the reduction; torch's older two flags come first."""
     average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
     if average is not None or reduce is not None:

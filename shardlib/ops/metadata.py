@@ -250,7 +250,7 @@ def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
 
 @implements(Tensor.contiguous, padded=True)
 def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """The tensor itself where torch would give it back, else a copy."""
+    """Return the tensor itself where torch would give it back, else a copy."""
     x, form = _FORM(*args, **kwargs)
     same = is_dense(x) if form is torch.contiguous_format else block_of(x).is_contiguous(memory_format=form)
     return x if same else _formatted(x, form)

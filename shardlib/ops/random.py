@@ -72,7 +72,7 @@ def cauchy(median: float, sigma: float) -> Make:
 
 
 def geometric(p: float) -> Make:
-    """How many trials until the first success."""
+    """Draw how many trials it takes until the first success."""
     return lambda h: open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(h)
 
 
@@ -100,7 +100,7 @@ def integers(low: int, high: int) -> Make:
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """Where ``random_()`` ends: what the dtype counts up to exactly."""
+    """Say where ``random_()`` ends: what the dtype counts up to exactly."""
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:
@@ -443,7 +443,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest scores along the last dimension, and where in the whole row: of every rank's own largest."""
+    """Return the largest scores along the last dimension, and where in the whole row: of every rank's own largest."""
     layout = x.sharding.resolve(x.ndim)
     value, local = scores.topk(min(count, scores.shape[-1]), -1)
     if not real_axes(x.mesh, layout.dims[-1].axes):

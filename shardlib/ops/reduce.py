@@ -128,7 +128,7 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
+    """Say whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
         raise TypeError("torch reduces nothing here")
@@ -246,7 +246,7 @@ def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.linalg.vector_norm, padded=_padded_norm)
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The norm of the blocks' norms."""
+    """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     x = _asked(x, dtype)
     if abs(ord_) == math.inf and 0 not in x.padded_shape and (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -361,7 +361,7 @@ _PROD = binder("""
 
 @implements(torch.prod, Tensor.prod, padded=_without(1))
 def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The product of the blocks' products."""
+    """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)
     dtype = more["dtype"] or (torch.int64 if x.dtype == torch.bool else x.dtype)
     asked: Any = x if dtype == x.dtype else x.to(dtype)

@@ -90,7 +90,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
 
 
 def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]) -> ShardedTensor:
-    """The arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
+    """Return the arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
     if (
         q.padded_shape[1] != k.padded_shape[1] and k.padded_shape[1] != 1 and not given.get("enable_gqa")
     ):  # one head is broadcast

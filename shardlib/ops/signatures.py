@@ -103,7 +103,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     """
 
     def compiled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The first call of all: three hundred signatures at import would take a third of its time."""
+        """Wait for the first call: three hundred signatures at import would take a third of its time."""
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
 
@@ -147,7 +147,7 @@ def dim_of(dim: Any, ndim: int, op: str) -> int:
 
 
 def dims_of(dims: Iterable[int] | int, ndim: int, op: str) -> tuple[int, ...]:
-    """The same of several, which must differ."""
+    """Count several dimensions from the front; they must differ."""
     found = tuple(dim_of(d, ndim, op) for d in ((dims,) if isinstance(dims, int) else dims))
     if len(set(found)) < len(found):
         raise BadArgument(f"a dimension appears more than once in {list(found)}", op=op)

@@ -72,7 +72,7 @@ spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, 
 
 
 def _to_size(input: Tensor, size: Any) -> Tensor:
-    """What was broadcast is summed."""
+    """Sum what was broadcast."""
     if not size:
         return input.sum()
     lead = input.ndim - len(size)
@@ -120,7 +120,7 @@ implements(
 
 @implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)
 def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The conjugate of the transpose."""
+    """Return the conjugate of the transpose."""
     x = args[0]
     if x.ndim < 2:
         raise TypeError("a matrix is needed")

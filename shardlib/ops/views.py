@@ -46,7 +46,7 @@ def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
 
 
 def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]) -> Layout | str:
-    """The layout of a tensor seen under a new shape, or why the blocks do not allow it.
+    """Return the layout of a tensor seen under a new shape, or why the blocks do not allow it.
 
     >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (8, 5, 4, 3), {"d": 2, "y": 2})
     Layout('d . y .')
@@ -210,7 +210,7 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
 
 
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
-    """Whether torch would see the whole tensor under ``new`` sizes without a copy.
+    """Say whether torch would see the whole tensor under ``new`` sizes without a copy.
 
     Its strides are guessed from the block's: in the same order, with a gap wherever the block has one.
     """
@@ -660,7 +660,7 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
-    """Whether index entry ``k`` addresses a split dimension."""
+    """Say whether index entry ``k`` addresses a split dimension."""
     return tokens[sum(i is not None for i in index[:k])].is_split
 
 
@@ -754,6 +754,6 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:
-    """The line that joins the pieces laid out alike."""
+    """Return the line that joins the pieces laid out alike."""
     pieces = ", ".join(lettered(values))
     return f"torch.cat([sl.reshard(t, {where!r}) for t in ({pieces})], {dim})"

@@ -72,7 +72,7 @@ def is_whole(x: ShardedTensor) -> bool:
 
 
 def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
-    """The call; on a recorded mesh, which has shapes alone, what hangs on values is refused."""
+    """Make the call; on a recorded mesh, which has shapes alone, refuse what depends on values."""
     if holds_values(mesh):
         return func(*args, **kwargs)
     try:
@@ -119,7 +119,7 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
 
 
 def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
-    """The ranks' results as one view of all ranks' blocks, if they are the same view of each."""
+    """Return the ranks' results as one view of all ranks' blocks, if they are the same view of each."""
     first = found[0]
     for raw in blocks:
         if not isinstance(raw, Tensor) or not same_memory(first, raw) or first.is_neg() != raw.is_neg():
@@ -145,7 +145,7 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
 
 
 def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True) -> Any:
-    """The last resort of every function; ``opens`` False: its Python body need not be tried."""
+    """Answer what nothing else does, on whole tensors; ``opens`` False: its Python body need not be tried."""
     name = getattr(func, "__name__", str(func))
     if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
         raise refusal  # what a graph says, gathered tensors do not mend
@@ -389,7 +389,7 @@ class _Same:
 
 
 def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
-    """The refusal of a call that asks for sparse gradients; here it is without them."""
+    """Return the refusal of a call that asks for sparse gradients; here it is without them."""
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     whole = {i: "..." for i in at if isinstance(leaves[i], ShardedTensor)}
@@ -501,7 +501,7 @@ def _refused(
 
 
 def fix_line(func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int) -> str:
-    """The call again, with its operands called x, y, z, ..., as a line that runs."""
+    """Return the call again, with its operands called x, y, z, ..., as a line that runs."""
     names = {i: name for name, i in lettered(at).items()}
     title = torch.overrides.resolve_name(func) or _title(func)
     writes = (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
@@ -522,7 +522,7 @@ _SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split
 
 
 def _title(func: Any) -> str:
-    """Where a function is found that torch.overrides does not list."""
+    """Say where a function is found that torch.overrides does not list."""
     name = getattr(func, "__name__", "f")
     if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"

@@ -100,7 +100,7 @@ def summa_atb(a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes
 
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
-    """Zeros to sum parts into: of half precision in fp32 where more is to be added."""
+    """Make a buffer of zeros; fp32 for half precision where the result is summed further."""
     return accumulator(like, *shape) if more else like.new_zeros(shape)
 
 
