@@ -543,3 +543,12 @@ def l1_weight() -> Any:
     while frame is not None and frame.f_code is not torch.nn.functional.l1_loss.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("weight")
+
+
+def is_wrapped_hook(value: object) -> bool:
+    """Whether it is a hook of state dicts with the module that it is called with, as torch keeps them.
+
+    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.13: attributes ``hook`` and ``module``, a weak
+    reference.  When it goes: such a hook of a module that is dropped fails, and says so.
+    """
+    return type(value).__name__ == "_WrappedHook" and type(value).__module__ == "torch.nn.modules.module"

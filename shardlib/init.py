@@ -69,7 +69,7 @@ def init(
     todo = _Unwritten(tensors, mesh)
     with torch.no_grad(), seeded(mesh, seed), _alike(mesh):
         for run, names in _code(module, apply.tied):
-            _run(module, tensors, apply.tied, [n for n in names if n in tensors], run, todo, mesh)
+            _run(module, tensors, [n for n in names if n in tensors], run, todo, mesh)
         _given(tensors, fill or {}, todo)
         real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name in todo.names(tensors):
@@ -140,8 +140,8 @@ def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
 
 
 def _run(
-    module: nn.Module, tensors: dict[str, ShardedTensor], tied: Mapping[str, str], names: list[str], code: Code,
-    todo: "_Unwritten", mesh: Mesh,
+    module: nn.Module, tensors: dict[str, ShardedTensor], names: list[str], code: Code, todo: "_Unwritten",
+    mesh: Mesh,
 ) -> None:  # fmt: skip
     """One submodule's code.  Where it needs a dimension whole that is split, another is split, or none."""
     at, refusal = rewound(mesh), None
@@ -152,7 +152,7 @@ def _run(
         for n, t in stand.items():
             todo.stands(n, t)
         try:
-            swapped(module, {**state, **{a: state[n] for a, n in tied.items()}}, (), lambda: code(todo, names))
+            swapped(module, state, (), lambda: code(todo, names))
         except ShardError as e:
             refusal = refusal or e
             rewind(mesh, at)

@@ -1,8 +1,9 @@
 """An unmodified module as a pure function over sharded parameters.
 
 ``apply, params = parallelize(module, rules)``: ``params`` is a dict name -> ShardedTensor, and
-``apply(params, *inputs)`` runs the module's forward with them.  The module keeps its own
-tensors.  Every parameter must match a rule and every rule must match a parameter: nothing is
+``apply(params, *inputs)`` runs the module's forward with them.  ``apply`` keeps the module's tree
+without its weights (skeleton.py); the module keeps its own tensors, which go where it is dropped.
+Every parameter must match a rule and every rule must match a parameter: nothing is
 replicated, or sharded, by accident.
 """
 
@@ -10,6 +11,8 @@ import difflib
 import fnmatch
 import inspect
 import re
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +21,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from shardlib._compat import uncompiled
 from shardlib.collectives import holds_values, lead
@@ -38,6 +40,7 @@ from shardlib.mesh import Mesh, as_mesh, unknown_axis, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
+from shardlib.skeleton import exchanged, skeleton
 from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 
 __all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
@@ -63,11 +66,15 @@ class Suggested(tuple[str, ...]):
 class Apply:
     """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
 
+    ``module``   the module's tree as it was when ``apply`` was made, without weights: change hooks or attributes
+    here.  While the caller keeps his module its ``train()`` and ``eval()`` count too.
     ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
     ``buffers``  name -> tensor, cloned from the module.
     ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
     says so.
     ``stacks``   modules of experts that are split, see experts.py.
+
+    Threads may call it at once: a call that finds the tree in use runs on a copy of it.
     """
 
     def __init__(
@@ -79,14 +86,20 @@ class Apply:
         mesh: Mesh,
         out_layouts: Mapping[str, Layout] | None = None,
     ) -> None:
-        self.module, self.layouts, self.tied, self.inputs, self.mesh = module, layouts, tied, inputs, mesh
+        plain = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self.module = skeleton(module, plain)
+        self.bare = skeleton(self.module)  # never run: what other copies are made of
+        self.copies = [Copy(self.module, layouts)]
+        self.modes = [Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)]
+        self.layouts, self.tied = layouts, tied
+        self.inputs, self.mesh = inputs, mesh
         self.out_layouts = out_layouts or {}
-        self.stacks = divided(module, layouts)
+        self.stacks = self.copies[0].stacks
         self.plain = Plain()
         self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
         self.reads: dict[Any, list[int]] = {}  # and which of them read one value
         self.arguments = arguments(uncompiled(module).forward)
-        self.buffers = {n: replicated(b.detach().clone(), mesh) for n, b in module.named_buffers() if b is not None}
+        self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The module's forward.  Inputs: plain tensors are sharded as ``inputs=`` said, else replicated.
@@ -98,8 +111,8 @@ class Apply:
         if mesh is self.mesh:
             buffers = {n: b.clone() for n, b in self.buffers.items()}  # what forward writes to them ends with it
             return self._run(params, buffers, args, kwargs)[0]
-        moved = Apply(self.module, self.layouts, self.tied, self.inputs, mesh, self.out_layouts)
-        moved.orders, moved.reads, moved.plain = self.orders, self.reads, self.plain
+        moved = object.__new__(Apply)
+        moved.__dict__.update(self.__dict__, mesh=mesh)
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
@@ -119,25 +132,48 @@ class Apply:
                 fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
             )
         params = {**params, **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()}}
-        state = {**params, **{alias: params[name] for alias, name in self.tied.items()}, **buffers}
+        state = {**params, **buffers}
         names = self.named(len(args), kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
-            again = partial(swapped, self.module, state, self.stacks)
-            with self.calling(params), within(again=again), standing_in(self.stacks):
-                try:
-                    return functional_call(self.module, state, args, kwargs)
-                except ShardError as e:
-                    self._point_at(e)
-                    raise
+            with self._running() as copy:
+                again = partial(copy.swapped, state)
+                with self.calling(params), within(again=again), standing_in(copy.stacks):
+                    copy.state = state
+                    try:
+                        with exchanged(copy.module, state):
+                            return copy.module(*args, **kwargs)
+                    except ShardError as e:
+                        self._point_at(e, copy.module)
+                        raise
+                    finally:
+                        copy.state = None
 
         return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
 
-    def _point_at(self, e: ShardError) -> None:
+    @contextmanager
+    def _running(self) -> Iterator["Copy"]:
+        """A copy of the tree that no other thread runs on, in the modes that hold now."""
+        for mode in self.modes:
+            mode.follow()
+        copy = next((c for c in self.copies if c.lock.acquire(blocking=False)), None)
+        if copy is None:
+            copy = Copy(skeleton(self.bare), self.layouts)
+            copy.lock.acquire()
+            self.copies.append(copy)
+        try:
+            if copy.module is not self.module:
+                for mine, said in zip(copy.module.modules(), self.module.modules(), strict=True):
+                    mine.training = said.training
+            yield copy
+        finally:
+            copy.lock.release()
+
+    def _point_at(self, e: ShardError, module: nn.Module) -> None:
         """Add to an error the submodule it came from, its parameters, and a rule that leaves them whole."""
-        paths = {id(m): n for n, m in self.module.named_modules()}
+        paths = {id(m): n for n, m in module.named_modules()}
         frames, path = e.__traceback__, ""
         while frames is not None:
             path = paths.get(id(frames.tb_frame.f_locals.get("self")), path)
@@ -217,6 +253,38 @@ class Apply:
             )
 
 
+class Copy:
+    """A tree of modules without weights, for one thread at a time.
+
+    ``stacks``  its modules of experts that are split.   ``state``  the tensors of the call that runs.
+    """
+
+    def __init__(self, module: nn.Module, layouts: dict[str, Layout]) -> None:
+        self.module, self.stacks = module, divided(module, layouts)
+        self.lock = threading.RLock()
+        self.state: Any = None
+
+    def swapped(self, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+        """``run()`` once more, as the call with ``state`` saw the tree; that call may be the one that runs."""
+        if self.state is state:
+            return swapped(self.module, state, self.stacks, run)
+        with self.lock:
+            return swapped(self.module, state, self.stacks, run)
+
+
+class Mode:
+    """train() and eval() of a module that the caller keeps, followed by its copy."""
+
+    def __init__(self, module: nn.Module, copy: nn.Module) -> None:
+        self.module, self.copy, self.seen = weakref.ref(module), copy, module.training
+
+    def follow(self) -> None:
+        """A mode that the caller changed since the last call is the copy's too."""
+        module = self.module()
+        if module is not None and module.training is not self.seen:
+            self.copy.training = self.seen = module.training
+
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -260,22 +328,10 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
         )
 
 
-class _Around(nn.Module):
-    """Runs a function while the module's tensors are exchanged."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-
 def swapped(module: nn.Module, state: Mapping[str, Tensor], stacks: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """``run()`` once more, as the call with ``state`` saw the module."""
-    named = {f"module.{n}": t for n, t in state.items()}
-    with promoting(), not_prefetching(), standing_in(stacks):
-        return functional_call(_Around(module), named, (run,))
+    with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
+        return run()
 
 
 def matches(pattern: Pattern, name: str, value: Tensor) -> bool:
@@ -451,7 +507,9 @@ def parallelize(
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which a recipe
                 leaves whole otherwise; the padding takes no part in the result and gets no gradient.
 
-    Tied parameters are one leaf under their first name.  The module is read, never changed.
+    Tied parameters are one leaf under their first name.  The module is read, never changed: ``apply`` runs on a
+    copy of its tree that has no weights, so they are freed where the module is dropped.  Hooks, configurations and
+    tensors in plain attributes are shared; what led back to the module, such as a bound method, leads to the copy.
     Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them,
     and buffers, anew.
     Raises: RuleLint, UnevenSplit, UnknownAxis.

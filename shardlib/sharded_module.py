@@ -10,7 +10,6 @@ what comes out.
 
 import functools
 from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
 from shardlib.parallelize import Apply, arguments, giving, positional
 from shardlib.placing import shard, unshard
+from shardlib.skeleton import copied
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_module"]
@@ -46,14 +46,14 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     """
     apply.check(params)
     leaves = {n: _parameter(p, apply.out_layouts.get(n)) for n, p in params.items()}
-    leaves |= {alias: leaves[name] for alias, name in apply.tied.items()}
-    buffers = {n: b.clone() for n, b in apply.buffers.items()}
-    copies: dict[int, nn.Module] = {}
-    top = _copied(apply.module, "", leaves, buffers, copies)
+    swap: dict[int, Tensor] = {id(p): leaves[n] for n, p in apply.module.named_parameters()}
+    swap |= {id(b): apply.buffers[n].clone() for n, b in apply.module.named_buffers() if n in apply.buffers}
+    copies = copied(apply.module, swap)
+    top = copies[id(apply.module)]
     split = {id(m) for m in apply.stacks}
     for at, copy in copies.items():
-        forward = forward_of(copy) if at in split else MethodType(type(copy).forward, copy)
-        copy.forward = _entered(apply, forward, top, whole)
+        forward = forward_of(copy) if at in split else copy.forward
+        copy.forward = _entered(apply, forward, copy, top, whole)
     if hasattr(top, "generate"):
         top.generate = _filled(apply, top.generate)
     if hasattr(top, "save_pretrained"):
@@ -66,36 +66,15 @@ def _parameter(p: Tensor, out_layout: Any) -> nn.Parameter:
     return nn.Parameter(value.detach(), requires_grad=p.requires_grad)
 
 
-def _copied(
-    module: nn.Module, name: str, leaves: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
-    copies: dict[int, nn.Module],
-) -> nn.Module:  # fmt: skip
-    """The module and all below it, each once, with other tensors."""
-    if id(module) in copies:
-        return copies[id(module)]
-    copy = object.__new__(type(module))
-    copies[id(module)] = copy
-    copy.__dict__.update(module.__dict__)
-    copy.__dict__.pop("_compiled_call_impl", None)  # what module.compile() left calls the module itself
-    dot = f"{name}." if name else ""
-    copy._parameters = {n: p if p is None else leaves[dot + n] for n, p in module._parameters.items()}
-    copy._buffers = {n: b if b is None else buffers.get(dot + n, b) for n, b in module._buffers.items()}
-    copy._modules = {n: m and _copied(m, dot + n, leaves, buffers, copies) for n, m in module._modules.items()}
-    for key, value in module.__dict__.items():
-        if isinstance(value, dict) and key.startswith("_") and key.endswith(("_hooks", "_kwargs", "_called")):
-            copy.__dict__[key] = value.copy()
-    return copy
-
-
-def _entered(apply: Apply, forward: Any, top: nn.Module, whole: bool) -> Any:
+def _entered(apply: Apply, forward: Any, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
     """A forward for callers outside: inputs are placed, and what comes out is plain."""
-    takes, at_top = arguments(forward), getattr(forward, "__self__", None) is top
+    takes = arguments(forward)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if scope().placed:
             return forward(*args, **kwargs)
-        names = apply.named(len(args), kwargs) if at_top else positional(takes, len(args))
+        names = apply.named(len(args), kwargs) if copy is top else positional(takes, len(args))
         named = [*zip(names, args, strict=True), *kwargs.items()]
         rows = _rows(apply, named)
         given = [_placed(apply, n, v, rows) for n, v in named]

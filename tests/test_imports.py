@@ -56,6 +56,7 @@ ORDER = [  # each may import from those before it
     "dtensor",
     "grad",
     "experts",
+    "skeleton",
     "parallelize",
     "init",
     "sharded_module",

@@ -170,16 +170,16 @@ def prefetching(order: list[Entry], weights: Mapping[str, Tensor], reads: list[i
     """Expect products in the order of ``order``, which is brought up to date at the end.
 
     ``weights``  the blocks that may be gathered early, by name.
-    Every rank must run the same products.
+    Every rank must run the same products.  Another thread's call may bring ``order`` up to date meanwhile.
     """
-    call, rehearsal = _Call(order, weights, reads or []), scope().rehearsal
+    call, rehearsal = _Call(list(order), weights, list(reads or [])), scope().rehearsal
     try:
         with within(prefetch=call):
             yield
         order[:] = call.seen
         if reads is not None:
             if rehearsal is not None:
-                rehearsal.learnt += reads != call.read and len(set(call.read)) < len(call.read)
+                rehearsal.learnt += call.reads != call.read and len(set(call.read)) < len(call.read)
             reads[:] = call.read
     finally:
         call.end()
