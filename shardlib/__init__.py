@@ -1,3 +1,4 @@
+# pyright: strict
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, algorithms how to compute.
 
 The verbs and values of every day are here; the rest is in modules: ``sl.optim`` (optimizers and ZeRO),
@@ -40,8 +41,8 @@ from shardlib.errors import ShardError
 from shardlib.explain import explain
 from shardlib.grad import grad, value_and_grad
 from shardlib.init import init
-from shardlib.layouts import Col, Layout, Layout2D, Layout3D, Layout25D, Partial, Replicated, Ring, Row
-from shardlib.mesh import Mesh, current_mesh, launch, make_mesh, record, simulate, use_mesh
+from shardlib.layouts import Col, Layout, Layout2D, Layout3D, Layout25D, LayoutLike, Partial, Replicated, Ring, Row
+from shardlib.mesh import Mesh, MeshLike, current_mesh, launch, make_mesh, record, simulate, use_mesh
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import implicit, saving, why
@@ -61,9 +62,9 @@ __all__ = [
     # placing values
     "shard", "unshard", "reshard", "constrain", "shard_sequence", "typeof", "layout_of", "ShardedTensor",
     # layouts
-    "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial",
+    "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial", "LayoutLike",
     # meshes
-    "Mesh", "make_mesh", "simulate", "record", "use_mesh", "current_mesh", "launch",
+    "Mesh", "MeshLike", "make_mesh", "simulate", "record", "use_mesh", "current_mesh", "launch",
     # local code
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",

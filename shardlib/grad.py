@@ -1,7 +1,7 @@
 """Gradients of functions of sharded parameters, as values."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import optree
 import torch
@@ -13,13 +13,59 @@ from shardlib.tensor import ShardedTensor, gradient_of, settle, typeof
 __all__ = ["frozen", "grad", "value_and_grad"]
 
 
+P = ParamSpec("P")
+Params = TypeVar("Params", bound=Any)  # any tree: of a lambda nothing is known
+Second = TypeVar("Second", bound=Any)
+Aux = TypeVar("Aux")
+
+
+@overload
 def value_and_grad(
-    f: Callable[..., Any],
+    f: Callable[Concatenate[Params, P], Tensor],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[False] = False,
+    pending: str | Sequence[str] = (),
+) -> Callable[Concatenate[Params, P], tuple[Tensor, Params]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Params, P], tuple[Tensor, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    pending: str | Sequence[str] = (),
+) -> Callable[Concatenate[Params, P], tuple[tuple[Tensor, Aux], Params]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Params, Second, P], Tensor],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    has_aux: Literal[False] = False,
+    pending: str | Sequence[str] = (),
+) -> Callable[Concatenate[Params, Second, P], tuple[Tensor, tuple[Params, Second]]]: ...
+@overload
+def value_and_grad(
+    f: Callable[P, Tensor],
+    argnums: Sequence[int],
+    *,
+    has_aux: Literal[False] = False,
+    pending: str | Sequence[str] = (),
+) -> Callable[P, tuple[Tensor, tuple[object, ...]]]: ...
+@overload
+def value_and_grad(
+    f: Callable[P, object],
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     pending: str | Sequence[str] = (),
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[object, object]]: ...
+def value_and_grad(
+    f: Callable[..., object],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: bool = False,
+    pending: str | Sequence[str] = (),
+) -> Callable[..., tuple[object, object]]:
     """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
     ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of gradients.
@@ -55,7 +101,7 @@ def value_and_grad(
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
         with torch.enable_grad():
-            out = f(*inner, **kwargs)
+            out: Any = f(*inner, **kwargs)
             loss, aux = out if has_aux else (out, None)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ShardError(
@@ -96,9 +142,26 @@ def frozen(leaves: Sequence[Any]) -> list[bool]:
     return [asked and not (isinstance(x, Tensor) and x.requires_grad) for x in leaves]
 
 
+@overload
 def grad(
-    f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
-) -> Callable[..., Any]:
+    f: Callable[Concatenate[Params, P], Tensor], argnums: Literal[0] = 0, *, pending: str | Sequence[str] = ()
+) -> Callable[Concatenate[Params, P], Params]: ...
+@overload
+def grad(
+    f: Callable[Concatenate[Params, Second, P], Tensor],
+    argnums: tuple[Literal[0], Literal[1]],
+    *,
+    pending: str | Sequence[str] = (),
+) -> Callable[Concatenate[Params, Second, P], tuple[Params, Second]]: ...
+@overload
+def grad(
+    f: Callable[P, Tensor], argnums: Sequence[int], *, pending: str | Sequence[str] = ()
+) -> Callable[P, tuple[object, ...]]: ...
+@overload
+def grad(f: Callable[P, Tensor], argnums: int = 0, *, pending: str | Sequence[str] = ()) -> Callable[P, object]: ...
+def grad(
+    f: Callable[..., Tensor], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
+) -> Callable[..., object]:
     """Differentiate as ``value_and_grad`` does, without the value."""
     both = value_and_grad(f, argnums, pending=pending)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardlib.aliases import writes
 from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter
-from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, as_mesh, bind
+from shardlib.layouts import Dim, Layout, LayoutLike
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.parallelize import Apply, Rules, matches, placed, swapped
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
@@ -33,9 +33,9 @@ def init(
     rules: Rules,
     seed: int | None = None,
     *,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     axes: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Layout | str] | None = None,
+    inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     fill: Fill | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:

@@ -35,8 +35,8 @@ from shardlib.errors import (
     UnknownParameter,
 )
 from shardlib.experts import divided, standing_in
-from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, as_mesh, unknown_axis, within
+from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
@@ -46,7 +46,7 @@ from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 __all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
-Rules = Sequence[tuple[Pattern, Layout | str] | tuple[Pattern, Layout | str, Layout | str] | tuple[str, ...]]
+Rules = Sequence[tuple[Pattern, LayoutLike] | tuple[Pattern, LayoutLike, LayoutLike] | tuple[str, ...]]
 
 
 class Suggested(tuple[str, ...]):
@@ -422,7 +422,7 @@ def match_rules(
         used[hits[0]] = True
         _, layout, *out = rules[hits[0]]
         with _naming(name, rules, named):
-            layouts[name] = _read(layout, axes).resolve(value.ndim)
+            layouts[name] = _read(layout, axes, shape=value.shape, weight=True).resolve(value.ndim)
             if out:
                 out_layouts[name] = _read(out[0], axes)
     spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in given]
@@ -445,12 +445,16 @@ def _without(unused: list[Pattern], rules: Rules) -> str:
     return f"rules = [r for i, r in enumerate(rules) if i not in {numbers}]"
 
 
-def _read(layout: Any, axes: Mapping[str, str] | None, mesh: Mesh | None = None) -> Layout:
+def _read(
+    layout: object,
+    axes: Mapping[str, str] | None,
+    mesh: Mesh | None = None,
+    shape: Sequence[int] = (1,),
+    weight: bool = False,
+) -> Layout:
     """The layout that a rule or an input gives, its logical names resolved; on ``mesh`` where one is given."""
-    if not isinstance(layout, str | Layout):
-        parts = [n for n in ("act", "weight") if isinstance(getattr(layout, n, None), Layout)]
-        hint = f"; {type(layout).__name__} has {' and '.join(parts)}" if parts else ""
-        raise LayoutSyntax(f"a layout is a text or an sl.Layout, not {layout!r}{hint}", op="parallelize")
+    if not isinstance(layout, str):
+        layout = as_layout(layout, "parallelize", "{}", shape=shape, weight=weight)
     found = logical(str(layout), axes or {})
     for axis in (*found.axes, *found.partial) if mesh is not None else ():
         if mesh is not None and axis not in mesh.axes:
@@ -486,16 +490,18 @@ def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bo
         shape = (*(mesh.size,) * lead(mesh), *block)
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(p.requires_grad)
         return ShardedTensor(raw, Place(layout, size, mesh, p.shape if size != p.shape else None))
-    return shard(p.detach(), layout, mesh, pad=pad).requires_grad_(p.requires_grad)
+    placed = shard(p.detach(), layout, mesh, pad=pad)
+    placed.requires_grad_(p.requires_grad)
+    return placed
 
 
 def parallelize(
     module: nn.Module,
     rules: Rules,
     *,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     axes: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Layout | str] | None = None,
+    inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)`` with every parameter laid out by the first rule it matches.
@@ -560,7 +566,7 @@ def placed(
     *,
     mesh: Mesh,
     axes: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Layout | str] | None = None,
+    inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     blank: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:

@@ -1,7 +1,7 @@
 """Placing data: shard, unshard, reshard."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, overload
 
 import optree
 import torch
@@ -28,52 +28,38 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
-from shardlib.layouts import Exchange, Layout, Step
-from shardlib.mesh import Mesh, as_mesh, bind, current_mesh, rank_along
+from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along
 from shardlib.tensor import Place, ShardedTensor, _First, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
 
-def _layout(layout: Any, op: str = "reshard", ndim: int = 1, mesh: Mesh | None = None) -> Layout:
-    if isinstance(layout, str):
-        return Layout.parse(layout)
-    found = layout if isinstance(layout, Layout) else getattr(layout, "layout", None)
-    if isinstance(found, Layout):
-        return found
-    text = _as_text(layout, ndim, mesh)
-    raise LayoutSyntax(
-        f"{layout!r} is no layout: a layout is its text, or a Layout",
-        op=op,
-        mesh=mesh,
-        fix=f"sl.{op}(x, {text!r})",
-    )
+Key = TypeVar("Key")
+Tree = TypeVar("Tree")
+LayoutTree: TypeAlias = "LayoutLike | Mapping[str, LayoutTree] | Sequence[LayoutTree] | None"
 
 
-def _as_text(spec: Any, ndim: int, mesh: Mesh | None) -> str:
-    """What None, a JAX PartitionSpec or a list of DTensor placements says, in a layout's text."""
-    from torch.distributed.tensor import Placement, Shard
-
-    given = spec if isinstance(spec, tuple | list) else (spec,)
-    if any(isinstance(p, Placement) for p in given):
-        dims: list[list[str]] = [[] for _ in range(ndim)]
-        pending = []
-        for axis, p in zip(mesh.names if mesh is not None else "xyzuvw", given, strict=False):
-            if isinstance(p, Shard) and -ndim <= p.dim < ndim:
-                dims[p.dim].append(axis)
-            elif isinstance(p, Placement) and p.is_partial():
-                pending.append(axis)
-        tail = f" + sum({' '.join(pending)})" if pending else ""
-    else:
-        said = [e if isinstance(e, tuple | list) else (e,) for e in given]
-        dims, tail = [[a for a in e if isinstance(a, str)] for e in said[:ndim]], ""
-        dims += [[] for _ in range(ndim - len(dims))]
-    if not any(dims):
-        return "..." + tail
-    return " ".join("." if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims) + tail
-
-
-def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad: bool = False) -> Any:
+@overload
+def shard(
+    x: Tensor, layout: LayoutLike, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+) -> ShardedTensor: ...
+@overload
+def shard(
+    x: Mapping[Key, Tensor],
+    layout: LayoutLike | Mapping[Key, LayoutLike],
+    mesh: MeshLike | None = None,
+    *,
+    src: int | None = None,
+    pad: bool = False,
+) -> dict[Key, ShardedTensor]: ...
+@overload
+def shard(
+    x: Tree, layout: LayoutTree, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+) -> Tree: ...
+def shard(
+    x: object, layout: object, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+) -> object:
     """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
 
     ``layout``  a Layout, its text, or a pytree of them that matches x.
@@ -95,12 +81,12 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
     """
     m = as_mesh(mesh)
     if not isinstance(x, Tensor):
-        leaves, tree = optree.tree_flatten(x)
-        single = layout is None or isinstance(layout, str | Layout) or hasattr(layout, "layout")
+        given: Any = x
+        leaves, tree = optree.tree_flatten(given)
+        single = isinstance(layout, LayoutLike) or layout is None or callable(layout)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            _no_tensors(x, leaves, "shard", layout if single else "...")
-        given: Any = layout
-        layouts = [layout] * len(leaves) if single else tree.flatten_up_to(given)
+            _no_tensors(x, leaves, "shard", layout if isinstance(layout, Layout | str) else "...")
+        layouts = [layout] * len(leaves) if single else _per_leaf(tree, layout)
         return optree.tree_unflatten(
             tree, [_each(shard, leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
         )
@@ -114,9 +100,9 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
             op="shard",
             operands={"tensor": typeof(x)},
             mesh=m,
-            fix=f"sl.reshard(x, {str(_layout(layout, 'reshard', x.ndim, m))!r})",
+            fix=f"sl.reshard(x, {str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
-    lay = _layout(layout, "shard", x.ndim, m).resolve(x.ndim)
+    lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
     size = padded_size(lay, x, m) if pad else x.shape
     lay.check(tuple(size), m, op="shard")
     if src is not None:
@@ -125,6 +111,18 @@ def shard(x: Any, layout: Any, mesh: Any = None, *, src: int | None = None, pad:
         widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
         return ShardedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), Place(lay, size, m, x.shape))
     return ShardedTensor(_placed(x, lay, m), Place(lay, x.shape, m))
+
+
+def _per_leaf(tree: Any, layouts: Any) -> list[Any]:
+    """A layout for every leaf of a pytree."""
+    try:
+        return tree.flatten_up_to(layouts)
+    except ValueError as e:
+        raise LayoutSyntax(
+            f"{layouts!r} is no layout, and no tree of layouts like that of the tensors",
+            op="shard",
+            fix="sl.shard(x, '...')",
+        ) from e
 
 
 def _each(f: Any, leaf: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +278,11 @@ class _Reshard(Local):
         return back, None, None, None, None
 
 
-def reshard(x: Any, layout: Any) -> Any:
+@overload
+def reshard(x: ShardedTensor, layout: LayoutLike) -> ShardedTensor: ...
+@overload
+def reshard(x: Tree, layout: LayoutLike) -> Tree: ...
+def reshard(x: object, layout: LayoutLike) -> object:
     """Move a sharded tensor (or each of a pytree) to another layout, by the cheapest plan.
 
     A DTensor comes back as a DTensor.
@@ -295,7 +297,8 @@ def reshard(x: Any, layout: Any) -> Any:
     'f32[4, 2@x]'
     """
     if not isinstance(x, Tensor):
-        return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), x)
+        tree: Any = x
+        return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), tree)
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor):
@@ -303,10 +306,11 @@ def reshard(x: Any, layout: Any) -> Any:
             "a plain tensor has no layout to leave",
             op="reshard",
             operands={"tensor": typeof(x)},
-            fix=f"sl.shard(x, {str(_layout(layout, 'shard', x.ndim))!r})",
+            fix=f"sl.shard(x, {str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})",
         )
-    target = layout if type(layout) is Layout else _layout(layout, "reshard", len(x.padded_shape), x.mesh)
-    target = target.resolve(len(x.padded_shape))
+    if type(layout) is not Layout:
+        layout = as_layout(layout, "reshard", "sl.reshard(x, {})", shape=x.padded_shape, mesh=x.mesh)
+    target = layout.resolve(len(x.padded_shape))
     if target == x.sharding:
         return x
     if x.is_padded:
@@ -321,7 +325,7 @@ def reshard(x: Any, layout: Any) -> Any:
     return x.becomes(raw, target)
 
 
-def constrain(x: Any, layout: Any) -> Any:
+def constrain(x: Tree, layout: LayoutLike) -> Tree:
     """``jax.lax.with_sharding_constraint``: the value and its gradient lie in ``layout`` here."""
     return reshard(x, layout)
 
@@ -340,7 +344,13 @@ class _Placed(Local):
         return unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device), None, None
 
 
-def unshard(x: Any) -> Any:
+@overload
+def unshard(x: Tensor) -> Tensor: ...
+@overload
+def unshard(x: Mapping[Key, Tensor]) -> dict[Key, Tensor]: ...
+@overload
+def unshard(x: Tree) -> Tree: ...
+def unshard(x: object) -> object:
     """The full tensor, on every rank (or of each tensor of a pytree).
 
     >>> import shardlib as sl
@@ -349,7 +359,8 @@ def unshard(x: Any) -> Any:
     tensor([0, 1, 2, 3])
     """
     if not isinstance(x, Tensor):
-        return optree.tree_map(lambda leaf: _each(unshard, leaf), x)
+        tree: Any = x
+        return optree.tree_map(lambda leaf: _each(unshard, leaf), tree)
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):

@@ -25,7 +25,7 @@ from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
 from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError
 from shardlib.layouts import ReshardPlan
-from shardlib.mesh import Link, as_mesh, bind
+from shardlib.mesh import Link, MeshLike, as_mesh, bind
 from shardlib.ops.attention import attention_plan
 from shardlib.ops.registry import forget
 
@@ -52,7 +52,7 @@ def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
 # ---------------------------------------------------------------- measuring links
 
 
-def probe(mesh: Any = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[str, Link]:
+def probe(mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[str, Link]:
     """Measure seconds per message and per byte along every axis, and let every later choice use them.
 
     Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the

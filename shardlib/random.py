@@ -30,7 +30,7 @@ from torch import Tensor
 from shardlib._compat import SEEDED, job_store
 from shardlib.collectives import all_gather, holds_values, pbroadcast, played, storage, unwrap, wrap
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, as_mesh, bind, scope, within
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, scope, within
 
 __all__ = ["get_state", "seed", "set_state"]
 
@@ -285,7 +285,7 @@ def seed(number: int | None) -> None:
     _TOLD.calls += 1
 
 
-def get_state(mesh: Any = None) -> dict[str, int]:
+def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
     """The key as plain numbers, to be saved beside the model: seed and how many draws were made.
 
     Every rank of the mesh calls this.
@@ -303,7 +303,7 @@ def get_state(mesh: Any = None) -> dict[str, int]:
     return {"seed": stream.agree(), "count": stream.count}
 
 
-def set_state(state: Mapping[str, int], mesh: Any = None) -> None:
+def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
     """Go on from a key that ``get_state`` gave, on this mesh or another, of as many ranks or of others.
 
     Every rank gives the same, which is checked at the next draw.

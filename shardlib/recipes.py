@@ -38,7 +38,7 @@ from shardlib.dimensions import trace_dimensions
 from shardlib.errors import ShardError, Unsupported
 from shardlib.experts import stacks
 from shardlib.layouts import Layout, Ring
-from shardlib.mesh import as_mesh
+from shardlib.mesh import MeshLike, as_mesh
 from shardlib.parallelize import Suggested
 from shardlib.roles import Way, assign, patterns
 
@@ -82,7 +82,7 @@ class Recipe(list[tuple[str, ...]]):
 
 def megatron1d(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     axis: str = "x",
     data: str = "data",
@@ -131,7 +131,7 @@ def megatron1d(
 
 def optimus2d(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     rows: str = "x",
     cols: str = "y",
@@ -159,7 +159,7 @@ def optimus2d(
 
 def tesseract(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     rows: str = "x",
     cols: str = "y",
@@ -186,7 +186,7 @@ def tesseract(
 
 def cube3d(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     x: str = "x",
     y: str = "y",
@@ -258,7 +258,7 @@ def _token(*axes: str) -> str:
 
 def ring(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     axis: str = "s",
     schedule: str = "zigzag",
@@ -301,7 +301,7 @@ def ring(
     return Recipe(rules, f"{tokens[0]} {token}", f"{labels[0]} {token}", weights.left)
 
 
-def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data", experts: str = "") -> Recipe:
+def ddp(model: nn.Module, mesh: MeshLike | None = None, *, data: str = "data", experts: str = "") -> Recipe:
     """Split batches over ``data``, parameters whole on every rank; their gradients are summed over it.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
@@ -318,7 +318,7 @@ def ddp(model: nn.Module, mesh: Any = None, *, data: str = "data", experts: str 
 
 def fsdp(
     model: nn.Module,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     *,
     axis: str = "x",
     data: str = "data",

@@ -1,32 +1,54 @@
 """A batch of sequences, ready for a split sequence: labels shifted before anything is cut."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.layouts import Layout, Ring
+from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.layouts.dims import axis_sizes
-from shardlib.mesh import as_mesh
+from shardlib.mesh import MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["shard_sequence"]
 
 
+@overload
 def shard_sequence(
-    batch: Tensor | Mapping[str, Tensor],
-    layout: Ring | Layout | str,
+    batch: Tensor,
+    layout: LayoutLike,
     *,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     labels: str = "labels",
     documents: Sequence[int] | None = None,
     fill: int = 0,
     ignore_index: int = -100,
-) -> Any:
+) -> tuple[ShardedTensor, ShardedTensor]: ...
+@overload
+def shard_sequence(
+    batch: Mapping[str, Tensor],
+    layout: LayoutLike,
+    *,
+    mesh: MeshLike | None = None,
+    labels: str = "labels",
+    documents: Sequence[int] | None = None,
+    fill: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, ShardedTensor]: ...
+def shard_sequence(
+    batch: Tensor | Mapping[str, Tensor],
+    layout: LayoutLike,
+    *,
+    mesh: MeshLike | None = None,
+    labels: str = "labels",
+    documents: Sequence[int] | None = None,
+    fill: int = 0,
+    ignore_index: int = -100,
+) -> tuple[ShardedTensor, ShardedTensor] | dict[str, ShardedTensor]:
     """Shift the labels by one, then split every [batch, sequence, ...] tensor of a batch as ``layout`` says.
 
     ``batch``      token ids [B, S]: gives (inputs, targets), the targets being the next ids; or a dict of
@@ -75,7 +97,7 @@ def _split(
             mesh=m,
             fix=f"documents=(0, {length})",
         )
-    lay = Layout.parse(layout) if isinstance(layout, str) else layout.layout if isinstance(layout, Ring) else layout
+    lay = as_layout(layout, "shard_sequence", "sl.shard_sequence(batch, {})", shape=(1, length))
     token = lay.resolve(2).dims[1]
     room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(token.axes or ())
     out = {}

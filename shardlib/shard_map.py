@@ -16,21 +16,17 @@ from torch import Tensor
 
 from shardlib.collectives import held, lead, wrap
 from shardlib.errors import RankMismatch, ShardError
-from shardlib.layouts import Layout
-from shardlib.mesh import as_mesh, bind
+from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.mesh import MeshLike, as_mesh, bind
 from shardlib.tensor import Place, ShardedTensor, _Share, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
 
-Layouts = Layout | str | Sequence[Layout | str]
-
-
-def _one(layout: Layout | str) -> Layout:
-    return Layout.parse(layout) if isinstance(layout, str) else layout
+Layouts = LayoutLike | Sequence[LayoutLike]
 
 
 def shard_map(
-    f: Callable[..., Any], *, in_layouts: Layouts, out_layouts: Layouts, mesh: Any = None
+    f: Callable[..., Any], *, in_layouts: Layouts, out_layouts: Layouts, mesh: MeshLike | None = None
 ) -> Callable[..., Any]:
     """Run ``f`` on each rank's blocks.
 
@@ -44,7 +40,9 @@ def shard_map(
     ...     sl.unshard(total(sl.shard(torch.arange(6.0), "x")))
     tensor(15.)
     """
-    ins = [_one(layout) for layout in ([in_layouts] if isinstance(in_layouts, Layout | str) else in_layouts)]
+    ins = _each(in_layouts, "in_layouts")
+
+    result = _each(out_layouts, "out_layouts")
 
     def mapped(*args: Tensor) -> Any:
         m = next((a.mesh for a in args if isinstance(a, ShardedTensor)), None) or as_mesh(mesh)
@@ -73,7 +71,7 @@ def shard_map(
             out = f(*blocks)
         single = isinstance(out, Tensor)
         leaves, tree = optree.tree_flatten(out)
-        outs = [out_layouts] * len(leaves) if isinstance(out_layouts, Layout | str) else list(out_layouts)
+        outs = result * len(leaves) if isinstance(out_layouts, LayoutLike) else result
         if len(outs) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
             kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
             raise ShardError(
@@ -82,10 +80,16 @@ def shard_map(
                 mesh=m,
                 fix=f"out_layouts=({', '.join(['...'] * len(leaves))})  # one per tensor that it returns",
             )
-        values = [_result(leaf, _one(o), m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))]
+        values = [_result(leaf, o, m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))]
         return values[0] if single else optree.tree_unflatten(tree, values)
 
     return mapped
+
+
+def _each(layouts: Layouts, name: str) -> list[Layout]:
+    """One layout, or one per tensor."""
+    several = layouts if isinstance(layouts, list | tuple) else [layouts]
+    return [as_layout(one, "shard_map", f"{name} = {{}}") for one in several]
 
 
 def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:

@@ -1,16 +1,24 @@
 """The public face: these names and no other, each where it is said to be."""
 
+import inspect
+import subprocess
+import sys
 import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardlib as sl
 
 FACE = """
     shard unshard reshard constrain shard_sequence typeof layout_of ShardedTensor
-    Layout Row Col Layout2D Layout25D Layout3D Ring Replicated Partial
-    Mesh make_mesh simulate record use_mesh current_mesh launch
+    Layout Row Col Layout2D Layout25D Layout3D Ring Replicated Partial LayoutLike
+    Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
     matmul ring_attention grad value_and_grad parallelize init as_module save load
     algorithm saving implicit why explain trace expect_comm choose probe visualize
@@ -55,8 +63,92 @@ def test_no_name_is_a_module_unless_it_is_said() -> None:
     assert all(isinstance(getattr(sl, name), types.ModuleType) for name in MODULES)
 
 
-def test_every_mesh_is_a_context() -> None:
+VERBS = [sl.shard, sl.unshard, sl.reshard, sl.constrain, sl.parallelize, sl.ring_attention, sl.grad, sl.value_and_grad,
+         sl.matmul, sl.shard_sequence, sl.typeof, sl.layout_of, sl.init]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda f: f.__name__)
+def test_nothing_that_a_user_types_is_any(verb: Callable[..., object]) -> None:
+    for form in [verb, *typing.get_overloads(verb)]:
+        for name, kind in inspect.get_annotations(form).items():
+            if verb is not sl.init or name != "fill":  # a table of functions of a user's own
+                assert "Any" not in str(kind), (name, kind)
+
+
+def test_a_family_is_its_layout_of_activations() -> None:
+    with sl.simulate(x=2, y=2, z=2):
+        x = torch.ones(8, 8)
+        for family in (sl.Layout3D("x", "y", "z"), sl.Layout25D("x", "y", "z")):
+            assert sl.layout_of(sl.shard(x, family)) == family.act.resolve(2)
+            assert sl.layout_of(sl.reshard(sl.shard(x, "..."), family)) == family.act.resolve(2)
+            assert sl.layout_of(sl.shard({"a": x}, family)["a"]) == family.act.resolve(2)
+            double = sl.shard_map(lambda t: 2 * t, in_layouts=family, out_layouts=family)
+            assert torch.equal(sl.unshard(double(sl.shard(x, family))), 2 * x)
+            linear = torch.nn.Linear(8, 8, bias=False)
+            apply, params = sl.parallelize(linear, [("*", family.weight.T)], inputs={"input": family})
+            assert torch.allclose(sl.unshard(apply(params, x)), linear(x))
+            with pytest.raises(sl.errors.LayoutSyntax, match=r"for activations, .act, and one for weights") as e:
+                sl.parallelize(linear, [("weight", family)])
+            eval(e.value.fix, {"sl": sl, "module": linear, "rules": [("weight", family)]})
+
+
+NOT_LAYOUTS = [
+    (None, "'...'"),
+    (("x", None), "'x .'"),
+    (((("x", "y")), None), "'(x y) .'"),
+    ([Shard(1), Replicate()], "'. x'"),
+    ([Shard(0), Shard(0)], "'(x y) .'"),
+    ((Shard(0), Partial()), "'x . + sum(y)'"),
+    (3, "'...'"),
+    (sl.Row, "sl.Row('x')"),
+    (sl.Col, "sl.Col('x')"),
+    (sl.Layout2D, "sl.Layout2D('x', 'y')"),
+    (sl.Layout3D, "'...'"),  # the mesh has two axes
+    (sl.Ring, "sl.Ring('x')"),
+    (sl.Replicated, "sl.Replicated()"),
+]
+
+
+@pytest.mark.parametrize(("given", "fix"), NOT_LAYOUTS, ids=str)
+def test_what_is_no_layout_is_refused_with_the_line_to_write(given: Any, fix: str) -> None:
+    x = torch.arange(16.0).reshape(4, 4)
+    with sl.simulate(x=2, y=2):
+        whole = sl.shard(x, "...")
+        tries = {
+            f"sl.shard(x, {fix})": lambda: sl.shard(x, given),
+            f"sl.reshard(x, {fix})": lambda: sl.reshard(whole, given),
+        }
+        for line, call in tries.items():
+            with pytest.raises(sl.errors.LayoutSyntax, match="is no layout: ") as e:
+                call()
+            assert e.value.fix == line
+            assert torch.equal(sl.unshard(eval(line, {"sl": sl, "x": x if "sl.shard" in line else whole})), x)
+        linear = torch.nn.Linear(4, 4, bias=False)
+        for refused in (
+            lambda: sl.matmul(whole, whole, given if given is not None else ()),
+            lambda: sl.constrain(whole, given),
+            lambda: sl.parallelize(linear, [("*", given)]),
+            lambda: sl.parallelize(linear, [("*", "...")], inputs={"input": given}),
+            lambda: sl.shard_sequence(x.long(), given),
+            lambda: sl.shard({"a": x}, given),
+        ):
+            with pytest.raises(sl.errors.LayoutSyntax, match="is no layout") as e:
+                refused()
+            assert e.value.fix
+
+
+def test_every_mesh_is_a_context(tmp_path: Path) -> None:
     for made in (sl.simulate(x=2), sl.record(x=2)):
         with made:
             assert sl.typeof(sl.shard(torch.ones(4), "x")) == "f32[4@x]"
             assert sl.current_mesh() is made
+    script = tmp_path / "one_rank.py"
+    script.write_text(
+        "import torch, shardlib as sl\n"
+        "with sl.make_mesh(device='cpu', x=1) as mesh:\n"
+        "    a = sl.shard(torch.ones(4), 'x')\n"
+        "    assert sl.current_mesh() is mesh\n"
+        "print(sl.typeof(a), sl.unshard(a + a).tolist())\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "f32[4@x] [2.0, 2.0, 2.0, 2.0]\n", done.stderr

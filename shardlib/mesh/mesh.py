@@ -24,8 +24,8 @@ from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "as_mesh", "coordinates", "current_mesh", "make_mesh", "rank_along", "record", "simulate",
-    "use_mesh",
+    "Link", "Mesh", "MeshLike", "as_mesh", "coordinates", "current_mesh", "make_mesh", "rank_along", "record",
+    "simulate", "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record"]
@@ -168,7 +168,11 @@ def current_mesh() -> Mesh:
 _VIEWS: "weakref.WeakValueDictionary[DeviceMesh, Mesh]" = weakref.WeakValueDictionary()
 
 
-def as_mesh(mesh: Mesh | DeviceMesh | None = None) -> Mesh:
+MeshLike = Mesh | DeviceMesh
+"""A mesh of ours or torch's, which must have axis names."""
+
+
+def as_mesh(mesh: MeshLike | None = None) -> Mesh:
     """Our view of a mesh: itself, a named DeviceMesh, or (None) the one in scope."""
     if mesh is None:
         return current_mesh()
@@ -203,7 +207,7 @@ class use_mesh(Entered):
     True
     """
 
-    def __init__(self, mesh: Mesh | DeviceMesh) -> None:
+    def __init__(self, mesh: MeshLike) -> None:
         self.mesh = as_mesh(mesh)
 
     def __enter__(self) -> Mesh:

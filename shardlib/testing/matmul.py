@@ -20,7 +20,7 @@ from shardlib.mesh import record, simulate
 from shardlib.ops.matmul.op import product
 from shardlib.ops.registry import Match, pinned, saving, why
 from shardlib.placing import shard, unshard
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import typeof
 
 __all__ = ["check_algorithm"]
 
@@ -93,6 +93,7 @@ def _equals_dense(
         c.backward(shard(g, c.sharding))
     _alike(f"{text}: the result's layout", c.sharding, Layout.parse(str(match.out)).resolve(len(x_shape)))
     _close(f"{text}: Y", unshard(c).detach(), y.detach())
+    assert a.grad is not None and b.grad is not None
     _close(f"{text}: X's gradient", unshard(a.grad), x.grad)
     _close(f"{text}: W's gradient", unshard(b.grad), w.grad)
     for which, t, cost in (("forward", forward, match.forward), ("backward", backward, match.backward)):
@@ -117,7 +118,7 @@ def _equals_dense(
     _second(text, dense, (a, b))
 
 
-def _second(text: str, dense: list[Tensor], sharded: tuple[ShardedTensor, ShardedTensor]) -> None:
+def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> None:
     """Second derivatives equal dense, or are refused."""
 
     def gradients(p: Any, q: Any) -> tuple[Any, ...]:

@@ -1,11 +1,11 @@
 """``ring_attention``: operands checked, a plan chosen, its engine run; each step in a file of its own."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, TypeVar, overload
 
 from torch import Tensor
 
-from shardlib.layouts import Layout, Ring
+from shardlib.layouts import LayoutLike
 from shardlib.mesh import scope
 from shardlib.ops.attention.case import case_of_values
 from shardlib.ops.attention.choose import planned
@@ -19,13 +19,70 @@ from shardlib.tensor import ShardedTensor
 __all__ = ["attention_plan", "ring_attention"]
 
 
+Q = TypeVar("Q", bound=Tensor)
+
+
+@overload
+def ring_attention(
+    q: Q,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: LayoutLike | None = None,
+    kv_layout: LayoutLike | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    algorithm: str | Engine = "auto",
+    kernel: str = "auto",
+    canonical: bool | int = False,
+) -> Q: ...
+@overload
+def ring_attention(
+    q: Q,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: LayoutLike | None = None,
+    kv_layout: LayoutLike | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    algorithm: str | Engine = "auto",
+    kernel: str = "auto",
+    canonical: bool | int = False,
+) -> tuple[Q, Q]: ...
+@overload
+def ring_attention(
+    q: Q,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: LayoutLike | None = None,
+    kv_layout: LayoutLike | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout: float | None = None,
+    scale: float | None = None,
+    return_lse: bool,
+    algorithm: str | Engine = "auto",
+    kernel: str = "auto",
+    canonical: bool | int = False,
+) -> Q | tuple[Q, Q]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    layout: Ring | Layout | str | None = None,
-    kv_layout: Ring | Layout | str | None = None,
+    layout: LayoutLike | None = None,
+    kv_layout: LayoutLike | None = None,
     mask: Mask | Callable[..., Tensor] | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
@@ -35,7 +92,7 @@ def ring_attention(
     algorithm: str | Engine = "auto",
     kernel: str = "auto",
     canonical: bool | int = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is split over a ring of ranks; the dense result and gradients.
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e]; g divides h (only the g

@@ -12,7 +12,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
-from shardlib.layouts import Dim, Layout, Ring
+from shardlib.layouts import Dim, Layout, Ring, as_layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
@@ -84,7 +84,8 @@ def _token(layout: Any) -> Dim:
     """How a layout splits the sequence: a Ring over whatever dimension, or dimension 2 of a Layout."""
     if isinstance(layout, Ring):
         return layout.layout.dims[-1]
-    return (Layout.parse(layout) if isinstance(layout, str) else layout).resolve(4).dims[2]
+    fix = "sl.ring_attention(q, k, v, layout={})"
+    return as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1)).resolve(4).dims[2]
 
 
 def _check_layout(name: str, x: Any, asked: Any) -> None:

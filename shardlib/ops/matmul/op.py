@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
 from shardlib.errors import BadArgument, NoRule, ShardError
-from shardlib.layouts import Layout
+from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
@@ -133,7 +133,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
     return out if bias is None else out + bias  # type: ignore[return-value]
 
 
-def product(x: Tensor, w: Tensor, out: Layout | str | None = None) -> ShardedTensor:
+def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
     """X @ W, where the result must lie as ``out`` says; the layouts of X, W and Y decide which axis moves what.
 
     Shapes: x [..., M, K], w [K, N] -> [..., M, N].
@@ -145,6 +145,8 @@ def product(x: Tensor, w: Tensor, out: Layout | str | None = None) -> ShardedTen
     ...     sl.typeof(x @ w), sl.typeof(sl.matmul(x, w, out="tp ."))
     ('f32[4, 6]', 'f32[4@tp, 6]')
     """
+    if out is not None:
+        out = as_layout(out, "matmul", "sl.matmul(x, w, {})", shape=(*x.shape[:-1], *w.shape[-1:]))
     return product_of(x, w, out)
 
 
