@@ -30,7 +30,9 @@ PARTS = [  # module and arguments, what takes least first
 def run(part: str, seconds: float) -> bool:
     """Run one part; False where it failed or was stopped, with all that it started."""
     name, *arguments = part.split()
-    process = subprocess.Popen([sys.executable, "-u", "-m", f"benchmarks.{name}", *arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", f"benchmarks.{name}", *arguments], start_new_session=True
+    )
     try:
         return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
@@ -44,7 +46,9 @@ def run(part: str, seconds: float) -> bool:
 
 def main() -> int:
     """Run all parts; what one does not use of its share goes to those after it."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--minutes", type=float, default=10.0)
     end = time.monotonic() + 60 * p.parse_args().minutes - 5
     ended = 0

@@ -1,11 +1,12 @@
-"""Attention over a split sequence on 4 gloo processes: peak memory, CPU time and its balance, elapsed time.
+"""Attention over a split sequence on 4 gloo processes: peak
+memory, CPU time and its balance, elapsed time.
 
-Forward and backward of one attention.  Memory is the growth of a rank's high-water mark (the largest
-over ranks), beside what ``plan.peak`` says on paper; CPU time is a rank's own, so it tells of balance
-however busy the machine is; elapsed times are medians of per-repetition ratios, interleaved in one run.
-torch's own context_parallel runs where it does, else its reason is printed.  Last, where namespaces are
-to be had, causal attention with two heads of keys for eight of queries behind links of 50 Mbit/s
-(benchmarks/rig.py), where time follows bytes.
+Forward and backward of one attention.  Memory is the growth of a rank's high-water mark (the
+largest over ranks), beside what ``plan.peak`` says on paper; CPU time is a rank's own, so it tells
+of balance however busy the machine is; elapsed times are medians of per-repetition ratios,
+interleaved in one run. torch's own context_parallel runs where it does, else its reason is printed.
+Last, where namespaces are to be had, causal attention with two heads of keys for eight of queries
+behind links of 50 Mbit/s (benchmarks/rig.py), where time follows bytes.
 
     python -m benchmarks.attention [--length 8192] [--heads 4] [--size 64] [--repetitions 5]
 """
@@ -66,7 +67,9 @@ def _blocks(order: str, length: int, heads: int, size: int) -> list[Tensor]:
     return [torch.randn(1, heads, length // p, size, generator=draw) for _ in range(3)]
 
 
-def _ours(case: tuple[str, str, bool, str], length: int, heads: int, size: int) -> Callable[[], Any]:
+def _ours(
+    case: tuple[str, str, bool, str], length: int, heads: int, size: int
+) -> Callable[[], Any]:
     _, order, causal, algorithm = case
     lay, mask = Ring("s", 2, order), sl.masks.Causal() if causal else sl.masks.Full()
     blocks = _blocks(order, length, heads, size)
@@ -85,7 +88,9 @@ def _paper(case: tuple[str, str, bool, str], length: int, heads: int, size: int)
     with sl.record(s=dist.get_world_size()):
         x = sl.shard(torch.empty(1, heads, length, size, device="meta"), Ring("s", 2, order))
         mask = sl.masks.Causal() if causal else sl.masks.Full()
-        found = peak(sl.planning.attention_plan(x, x, x, mask, algorithm), torch.float32, dist.get_rank())
+        found = peak(
+            sl.planning.attention_plan(x, x, x, mask, algorithm), torch.float32, dist.get_rank()
+        )
     block = heads * length // dist.get_world_size() * size * 4
     return max(found.forward, found.backward + block)  # the cotangent of ones
 
@@ -109,7 +114,9 @@ def _torchs(length: int, heads: int, size: int, causal: bool) -> Callable[[], An
 
 
 def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, Any]:
-    """On one rank: {case: {growth, paper, cpu, seconds}} and why torch's own does not run, where it does not."""
+    """On one rank: {case: {growth, paper, cpu, seconds}} and why
+    torch's own does not run, where it does not.
+    """
     torch.set_num_threads(1)
     works = {case[0]: _ours(case, length, heads, size) for case in CASES}
     for case in CASES:
@@ -119,12 +126,17 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
         out[case[0]]["growth"] = _growth(works[case[0]])
         out[case[0]]["paper"] = _paper(case, length, heads, size)
         if dist.get_rank() == 0:
-            print(f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB", flush=True)
+            print(
+                f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB", flush=True
+            )
     out["reasons"] = {}
     for name, causal in (("torch, full", False), ("torch, causal", True)):
         try:
             _torchs(256, heads, size, causal)()
-            works[name], out[name] = _torchs(length, heads, size, causal), {"cpu": [], "seconds": []}
+            works[name], out[name] = (
+                _torchs(length, heads, size, causal),
+                {"cpu": [], "seconds": []},
+            )
             out[name]["growth"] = _growth(works[name])
         except Exception as error:
             out["reasons"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
@@ -151,13 +163,17 @@ def behind_links(length: int, repeats: int) -> list[tuple[str, float, float]]:
             def step() -> None:
                 q, k, v = (x.detach().requires_grad_() for x in blocks)
                 lay = Ring("s", 2, "zigzag")
-                out = sl.ring_attention(q, k, v, layout=lay, mask=sl.masks.Causal(), algorithm=algorithm)
+                out = sl.ring_attention(
+                    q, k, v, layout=lay, mask=sl.masks.Causal(), algorithm=algorithm
+                )
                 out.backward(torch.ones_like(out))
 
             return step
 
         names = ("ring", "ring_bidirectional", "allgather", "ulysses", "pass_q", "rsa")
-        return [(r.name, r.seconds, r.sent) for r in rig.compare({a: work(a) for a in names}, repeats)]
+        return [
+            (r.name, r.seconds, r.sent) for r in rig.compare({a: work(a) for a in names}, repeats)
+        ]
 
 
 def _rig(length: int, repeats: int) -> None:
@@ -170,7 +186,10 @@ def _rig(length: int, repeats: int) -> None:
         print(f"behind links: {error}")
         return
     rows = [rig.Row(*r) for r in answers[0]]
-    print(f"behind links of 50 Mbit/s, {length} positions, over all-gather (control {max(control):.2f}):")
+    print(
+        f"behind links of 50 Mbit/s, {length} positions, over all-gather (control "
+        f"{max(control):.2f}):"
+    )
     for name in dict.fromkeys(r.name for r in rows):
         print(f"  {name:<20} bytes {rig.ratio(rows, name, 'allgather', 'sent'):.2f}, "
               f"time {rig.ratio(rows, name, 'allgather'):.2f}")  # fmt: skip
@@ -181,16 +200,25 @@ def _ratio(a: list[float], b: list[float]) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("length", 8192), ("heads", 4), ("size", 64), ("repetitions", 5)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     arguments.add_argument("--out", type=Path, default=Path("out"))
     args = arguments.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed tensors leave the process
-    ranks = sl.launch(measure, args.length, args.heads, args.size, args.repetitions, s=4, timeout=1200)
+    ranks = sl.launch(
+        measure, args.length, args.heads, args.size, args.repetitions, s=4, timeout=1200
+    )
     rows = []
-    print(f"sequence {args.length}, {args.heads} heads of {args.size}, fp32, 4 processes on {os.cpu_count()} cores")
-    print(f"{'':<28}{'peak MB':>9}{'paper MB':>10}{'ratio':>7}{'CPU s':>8}{'max/mean':>10}{'time s':>8}")
+    print(
+        f"sequence {args.length}, {args.heads} heads of {args.size}, fp32, 4 processes on "
+        f"{os.cpu_count()} cores"
+    )
+    print(
+        f"{'':<28}{'peak MB':>9}{'paper MB':>10}{'ratio':>7}{'CPU s':>8}{'max/mean':>10}{'time s':>8}"
+    )
     for name in (n for n in ranks[0] if n != "reasons"):
         growth = max(r[name]["growth"] for r in ranks)
         paper = max((r[name].get("paper", 0) for r in ranks), default=0)
@@ -199,7 +227,9 @@ def main() -> None:
         balance = max(cpu) / statistics.mean(cpu)
         rows.append((name, growth, paper, max(cpu), balance, seconds))
         on_paper = f"{paper / 1e6:>10.1f}{growth / paper:>7.2f}" if paper else f"{'':>17}"
-        print(f"{name:<28}{growth / 1e6:>9.1f}{on_paper}{max(cpu):>8.2f}{balance:>10.3f}{seconds:>8.2f}")
+        print(
+            f"{name:<28}{growth / 1e6:>9.1f}{on_paper}{max(cpu):>8.2f}{balance:>10.3f}{seconds:>8.2f}"
+        )
     peaks = {row[0]: row[1] for row in rows}
     print(f"peak: ring / all-gather {peaks['ring, full'] / peaks['all-gather, full']:.2f} (bar 0.60), "
           f"ring / rsa {peaks['ring, full'] / peaks['rsa, full']:.3f} (bar 0.15)")  # fmt: skip
@@ -209,7 +239,8 @@ def main() -> None:
           f"contiguous {balance['ring, causal, contiguous']:.3f}")  # fmt: skip
     times = {row[0]: ranks[0][row[0]]["seconds"] for row in rows}
     for ours, theirs in (
-        ("ring, full", "all-gather, full"), ("both ways, full", "all-gather, full"), ("ring, full", "rsa, full"),
+        ("ring, full", "all-gather, full"), ("both ways, full", "all-gather, full"),
+        ("ring, full", "rsa, full"),
         ("ring, causal, zigzag", "all-gather, causal, zigzag"), ("ring, full", "torch, full"),
         ("ring, causal, zigzag", "torch, causal"),
     ):  # fmt: skip
@@ -221,7 +252,9 @@ def main() -> None:
     args.out.mkdir(exist_ok=True)
     with open(args.out / "attention.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["case", "peak bytes", "bytes on paper", "cpu seconds", "cpu max/mean", "seconds"])
+        writer.writerow(
+            ["case", "peak bytes", "bytes on paper", "cpu seconds", "cpu max/mean", "seconds"]
+        )
         writer.writerows(rows)
 
 

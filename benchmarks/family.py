@@ -5,11 +5,11 @@
 X [M, h] W1 [h, 4h] W2 [4h, h], dX, dW1 and dW2, fp32, no activation between.  All contestants of a
 table run in turn in one process group, ratios are medians over repetitions of one run, and nothing
 is reported where the rig's control says the machine is disturbed.  The published schemes are pinned
-rules of this library: ``summa_y`` on 2D blocks (Optimus), the same per depth (Tesseract), the three-axis
-product that keeps its gathered operands on a cube.  torch's are DTensor's own.  "blocks" stores W2
-transposed over the mesh, so that the wide side stays; "alike" stores every matrix [S0, S1], and ours
-turns W2's blocks before it is used.  Eight ranks make two 2D grids: 4 x 2, on which even DTensor gathers
-the narrow sides, and 2 x 4.
+rules of this library: ``summa_y`` on 2D blocks (Optimus), the same per depth (Tesseract), the
+three-axis product that keeps its gathered operands on a cube.  torch's are DTensor's own.  "blocks"
+stores W2 transposed over the mesh, so that the wide side stays; "alike" stores every matrix [S0,
+S1], and ours turns W2's blocks before it is used.  Eight ranks make two 2D grids: 4 x 2, on which
+even DTensor gathers the narrow sides, and 2 x 4.
 """
 
 import argparse
@@ -46,11 +46,16 @@ def _dense() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _ours(
     axes: dict[str, int], layouts: tuple[str, str, str, str], rule: str, turned: str = ""
 ) -> Callable[[], list[Tensor]]:
-    """One step under pinned rules; ``layouts`` of X, W1, W2 and Y, and of W2 where it is used, if another."""
+    """One step under pinned rules; ``layouts`` of X, W1, W2 and
+    Y, and of W2 where it is used, if another.
+    """
     mesh = sl.make_mesh(device="cpu", **axes)
     with sl.use_mesh(mesh):
         x, w1, w2, g = _dense()
-        placed = [sl.shard(t, lay).requires_grad_() for t, lay in zip((x, w1, w2), layouts[:3], strict=True)]
+        placed = [
+            sl.shard(t, lay).requires_grad_()
+            for t, lay in zip((x, w1, w2), layouts[:3], strict=True)
+        ]
         cotangent = sl.shard(g, layouts[3])
 
     def step() -> list[Tensor]:
@@ -62,12 +67,17 @@ def _ours(
     return step
 
 
-def _torchs(shape: tuple[int, ...], x: Any, w1: Any, w2: Any, y: Any, inside: Any = None) -> Callable[[], list[Tensor]]:
+def _torchs(
+    shape: tuple[int, ...], x: Any, w1: Any, w2: Any, y: Any, inside: Any = None
+) -> Callable[[], list[Tensor]]:
     """One step of DTensor's own rules; placements of X, W1, W2 and Y, and of X where it is used."""
     names = tuple("abc"[: len(shape)])
     mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     dense = _dense()
-    placed = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(dense, (x, w1, w2), strict=False)]
+    placed = [
+        distribute_tensor(t, mesh, p).requires_grad_()
+        for t, p in zip(dense, (x, w1, w2), strict=False)
+    ]
     cotangent = distribute_tensor(dense[3], mesh, y)
 
     def step() -> list[Tensor]:
@@ -77,7 +87,8 @@ def _torchs(shape: tuple[int, ...], x: Any, w1: Any, w2: Any, y: Any, inside: An
         if inside is None:
             wide = wide.redistribute(mesh, y)
         out = (wide @ c).redistribute(mesh, y)
-        grads = torch.autograd.grad(out, placed, cotangent)  # in whatever placements autograd left them
+        # in whatever placements autograd left them
+        grads = torch.autograd.grad(out, placed, cotangent)
         return [g.redistribute(mesh, p.placements) for g, p in zip(grads, placed, strict=True)]
 
     return step
@@ -95,8 +106,12 @@ def _contestants(ranks: int) -> dict[str, Callable[[], list[Tensor]]]:
         axes, grid = {"x": rows, "y": cols}, f"{rows}x{cols}"
         found[f"blocks {grid}"] = _ours(axes, blocks, "mm3_xw")
         found[f"alike {grid}"] = _ours(axes, plane, "mm3_xw", "y x")
-        found[f"DTensor, blocks {grid}"] = _torchs((rows, cols), [s0, s1], [s0, s1], [s1, s0], [s0, s1])
-        found[f"DTensor, alike {grid}"] = _torchs((rows, cols), [s0, s1], [s0, s1], [s0, s1], [s0, s1])
+        found[f"DTensor, blocks {grid}"] = _torchs(
+            (rows, cols), [s0, s1], [s0, s1], [s1, s0], [s0, s1]
+        )
+        found[f"DTensor, alike {grid}"] = _torchs(
+            (rows, cols), [s0, s1], [s0, s1], [s0, s1], [s0, s1]
+        )
     rows, cols = _planes(ranks)[0]
     found |= {
         f"SUMMA {rows}x{cols}": _ours({"x": rows, "y": cols}, blocks, "summa"),
@@ -106,7 +121,9 @@ def _contestants(ranks: int) -> dict[str, Callable[[], list[Tensor]]]:
     if ranks == 4:
         found["Optimus"] = _ours({"x": 2, "y": 2}, plane, "summa_y")
     else:
-        found["Tesseract"] = _ours({"d": 2, "x": 2, "y": 2}, ("(d x) y", "x y", "x y", "(d x) y"), "summa_y")
+        found["Tesseract"] = _ours(
+            {"d": 2, "x": 2, "y": 2}, ("(d x) y", "x y", "x y", "(d x) y"), "summa_y"
+        )
         found["cube"] = _grid(2, 2, 2, "mm3_xw")
         found["Optimus 4x2"] = _ours({"x": 4, "y": 2}, plane, "summa_y")
     for m, k, n in factorizations(ranks):
@@ -128,7 +145,9 @@ def _flops() -> float:
         for _ in range(8):
             a @ b
         times.append((time.perf_counter() - began) / 8)
-    told = torch.tensor([2 * a.shape[0] * H * 2 * H / statistics.median(times)], dtype=torch.float64)
+    told = torch.tensor(
+        [2 * a.shape[0] * H * 2 * H / statistics.median(times)], dtype=torch.float64
+    )
     dist.all_reduce(told)
     return float(told) / dist.get_world_size()
 
@@ -196,11 +215,19 @@ def _table(ranks: int, found: dict[str, Any]) -> list[dict[str, Any]]:
 def _print(table: list[dict[str, Any]], found: dict[str, Any], control: list[float]) -> None:
     rows = [rig.Row(*r) for r in found["rows"]]
     ranks, chosen = table[0]["ranks"], found["chosen"]
-    print(f"\n{ranks} ranks, M={M} h={H}; control {control[0]:.2f} before, {control[1]:.2f} after; chosen: {chosen}")
-    print(f"{'':<24}{'MiB sent':>9}{'seconds':>9}{'bytes':>8}{'time':>7}   over the chosen grid's; predicted")
+    print(
+        f"\n{ranks} ranks, M={M} h={H}; control {control[0]:.2f} before, {control[1]:.2f} after; "
+        f"chosen: {chosen}"
+    )
+    print(
+        f"{'':<24}{'MiB sent':>9}{'seconds':>9}{'bytes':>8}{'time':>7}   over the chosen grid's; "
+        "predicted"
+    )
     for row in table:
         said = (
-            "" if math.isnan(row["predicted"]) else f"{row['seconds'] / row['predicted']:.2f} of {row['predicted']:.2f}"
+            ""
+            if math.isnan(row["predicted"])
+            else f"{row['seconds'] / row['predicted']:.2f} of {row['predicted']:.2f}"
         )
         print(
             f"{row['contestant']:<24}{row['MiB sent']:>9.2f}{row['seconds']:>9.3f}"
@@ -209,8 +236,15 @@ def _print(table: list[dict[str, Any]], found: dict[str, Any], control: list[flo
     grids = [r for r in table if r["contestant"].startswith("grid")]
     regret = 1 / min(r["time over chosen"] for r in grids)
     off = statistics.median(max(q, 1 / q) for r in grids for q in [r["seconds"] / r["predicted"]])
-    print(f"regret of the choice {regret:.3f}; measured and predicted differ by {off:.2f} in the median")
-    for theirs in (r["contestant"] for r in table if r["contestant"].startswith(("DTensor, blocks", "DTensor, alike"))):
+    print(
+        f"regret of the choice {regret:.3f}; measured and predicted differ by {off:.2f} in the "
+        "median"
+    )
+    for theirs in (
+        r["contestant"]
+        for r in table
+        if r["contestant"].startswith(("DTensor, blocks", "DTensor, alike"))
+    ):
         for ours in (theirs.removeprefix("DTensor, "), chosen):
             sent, took = (rig.ratio(rows, theirs, ours, what) for what in ("sent", "seconds"))
             print(f"{theirs} over {ours}: bytes {sent:.2f}, time {took:.2f}")
@@ -228,7 +262,13 @@ def _plot(tables: list[list[dict[str, Any]]], path: Path) -> None:
             ours = row["contestant"].startswith(("grid", "blocks", "alike"))
             at = (row["MiB sent"], row["seconds"])
             pane.scatter(*at, color="tab:blue" if ours else "tab:red")
-            pane.annotate(row["contestant"], at, fontsize=6, xytext=(4, 3 if i % 2 else -8), textcoords="offset points")
+            pane.annotate(
+                row["contestant"],
+                at,
+                fontsize=6,
+                xytext=(4, 3 if i % 2 else -8),
+                textcoords="offset points",
+            )
         pane.set_title(f"{table[0]['ranks']} ranks; blue: three-axis products, red: the others")
         pane.set_xscale("log"), pane.set_yscale("log")
         pane.set_xlabel("MiB sent per rank"), pane.set_ylabel("seconds per step")
@@ -239,7 +279,9 @@ def _plot(tables: list[list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--ranks", type=int, nargs="*", default=[4, 8])
     p.add_argument("--rate", type=float, default=50.0, help="Mbit/s each way")
     p.add_argument("--repeats", type=int, default=5)

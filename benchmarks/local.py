@@ -1,9 +1,10 @@
 """What the library adds where nothing moves: to torch's operators, and to DTensor's dispatch.
 
-At training size on a mesh of one rank, against the same operator on plain tensors: CPU time of forward and
-backward, and the peak of what is allocated meanwhile.  On tiny blocks on four ranks of torch's fake process group
-(collectives return at once), against DTensor with the same placements: what a call costs.  Contestants are
-interleaved in one process on one thread; figures are medians of each repetition's ratio.
+At training size on a mesh of one rank, against the same operator on plain tensors: CPU time of
+forward and backward, and the peak of what is allocated meanwhile.  On tiny blocks on four ranks of
+torch's fake process group (collectives return at once), against DTensor with the same placements:
+what a call costs.  Contestants are interleaved in one process on one thread; figures are medians of
+each repetition's ratio.
 
     python -m benchmarks.local [name ...]
 """
@@ -33,7 +34,9 @@ Run = Callable[..., Any]
 
 
 class Op(NamedTuple):
-    """An operator on operands of these shapes and kinds; ``bar`` of its CPU time over plain torch's."""
+    """An operator on operands of these shapes and kinds;
+    ``bar`` of its CPU time over plain torch's.
+    """
 
     run: Run
     shapes: tuple[tuple[int, ...], ...]
@@ -60,8 +63,12 @@ TRAINING = {
     "dropout [8, 256, 256]": Op(lambda x: F.dropout(x, 0.1), ((8, 256, 256),)),
     "embedding [8, 256] of 1024 x 256": Op(F.embedding, ((8, 256), (1024, 256)), classes=1024),
     "linear + bias [2048, 256] to 1024": Op(_linear, ((2048, 256), (1024, 256), (1024,))),
-    "cross_entropy [2048, 1024]": Op(F.cross_entropy, ((2048, 1024), (2048,)), bar=1.0, classes=-1024),
-    "cross_entropy [512, 32768]": Op(F.cross_entropy, ((512, 32768), (512,)), bar=1.0, classes=-32768),
+    "cross_entropy [2048, 1024]": Op(
+        F.cross_entropy, ((2048, 1024), (2048,)), bar=1.0, classes=-1024
+    ),
+    "cross_entropy [512, 32768]": Op(
+        F.cross_entropy, ((512, 32768), (512,)), bar=1.0, classes=-32768
+    ),
 }
 
 
@@ -88,9 +95,14 @@ def _step(run: Run, operands: list[Any], like: Callable[[Any], Any]) -> Callable
 
 
 def paired(
-    runs: dict[str, Callable[[], None]], seconds: float, repetitions: int, clock: Callable[[], float]
+    runs: dict[str, Callable[[], None]],
+    seconds: float,
+    repetitions: int,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
-    """CPU time of each contestant per repetition, one after the other; a repetition lasts ``seconds`` or more."""
+    """CPU time of each contestant per repetition, one after the
+    other; a repetition lasts ``seconds`` or more.
+    """
     inner = {}
     for name, f in runs.items():
         for _ in range(3):
@@ -131,7 +143,9 @@ def training(only: list[str], repetitions: int) -> list[list[Any]]:
     """Forward and backward on a mesh of one rank, over plain torch."""
     mesh = sl.make_mesh(device="cpu", x=1)
     rows = []
-    print(f"{'forward and backward, one rank':<42}{'CPU / torch':>12}{'[range]':>16}{'bar':>6}{'MiB':>8}{'torch':>8}")
+    print(
+        f"{'forward and backward, one rank':<42}{'CPU / torch':>12}{'[range]':>16}{'bar':>6}{'MiB':>8}{'torch':>8}"
+    )
     for name, op in TRAINING.items():
         for dtype in (torch.float32, torch.bfloat16):
             title = name + (" bf16" if dtype == torch.bfloat16 else "")
@@ -182,16 +196,19 @@ def dispatch(only: list[str], repetitions: int) -> list[list[Any]]:
     """Calls on tiny blocks of four ranks, over DTensor's."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     rows = []
-    print(f"\n{'tiny blocks, us of CPU':<42}{'shardlib':>9}{'DTensor':>9}{'ratio':>7}{'[range]':>16}   bar 1.0")
+    print(
+        f"\n{'tiny blocks, us of CPU':<42}{'shardlib':>9}{'DTensor':>9}{'ratio':>7}{'[range]':>16} "
+        "  bar 1.0"
+    )
     for name, op in TINY.items():
         if only and not any(o in name for o in only):
             continue
         dense = _operands(Op(op.run, op.shapes, classes=op.classes), torch.float32)
         with sl.use_mesh(mesh):
             ours = [
-                sl.shard(x.detach(), " ".join([text, *["."] * (x.ndim - len(text.split()))])).requires_grad_(
-                    x.requires_grad
-                )
+                sl.shard(
+                    x.detach(), " ".join([text, *["."] * (x.ndim - len(text.split()))])
+                ).requires_grad_(x.requires_grad)
                 for x, text in zip(dense, op.places, strict=True)
             ]
         dts = [
@@ -224,7 +241,9 @@ def dispatch(only: list[str], repetitions: int) -> list[list[Any]]:
 def _settled(x: Any) -> Any:
     """A DTensor whose sum is pending, summed: shardlib's results and gradients are whole."""
     if any(p.is_partial() for p in x.placements):
-        return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+        return x.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in x.placements]
+        )
     return x
 
 
@@ -243,7 +262,9 @@ def _dtensor_step(run: Run, operands: list[Any]) -> Callable[[], None]:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("only", nargs="*", help="parts of names of operators")
     p.add_argument("--repeats", type=int, default=15)
     p.add_argument("--out", default="out")

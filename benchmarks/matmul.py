@@ -65,8 +65,14 @@ def contestants(m: int, *widths: int) -> dict[str, Callable[[], Any]]:
     shapes = [(m, widths[0]), *itertools.pairwise(widths)]
     dense = [torch.randn(s, generator=draw) / s[0] ** 0.5 for s in shapes]
     g = torch.randn(m, widths[-1], generator=draw)
-    theirs, dg = [distribute_tensor(t, mesh, WHERE) for t in dense], distribute_tensor(g, mesh, WHERE)
-    ours_, sg = [sl.shard(t, sl.Layout2D("x", "y")) for t in dense], sl.shard(g, sl.Layout2D("x", "y"))
+    theirs, dg = (
+        [distribute_tensor(t, mesh, WHERE) for t in dense],
+        distribute_tensor(g, mesh, WHERE),
+    )
+    ours_, sg = (
+        [sl.shard(t, sl.Layout2D("x", "y")) for t in dense],
+        sl.shard(g, sl.Layout2D("x", "y")),
+    )
     leaves = [t.clone().requires_grad_() for t in dense]
     torch.linalg.multi_dot(leaves).backward(g)
 
@@ -104,8 +110,8 @@ def wire() -> int:
 
 
 COLUMNS = [
-    "shapes", "ours", "DTensor MiB", "ours MiB", "ratio", "DTensor wire", "ours wire", "wire ratio", "DTensor s",
-    "ours s", "time ratio",
+    "shapes", "ours", "DTensor MiB", "ours MiB", "ratio", "DTensor wire", "ours wire",
+    "wire ratio", "DTensor s", "ours s", "time ratio",
 ]  # fmt: skip
 
 
@@ -142,23 +148,34 @@ def measure(cases: list[tuple[int, ...]], repetitions: int) -> list[dict[str, An
                     "wire ratio": both[name] / max(1, both["DTensor"]),
                     "DTensor s": statistics.median(times["DTensor"]),
                     "ours s": statistics.median(times[name]),
-                    "time ratio": statistics.median(s / d for s, d in zip(times[name], times["DTensor"], strict=True)),
+                    "time ratio": statistics.median(
+                        s / d for s, d in zip(times[name], times["DTensor"], strict=True)
+                    ),
                 }
             )
             if dist.get_rank() == 0:
-                cells = (f"{v:>18}" if isinstance(v, str) else f"{v:13.3f}" for v in rows[-1].values())
+                cells = (
+                    f"{v:>18}" if isinstance(v, str) else f"{v:13.3f}" for v in rows[-1].values()
+                )
                 print("  ".join(cells), flush=True)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--repetitions", type=int, default=9)
     args = parser.parse_args()
     cases = [*((n, n, n) for n in args.sizes), (2048, 256, 1024, 256)]
-    print("\nproducts in 2D blocks on 2x2, forward and backward, per rank; shapes: rows, then widths")
-    print("ratio: bytes an optimal network would move; wire: bytes the loopback device counted  (bars: 0.5, time 1.0)")
+    print(
+        "\nproducts in 2D blocks on 2x2, forward and backward, per rank; shapes: rows, then widths"
+    )
+    print(
+        "ratio: bytes an optimal network would move; wire: bytes the loopback device counted  "
+        "(bars: 0.5, time 1.0)"
+    )
     print("  ".join(f"{k:>18}" if k == "shapes" else f"{k:>13}" for k in COLUMNS), flush=True)
     rows = sl.launch(measure, cases, args.repetitions, x=2, y=2)[0]
     out = Path("out")

@@ -1,8 +1,8 @@
 """Unmodified modules under every recipe, against the same modules without shardlib.
 
-Each cell runs a module of ``zoo`` on simulated ranks and compares its logits, its loss and every gradient with
-dense ones, in fp64 at 1e-9.  A module that computes in fp32 inside, as most norms of transformers do, has its own
-limit: twice what the whole module in fp32 differs by.  A cell is
+Each cell runs a module of ``zoo`` on simulated ranks and compares its logits, its loss and every
+gradient with dense ones, in fp64 at 1e-9.  A module that computes in fp32 inside, as most norms of
+transformers do, has its own limit: twice what the whole module in fp32 differs by.  A cell is
 
     equal      as written, nothing moved that was not asked for
     implicit   equal inside ``sl.implicit(2**20)``
@@ -73,7 +73,9 @@ class Cell:
 
 @dataclass
 class Dense:
-    """What a module answers without shardlib: logits, loss, gradients, and how far rounding moves them."""
+    """What a module answers without shardlib: logits, loss,
+    gradients, and how far rounding moves them.
+    """
 
     module: nn.Module
     inputs: dict[str, Tensor]
@@ -91,7 +93,9 @@ def logits_of(out: Any) -> Tensor:
 
 
 def loss_of(logits: Tensor) -> Tensor:
-    """Cross entropy over the last dimension of logits, mean squared error of anything else's width."""
+    """Cross entropy over the last dimension of logits, mean
+    squared error of anything else's width.
+    """
     shape = tuple(logits.shape)
     drawn = torch.Generator().manual_seed(1)
     place = sl.layout_of(logits) if isinstance(logits, sl.ShardedTensor) else None
@@ -107,12 +111,18 @@ def loss_of(logits: Tensor) -> Tensor:
     return F.mse_loss(logits, wanted)
 
 
-def _run(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+def _run(
+    module: nn.Module, inputs: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
     module.zero_grad(set_to_none=True)
     logits = logits_of(module(**inputs))
     loss = loss_of(logits)
     loss.backward()
-    grads = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters() if p.requires_grad}
+    grads = {
+        n: None if p.grad is None else p.grad.clone()
+        for n, p in module.named_parameters()
+        if p.requires_grad
+    }
     return logits.detach(), loss.detach(), grads
 
 
@@ -122,7 +132,9 @@ def _gap(have: Tensor, want: Tensor, floor: float = 0.0) -> float:
 
 
 def _gaps(run: Any, grads: dict[str, Any], want: Dense) -> float:
-    """The largest difference, relative to each value's size; a gradient's at least to 1e-3 of the largest."""
+    """The largest difference, relative to each value's size; a
+    gradient's at least to 1e-3 of the largest.
+    """
     top = max((float(g.abs().max()) for g in want.grads.values() if g is not None), default=0.0)
     found = [_gap(run[0], want.logits), _gap(run[1], want.loss)]
     for name, g in want.grads.items():
@@ -139,7 +151,9 @@ class _Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.found = self.found or any(isinstance(t, Tensor) and t.dtype == torch.float32 for t in tree_leaves(out))
+        self.found = self.found or any(
+            isinstance(t, Tensor) and t.dtype == torch.float32 for t in tree_leaves(out)
+        )
         return out
 
 
@@ -167,7 +181,9 @@ def dense(name: str) -> Dense:
 
 
 def _places(recipe: str, rules: Any, inputs: dict[str, Tensor]) -> dict[str, str]:
-    """Where inputs lie: as a recipe says of tokens and of hidden states, and everything else by its batch."""
+    """Where inputs lie: as a recipe says of tokens and of hidden
+    states, and everything else by its batch.
+    """
     batch, sequence = (str(d) for d in sl.Layout.parse(rules.tokens).dims)
     places = {}
     for name in inputs:
@@ -183,9 +199,13 @@ def _places(recipe: str, rules: Any, inputs: dict[str, Tensor]) -> dict[str, str
 def _attempt(name: str, recipe: str, want: Dense) -> float:
     """The largest error under a recipe.  Raises: what shardlib raises."""
     with sl.simulate(**MESHES[recipe]):
-        options: dict[str, Any] = {"schedule": "contiguous"} if recipe == "ring" else {"inputs": want.inputs}
+        options: dict[str, Any] = (
+            {"schedule": "contiguous"} if recipe == "ring" else {"inputs": want.inputs}
+        )
         rules = getattr(sl.recipes, recipe)(want.module, **options)
-        apply, params = sl.parallelize(want.module, rules, inputs=_places(recipe, rules, want.inputs))
+        apply, params = sl.parallelize(
+            want.module, rules, inputs=_places(recipe, rules, want.inputs)
+        )
 
         def loss(p: Any) -> tuple[Tensor, Tensor]:
             logits = logits_of(apply(p, **want.inputs))
@@ -193,7 +213,9 @@ def _attempt(name: str, recipe: str, want: Dense) -> float:
 
         (total, logits), grads = sl.value_and_grad(loss, has_aux=True)(params)
         frozen = {n for n, p in want.module.named_parameters() if not p.requires_grad}
-        if any(grads.get(n) is not None and float(sl.unshard(grads[n]).abs().max()) > 0 for n in frozen):
+        if any(
+            grads.get(n) is not None and float(sl.unshard(grads[n]).abs().max()) > 0 for n in frozen
+        ):
             return float("inf")
         whole = {n: None if g is None else sl.unshard(g).detach() for n, g in grads.items()}
         return _gaps((sl.unshard(logits).detach(), sl.unshard(total).detach()), whole, want)
@@ -215,7 +237,9 @@ def cell(name: str, recipe: str, want: Dense) -> Cell:
 
     for state, budget in (("equal", None), ("implicit", BUDGET)):
         torch.manual_seed(0)
-        before = {n: t.clone() for n, t in (*want.module.named_parameters(), *want.module.named_buffers())}
+        before = {
+            n: t.clone() for n, t in (*want.module.named_parameters(), *want.module.named_buffers())
+        }
         try:
             if budget is None:
                 out.error = _attempt(name, recipe, want)
@@ -237,7 +261,9 @@ def cell(name: str, recipe: str, want: Dense) -> Cell:
             out.why = "the module changed"
             return done("WRONG")
         if not out.error <= want.limit:
-            out.why = f"differs by {out.error:.1e}, limit {want.limit:.1e}" + (f" inside {state}" if budget else "")
+            out.why = f"differs by {out.error:.1e}, limit {want.limit:.1e}" + (
+                f" inside {state}" if budget else ""
+            )
             return done("WRONG")
         return done(state)
     return done("refused")
@@ -284,7 +310,10 @@ def table(names: list[str], recipes: list[str], jobs: int = 2, limit: float = 90
             while not queue.empty():
                 made = Cell(**queue.get())
                 found[made.module, made.recipe] = made
-                print(f"{made.module:<28}{made.recipe:<12}{made.state:<10}{made.seconds:>6.1f} s", flush=True)
+                print(
+                    f"{made.module:<28}{made.recipe:<12}{made.state:<10}{made.seconds:>6.1f} s",
+                    flush=True,
+                )
             if alive and time.monotonic() - since > limit:
                 process.kill()
                 alive = False
@@ -293,7 +322,9 @@ def table(names: list[str], recipes: list[str], jobs: int = 2, limit: float = 90
                 del running[name]
         time.sleep(0.02)
     lost = "the process ended, or ran too long"
-    return [found.get((n, r), Cell(n, r, "CRASH", first=lost, why=lost)) for n in names for r in recipes]
+    return [
+        found.get((n, r), Cell(n, r, "CRASH", first=lost, why=lost)) for n in names for r in recipes
+    ]
 
 
 def _kind(text: str) -> str:
@@ -328,9 +359,11 @@ def report(cells: list[Cell], recipes: list[str], say: Callable[[str], None] = p
         within = counts["equal"] + counts["implicit"]
         strict = sum(c.error <= 1e-9 for c in mine if c.state in ("equal", "implicit"))
         say(
-            f"{r:<10}  {len(mine)} cells: {100 * counts['equal'] / len(mine):.1f} % equal as written, "
+            f"{r:<10}  {len(mine)} cells: {100 * counts['equal'] / len(mine):.1f} % equal as "
+            "written, "
             f"{100 * within / len(mine):.1f} % within implicit({BUDGET}) ({strict} cells at 1e-9); "
-            f"{counts['refused']} refused ({sum(c.parameter for c in mine if c.state == 'refused')} name a parameter), "
+            f"{counts['refused']} refused "
+            f"({sum(c.parameter for c in mine if c.state == 'refused')} name a parameter), "
             f"{counts['WRONG']} wrong, {counts['CRASH']} crash"
         )
 
@@ -338,7 +371,11 @@ def report(cells: list[Cell], recipes: list[str], say: Callable[[str], None] = p
 def _chosen(known: list[str], wanted: str) -> list[str]:
     parts = [w.strip() for w in wanted.split(",") if w.strip()]
     exact = {w for w in parts if w in known}
-    return [k for k in known if not parts or k in exact or any(k.startswith(w) for w in parts if w not in exact)]
+    return [
+        k
+        for k in known
+        if not parts or k in exact or any(k.startswith(w) for w in parts if w not in exact)
+    ]
 
 
 def main() -> None:

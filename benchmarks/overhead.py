@@ -100,7 +100,10 @@ def contestants(n: int) -> dict[str, Callable[[], None]]:
     blocks = [torch.randn(n // 2, n // 2).requires_grad_() for _ in range(3)]
     dense = [torch.randn(n, n) for _ in range(3)]
     where = [Shard(0), Shard(1)]
-    dts = [DTensor.from_local(b.detach(), mesh, where, run_check=False).requires_grad_() for b in blocks]
+    dts = [
+        DTensor.from_local(b.detach(), mesh, where, run_check=False).requires_grad_()
+        for b in blocks
+    ]
     with sl.use_mesh(mesh):
         ours = [sl.shard(t, sl.Layout2D("x", "y")).requires_grad_() for t in dense]
     ones = torch.ones_like(blocks[0])
@@ -123,7 +126,12 @@ def contestants(n: int) -> dict[str, Callable[[], None]]:
         x, w1, w2 = dts
         (x + F.gelu(x @ w1) @ w2).backward(dt_ones)
 
-    return {"local, no communication": raw, "hand-written SUMMA": hand, "shardlib": sharded, "DTensor": dtensor}
+    return {
+        "local, no communication": raw,
+        "hand-written SUMMA": hand,
+        "shardlib": sharded,
+        "DTensor": dtensor,
+    }
 
 
 def measure(n: int, repetitions: int = 40, inner: int = 25) -> dict[str, list[float]]:
@@ -142,7 +150,9 @@ def measure(n: int, repetitions: int = 40, inner: int = 25) -> dict[str, list[fl
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--repetitions", type=int, default=40)
     repetitions = arguments.parse_args().repetitions
     torch.set_num_threads(1)
@@ -154,7 +164,9 @@ def main() -> None:
         for name, t in times.items():
             print(f"  {name:<26} {statistics.median(t):8.1f}")
         ratios = {
-            base: statistics.median(a / b for a, b in zip(times["shardlib"], times[base], strict=True))
+            base: statistics.median(
+                a / b for a, b in zip(times["shardlib"], times[base], strict=True)
+            )
             for base in ("hand-written SUMMA", "DTensor")
         }
         print(f"  shardlib / hand-written    {ratios['hand-written SUMMA']:8.2f}   bar 1.3")

@@ -2,14 +2,15 @@
 
     python -m benchmarks.overlap        four ranks, 100 Mbit/s
 
-An MLP of square layers, forward and backward, fp32.  Every local product is replaced by a pause of its
-multiply-adds over a modelled rate, so that two cores do not compute for four ranks: transfers are
-real, products take the time they would on a machine as fast as its links (the rate at which both take
-equally long).  Of a step's transfers alone, its products alone and both together,
+An MLP of square layers, forward and backward, fp32.  Every local product is replaced by a pause of
+its multiply-adds over a modelled rate, so that two cores do not compute for four ranks: transfers
+are real, products take the time they would on a machine as fast as its links (the rate at which
+both take equally long).  Of a step's transfers alone, its products alone and both together,
 
     hidden = (transfers + products - both) / min(transfers, products)
 
-"in turn" is what ``parallelize`` does: the gather of the next product's weight starts one product early.
+"in turn" is what ``parallelize`` does: the gather of the next
+product's weight starts one product early.
 """
 
 import argparse
@@ -56,7 +57,9 @@ class MLP(nn.Sequential):
         super().__init__(*(nn.Linear(H, H, bias=False) for _ in range(LAYERS)))
 
 
-def _step(rules: Callable[[nn.Module], Any], where: str, rule: str, **axes: int) -> Callable[[], None]:
+def _step(
+    rules: Callable[[nn.Module], Any], where: str, rule: str, **axes: int
+) -> Callable[[], None]:
     mesh = sl.make_mesh(device="cpu", **axes)
     sl.probe(mesh, repeats=2)  # panels are cut for links that are measured
     with sl.use_mesh(mesh):
@@ -91,7 +94,10 @@ def _contestants() -> dict[str, Callable[[], None]]:
         return run
 
     def alternating(m: nn.Module) -> list[tuple[str, ...]]:
-        return [(f"{i}.weight", *(("x .",) if i % 2 == 0 else (". x", ". x ..."))) for i in range(LAYERS)]
+        return [
+            (f"{i}.weight", *(("x .",) if i % 2 == 0 else (". x", ". x ...")))
+            for i in range(LAYERS)
+        ]
 
     return {
         "FSDP, one by one": alone(fsdp()),
@@ -122,14 +128,18 @@ def contest(repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--rate", type=float, default=100.0, help="Mbit/s each way")
     p.add_argument("--repeats", type=int, default=5)
     args = p.parse_args()
     if reason := rig.unavailable():
         print(f"skipped: {reason}")
         return 0
-    *answers, control = rig.run("benchmarks.overlap:contest", 4, args.rate, args.repeats, seconds=900)
+    *answers, control = rig.run(
+        "benchmarks.overlap:contest", 4, args.rate, args.repeats, seconds=900
+    )
     print(f"control {control[0]:.2f} before, {control[1]:.2f} after; seconds of a step")
     print(f"{'':<26}{'transfers':>10}{'products':>10}{'both':>8}{'hidden':>9}")
     for row in answers[0]:

@@ -29,7 +29,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Disturbed", "Row", "bytes_sent", "compare", "control", "private", "ratio", "run", "unavailable"]
+__all__ = [
+    "Disturbed",
+    "Row",
+    "bytes_sent",
+    "compare",
+    "control",
+    "private",
+    "ratio",
+    "run",
+    "unavailable",
+]
 
 _MIB = 2**20
 
@@ -40,7 +50,9 @@ class Disturbed(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """One repetition of one contestant: seconds of the slowest rank, bytes sent by the average one."""
+    """One repetition of one contestant: seconds of the slowest
+    rank, bytes sent by the average one.
+    """
 
     name: str
     seconds: float
@@ -58,7 +70,9 @@ def bytes_sent() -> int:
     raise RuntimeError("no link e0 here: this runs inside rig.run")
 
 
-def compare(contestants: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1) -> list[Row]:
+def compare(
+    contestants: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
+) -> list[Row]:
     """Run every contestant in turn, again and again, so that a disturbance meets all of them."""
     rows = []
     for turn in range(warmup + repeats):
@@ -68,7 +82,10 @@ def compare(contestants: dict[str, Callable[[], Any]], repeats: int = 5, warmup:
             work()
             took = time.perf_counter() - began
             dist.barrier()
-            slowest, mean = torch.tensor([took]), torch.tensor([float(bytes_sent() - sent)], dtype=torch.float64)
+            slowest, mean = (
+                torch.tensor([took]),
+                torch.tensor([float(bytes_sent() - sent)], dtype=torch.float64),
+            )
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             dist.all_reduce(mean)
             if turn >= warmup:
@@ -85,13 +102,18 @@ def control(rate_mbit: float, repeats: int = 5, tries: int = 3, good: float = 1.
     out, into = torch.zeros(_MIB), torch.empty(_MIB)
 
     def ring() -> None:
-        ops = [dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, into, (rank - 1) % world)]
+        ops = [
+            dist.P2POp(dist.isend, out, (rank + 1) % world),
+            dist.P2POp(dist.irecv, into, (rank - 1) % world),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
     ideal, best = 4 * _MIB * 8 / (rate_mbit * 1e6), float("inf")
     for _ in range(tries):
-        best = min(best, statistics.median(row.seconds for row in compare({"ring": ring}, repeats)) / ideal)
+        best = min(
+            best, statistics.median(row.seconds for row in compare({"ring": ring}, repeats)) / ideal
+        )
         if best <= good:  # the same on every rank: compare gives all of them one figure
             break
     return best
@@ -107,9 +129,13 @@ def ratio(rows: list[Row], a: str, b: str, what: str = "seconds") -> float:
 
 
 def private(module: str, arguments: list[str]) -> int:
-    """Run a benchmark again with a loopback device of its own, whose bytes are then nobody else's; its exit status."""
+    """Run a benchmark again with a loopback device of its own, whose bytes
+    are then nobody else's; its exit status.
+    """
     up = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    return subprocess.run([*_namespaces(), *up, sys.executable, "-m", module, *arguments]).returncode
+    return subprocess.run(
+        [*_namespaces(), *up, sys.executable, "-m", module, *arguments]
+    ).returncode
 
 
 def _namespaces() -> list[str]:
@@ -121,15 +147,30 @@ def unavailable() -> str | None:
     """Why no rig can be built here, or None."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
     if sys.platform != "linux" or missing:
-        return f"no {', '.join(missing)}" if missing else f"network namespaces are Linux's; this is {sys.platform}"
+        return (
+            f"no {', '.join(missing)}"
+            if missing
+            else f"network namespaces are Linux's; this is {sys.platform}"
+        )
     links = "ip link add br0 type bridge && ip link add h0 type veth peer name e0"
     trial = f"{links} && tc qdisc add dev h0 root tbf rate 1mbit burst 64kb limit 1mb"
-    done = subprocess.run([*_namespaces(), "sh", "-c", trial], capture_output=True, text=True, timeout=30)
-    return None if done.returncode == 0 else f"namespaces, veth or tbf: {done.stderr.strip().splitlines()[-1:]}"
+    done = subprocess.run(
+        [*_namespaces(), "sh", "-c", trial], capture_output=True, text=True, timeout=30
+    )
+    return (
+        None
+        if done.returncode == 0
+        else f"namespaces, veth or tbf: {done.stderr.strip().splitlines()[-1:]}"
+    )
 
 
 def run(
-    target: str, ranks: int, rate_mbit: float, *args: Any, seconds: float = 600, disturbed: float = 1.2
+    target: str,
+    ranks: int,
+    rate_mbit: float,
+    *args: Any,
+    seconds: float = 600,
+    disturbed: float = 1.2,
 ) -> list[Any]:
     """Call ``module:function(*args)`` on every rank behind a link of ``rate_mbit``.
 
@@ -141,9 +182,20 @@ def run(
         raise RuntimeError(f"no rig here: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         spec = {"target": target, "ranks": ranks, "rate": rate_mbit, "args": args, "folder": folder}
-        command = [*_namespaces(), sys.executable, "-m", "benchmarks.rig", "--hub", json.dumps(spec)]
+        command = [
+            *_namespaces(),
+            sys.executable,
+            "-m",
+            "benchmarks.rig",
+            "--hub",
+            json.dumps(spec),
+        ]
         hub = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             said, _ = hub.communicate(timeout=seconds)
@@ -161,7 +213,10 @@ def run(
     worst = max(found[0]["control"])
     if worst > disturbed:
         load = os.getloadavg()[0]
-        raise Disturbed(f"the control took {worst:.2f} of the ideal (bar {disturbed}); load {load:.1f}: not reported")
+        raise Disturbed(
+            f"the control took {worst:.2f} of the ideal (bar {disturbed}); load {load:.1f}: not "
+            "reported"
+        )
     return [f["answer"] for f in found] + [found[0]["control"]]
 
 
@@ -184,14 +239,22 @@ def _hub(spec: dict[str, Any]) -> int:
             "--rank",
             json.dumps(spec | {"rank": rank}),
         ]
-        ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+        ranks.append(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+        )
     bucket = f"root tbf rate {spec['rate']}mbit burst 64kb limit 8mb"
     for rank, process in enumerate(ranks):
         while os.readlink(f"/proc/{process.pid}/ns/net") == me:
             time.sleep(0.01)
         inside = f"nsenter -t {process.pid} -n"
         sh(f"ip link add h{rank} type veth peer name e0 netns {process.pid}")
-        sh(f"ip link set h{rank} master br0"), sh(f"ip link set h{rank} up"), sh(f"tc qdisc add dev h{rank} {bucket}")
+        (
+            sh(f"ip link set h{rank} master br0"),
+            sh(f"ip link set h{rank} up"),
+            sh(f"tc qdisc add dev h{rank} {bucket}"),
+        )
         sh(f"{inside} ip addr add 10.77.0.{rank + 1}/24 dev e0"), sh(f"{inside} ip link set e0 up")
         sh(f"{inside} ip link set lo up"), sh(f"{inside} tc qdisc add dev e0 {bucket}")
         # No slow start, no small windows: what is measured is the link, and TCP only fills it.
@@ -201,7 +264,10 @@ def _hub(spec: dict[str, Any]) -> int:
             ("rmem", "4096 4194304 8388608"),
             ("wmem", "4096 4194304 8388608"),
         ):
-            subprocess.run([*inside.split(), "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/tcp_{name}"], check=True)
+            subprocess.run(
+                [*inside.split(), "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/tcp_{name}"],
+                check=True,
+            )
     for process in ranks:
         assert process.stdin is not None
         process.stdin.write(b"go\n")
@@ -223,13 +289,17 @@ def _rank(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     folder, rank, world = spec["folder"], spec["rank"], spec["ranks"]
     store = dist.FileStore(os.path.join(folder, "store"), world)  # no host names to look up
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
     module, _, function = spec["target"].partition(":")
     work = getattr(importlib.import_module(module), function)
     before = control(spec["rate"])
     answer = work(*spec["args"])
     after = control(spec["rate"])
-    Path(folder, f"{rank}.json").write_text(json.dumps({"answer": answer, "control": [before, after]}))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps({"answer": answer, "control": [before, after]})
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -237,9 +307,17 @@ def _rank(spec: dict[str, Any]) -> None:
 def collectives(mib: int) -> list[dict[str, Any]]:
     """An all_gather and an all_reduce of ``mib`` MiB in all."""
     world = dist.get_world_size()
-    x, out = torch.zeros(mib * _MIB // 4 // world), [torch.empty(mib * _MIB // 4 // world) for _ in range(world)]
+    x, out = (
+        torch.zeros(mib * _MIB // 4 // world),
+        [torch.empty(mib * _MIB // 4 // world) for _ in range(world)],
+    )
     whole = torch.zeros(mib * _MIB // 4)
-    rows = compare({"all_gather": lambda: dist.all_gather(out, x), "all_reduce": lambda: dist.all_reduce(whole)})
+    rows = compare(
+        {
+            "all_gather": lambda: dist.all_gather(out, x),
+            "all_reduce": lambda: dist.all_reduce(whole),
+        }
+    )
     return [asdict(row) for row in rows]
 
 
@@ -255,12 +333,21 @@ def main() -> int:
     ranks, rate, mib = 4, 50.0, 4
     rows = [Row(**row) for row in run("benchmarks.rig:collectives", ranks, rate, mib)[0]]
     print(f"{ranks} ranks, {rate:.0f} Mbit/s each way, {mib} MiB; load {os.getloadavg()[0]:.1f}")
-    for name, share in (("all_gather", (ranks - 1) / ranks), ("all_reduce", 2 * (ranks - 1) / ranks)):
+    for name, share in (
+        ("all_gather", (ranks - 1) / ranks),
+        ("all_reduce", 2 * (ranks - 1) / ranks),
+    ):
         mine = [r for r in rows if r.name == name]
-        sent, took = statistics.median(r.sent for r in mine), statistics.median(r.seconds for r in mine)
+        sent, took = (
+            statistics.median(r.sent for r in mine),
+            statistics.median(r.seconds for r in mine),
+        )
         ideal = share * mib * _MIB
         slower = took * rate * 1e6 / 8 / ideal
-        print(f"{name:<11} sent {sent / ideal:.3f} of {ideal / _MIB:.2f} MiB, took {slower:.3f} of the ideal")
+        print(
+            f"{name:<11} sent {sent / ideal:.3f} of {ideal / _MIB:.2f} MiB, took {slower:.3f} of "
+            "the ideal"
+        )
     return 0
 
 

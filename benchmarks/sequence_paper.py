@@ -5,10 +5,11 @@ Self-Attention over 64 (arXiv 2105.13120, abstract: 13.7 times the batch, 3.0 ti
 Memory is counted by ``sl.explain`` running the whole training step on shapes alone; nothing here is
 a formula for BERT.  Then the same count is held against what a step takes on this machine.
 
-Assumptions: fp32, Adam (16 bytes per parameter, gradients among them), no recomputation, no dropout,
+Assumptions: fp32, Adam (16 bytes per parameter, gradients
+             among them), no recomputation, no dropout,
 1 GiB of each device taken by the framework; the vocabulary split over the tensor-parallel ranks and
-filled up to a multiple of them; attention's probabilities saved whole, as in 2021, in both; length at
-a batch of 64, batch at a length of 512; whole parameters on each rank of the ring.
+filled up to a multiple of them; attention's probabilities saved whole, as in 2021, in both; length
+at a batch of 64, batch at a length of 512; whole parameters on each rank of the ring.
 
     python -m benchmarks.sequence_paper [--memory 16]
 """
@@ -35,21 +36,32 @@ def bert(length: int) -> Any:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=30528, max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        vocab_size=30528,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     with torch.device("meta"):
         return transformers.BertForMaskedLM(config)
 
 
-def needs(mesh: dict[str, int], recipe: Recipe, batch: int, length: int, algorithm: str = "") -> int:
-    """Bytes of one rank in a training step: parameters, two moments of Adam, and the step's own peak."""
+def needs(
+    mesh: dict[str, int], recipe: Recipe, batch: int, length: int, algorithm: str = ""
+) -> int:
+    """Bytes of one rank in a training step: parameters, two
+    moments of Adam, and the step's own peak.
+    """
     model = bert(length)
     with sl.record(**mesh):
         rules = recipe(model)
-        apply, params = sl.parallelize(model, rules, inputs={"input_ids": rules.tokens, "labels": rules.labels})
+        apply, params = sl.parallelize(
+            model, rules, inputs={"input_ids": rules.tokens, "labels": rules.labels}
+        )
         ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
         with sl.algorithm(attention=algorithm) if algorithm else nullcontext():
-            plan = sl.explain(lambda p, i, t: apply(p, input_ids=i, labels=t).loss, params, (ids, ids))
+            plan = sl.explain(
+                lambda p, i, t: apply(p, input_ids=i, labels=t).loss, params, (ids, ids)
+            )
     return 3 * plan.parameters + plan.peak
 
 
@@ -69,11 +81,15 @@ def ring(model: Any) -> Any:
 
 
 def _growth(length: int, embed: int, layers: int) -> tuple[int, int]:
-    """(on paper, here): bytes of one training step of the example's GPT on a ring of this mesh's ranks."""
+    """(on paper, here): bytes of one training step of the
+    example's GPT on a ring of this mesh's ranks.
+    """
     torch.set_num_threads(1)
     model = GPT(GPTConfig(ctx=length, layers=layers, heads=4, embed=embed))
     rules = sl.recipes.ring(model)
-    apply, params = sl.parallelize(model, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+    apply, params = sl.parallelize(
+        model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+    )
     ids = torch.zeros(1, length, dtype=torch.int64)
     gradient = sl.value_and_grad(lambda p: apply(p, ids, ids))
     gradient(params)  # libraries load, buffers of the network are made
@@ -90,7 +106,9 @@ def _growth(length: int, embed: int, layers: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--memory", type=float, default=16.0, help="GB of a device")
     args = arguments.parse_args()
     warnings.filterwarnings("ignore")
@@ -107,7 +125,8 @@ def main() -> None:
         ranks = sl.launch(_growth, length, embed, layers, s=4, timeout=600)
         on_paper, here = max(ranks, key=lambda r: r[1])
         print(
-            f"a step of GPT ({layers} layers of {embed}, {length} tokens) on a ring of 4: {on_paper / 1e6:.1f} MB on "
+            f"a step of GPT ({layers} layers of {embed}, {length} tokens) on a ring of 4: "
+            f"{on_paper / 1e6:.1f} MB on "
             f"paper, {here / 1e6:.1f} MB here, {here / on_paper:.2f}"
         )
 
@@ -123,9 +142,14 @@ def _paper(room: int, memory: float) -> None:
     for name, (mesh, recipe, algorithm) in contestants.items():
         unit = math.lcm(*mesh.values()) if "s" in mesh else 1
         batch = most(lambda b, m=mesh, r=recipe, a=algorithm: needs(m, r, b, 512, a) <= room, 16)
-        length = most(lambda n, m=mesh, r=recipe, a=algorithm: needs(m, r, 64, n, a) <= room, max(64, unit))
+        length = most(
+            lambda n, m=mesh, r=recipe, a=algorithm: needs(m, r, 64, n, a) <= room, max(64, unit)
+        )
         found[name] = batch, length
-        print(f"  {name:<28} batch {batch:>6} of 512 tokens, length {length:>7} at a batch of 64", flush=True)
+        print(
+            f"  {name:<28} batch {batch:>6} of 512 tokens, length {length:>7} at a batch of 64",
+            flush=True,
+        )
     base = found["tensor parallel 12"]
     for name in list(found)[1:]:
         batch, length = found[name]

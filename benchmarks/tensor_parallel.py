@@ -1,11 +1,13 @@
-"""A training step of a GPT under megatron1d against torch's own tensor parallelism, on 4 gloo processes.
+"""A training step of a GPT under megatron1d against torch's own
+tensor parallelism, on 4 gloo processes.
 
-The same module with separate q, k and v, the same weights and batches, forward, backward and AdamW.  torch's is what
-its tutorials write: ColwiseParallel and RowwiseParallel with the attention's and the MLP's input prepared once,
-the embedding and the loss parallel over the vocabulary; with ``SequenceParallel`` between them for "TP + SP".
-Losses of the first steps must be the same.  The wire is what a private loopback device carried (where the kernel
-lets a process have one; else the machine's), CPU time what all processes used.  Contestants are interleaved;
-figures are medians of each repetition's ratio.
+The same module with separate q, k and v, the same weights and batches, forward, backward and AdamW.
+torch's is what its tutorials write: ColwiseParallel and RowwiseParallel with the attention's and
+the MLP's input prepared once, the embedding and the loss parallel over the vocabulary; with
+``SequenceParallel`` between them for "TP + SP".  Losses of the first steps must be the same.  The
+wire is what a private loopback device carried (where the kernel lets a process have one; else the
+machine's), CPU time what all processes used.  Contestants are interleaved; figures are medians of
+each repetition's ratio.
 
     python -m benchmarks.tensor_parallel [--layers 4] [--width 256] [--no-update]
 """
@@ -45,10 +47,15 @@ VOCAB, LEARNING = 1024, 1e-3
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, 32)).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -99,7 +106,9 @@ def ours(args: argparse.Namespace, sequence: bool, saving: bool) -> Step:
     with sl.use_mesh(mesh):
         model = GPT(args.layers, args.width, args.length)
         rules = sl.recipes.megatron1d(model, sequence=sequence)
-        apply, params = sl.parallelize(model, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+        apply, params = sl.parallelize(
+            model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+        )
         tx = sl.optim.adamw(LEARNING)
         held = [params, tx.init(params)]
     run = sl.value_and_grad(apply)
@@ -123,19 +132,31 @@ def torchs(args: argparse.Namespace, sequence: bool) -> Step:
     leave = RowwiseParallel(output_layouts=stream)
     plan: dict[str, Any] = {
         "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "lm_head": ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     for i in range(args.layers):
-        plan |= {f"h.{i}.attn": enter, f"h.{i}.attn.o_proj": leave, f"h.{i}.mlp": enter, f"h.{i}.mlp.fc2": leave}
-        plan |= {f"h.{i}.attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {f"h.{i}.mlp.fc1": ColwiseParallel()}
+        plan |= {
+            f"h.{i}.attn": enter,
+            f"h.{i}.attn.o_proj": leave,
+            f"h.{i}.mlp": enter,
+            f"h.{i}.mlp.fc2": leave,
+        }
+        plan |= {f"h.{i}.attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {
+            f"h.{i}.mlp.fc1": ColwiseParallel()
+        }
     if sequence:
         plan |= {f"h.{i}.ln_{j}": SequenceParallel() for i in range(args.layers) for j in (1, 2)}
         plan |= {"ln_f": SequenceParallel()}
         plan |= {"wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))}
     model = parallelize_module(model, mesh, plan)
-    whole, parts = ([p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (False, True))
+    whole, parts = (
+        [p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (False, True)
+    )
     groups = [{"params": params} for params in (whole, parts) if params]
-    update = torch.optim.AdamW(groups, lr=LEARNING, fused=True)  # one call to a kernel takes one kind
+    # one call to a kernel takes one kind
+    update = torch.optim.AdamW(groups, lr=LEARNING, fused=True)
 
     def step(idx: Tensor, targets: Tensor) -> float:
         with loss_parallel():
@@ -143,7 +164,8 @@ def torchs(args: argparse.Namespace, sequence: bool) -> Step:
             loss.backward()
         for p in model.parameters():
             g = p.grad
-            if isinstance(g, DTensor) and any(q.is_partial() for q in g.placements):  # the norms' with sequences
+            # the norms' with sequences
+            if isinstance(g, DTensor) and any(q.is_partial() for q in g.placements):
                 p.grad = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
         if args.update:
             update.step()
@@ -172,10 +194,14 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
         "megatron1d, sequence, saving": ours(args, True, True),
     }
     draw = torch.Generator().manual_seed(1)
-    batch = [torch.randint(0, VOCAB, (2, args.batch, args.length), generator=draw) for _ in range(4)]
+    batch = [
+        torch.randint(0, VOCAB, (2, args.batch, args.length), generator=draw) for _ in range(4)
+    ]
     losses = {name: [run(*b) for b in batch] for name, run in runs.items()}
     wanted = losses["torch TP"]
-    worst = max(abs(a / b - 1) for found in losses.values() for a, b in zip(found, wanted, strict=True))
+    worst = max(
+        abs(a / b - 1) for found in losses.values() for a, b in zip(found, wanted, strict=True)
+    )
     if not worst < 5e-7:
         raise AssertionError(f"losses differ by {worst:.1e}: {losses}")
     rows = []
@@ -192,9 +218,18 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
             dist.all_reduce(took)
             if dist.get_rank() == 0:
                 print(
-                    f"turn {turn + 1} of {args.repeats}: {name:<30}{seconds * 1e3:8.0f} ms", file=sys.stderr, flush=True
+                    f"turn {turn + 1} of {args.repeats}: {name:<30}{seconds * 1e3:8.0f} ms",
+                    file=sys.stderr,
+                    flush=True,
                 )
-            rows.append({"name": name, "wire": sent / dist.get_world_size(), "cpu": float(took), "seconds": seconds})
+            rows.append(
+                {
+                    "name": name,
+                    "wire": sent / dist.get_world_size(),
+                    "cpu": float(took),
+                    "seconds": seconds,
+                }
+            )
     return [{"worst": worst}, *rows]
 
 
@@ -205,8 +240,17 @@ def _ratio(rows: list[dict[str, Any]], a: str, b: str, what: str) -> str:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 4), ("width", 256), ("length", 256), ("batch", 8), ("repeats", 7), ("ranks", 4)):
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("layers", 4),
+        ("width", 256),
+        ("length", 256),
+        ("batch", 8),
+        ("repeats", 7),
+        ("ranks", 4),
+    ):
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--no-update", dest="update", action="store_false", help="no optimizer")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -215,16 +259,27 @@ def main() -> int:
         return rig.private("benchmarks.tensor_parallel", [*sys.argv[1:], "--inside"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     said, *rows = sl.launch(contest, args, x=args.ranks)[0]
-    print(f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens, {args.ranks} processes")
-    print(f"losses agree to {said['worst']:.0e}; {'own' if args.inside else 'shared'} loopback;", end=" ")
+    print(
+        f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens, {args.ranks} "
+        "processes"
+    )
+    print(
+        f"losses agree to {said['worst']:.0e}; {'own' if args.inside else 'shared'} loopback;",
+        end=" ",
+    )
     print(f"load {os.getloadavg()[0]:.1f}")
-    print(f"{'':<30}{'MiB':>8}{'CPU ms':>8}{'wire / torch':>20}{'CPU / torch':>20}{'time / torch':>20}")
+    print(
+        f"{'':<30}{'MiB':>8}{'CPU ms':>8}{'wire / torch':>20}{'CPU / torch':>20}{'time / torch':>20}"
+    )
     for name in dict.fromkeys(r["name"] for r in rows):
         mine = [r for r in rows if r["name"] == name]
         other = dict(PAIRS).get(name, "")
         ratios = [_ratio(rows, name, other, w) if other else "" for w in ("wire", "cpu", "seconds")]
         middle = [statistics.median(r[w] for r in mine) for w in ("wire", "cpu")]
-        print(f"{name:<30}{middle[0] / 2**20:>8.1f}{middle[1] * 1e3:>8.0f}" + "".join(f"{r:>20}" for r in ratios))
+        print(
+            f"{name:<30}{middle[0] / 2**20:>8.1f}{middle[1] * 1e3:>8.0f}"
+            + "".join(f"{r:>20}" for r in ratios)
+        )
     out = Path("out")
     out.mkdir(exist_ok=True)
     with open(out / "tensor_parallel.csv", "w", newline="") as file:

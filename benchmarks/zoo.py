@@ -1,7 +1,9 @@
 """Unmodified modules, tiny: what people bring to a recipe.
 
-``ZOO`` maps a name to a function that makes (module, inputs).  An input's name tells how it lies: a name in
-``HIDDEN`` is [B, S, D], one in ``TOKENS`` [B, S], every other tensor is split along its batch alone.
+``ZOO`` maps a name to a function that makes (module, inputs).  An
+        input's name tells how it lies: a name in
+``HIDDEN`` is [B, S, D], one in ``TOKENS`` [B, S], every
+           other tensor is split along its batch alone.
 Every module is in fp64; dropout is off.  transformers and peft are imported by those who need them.
 """
 
@@ -40,23 +42,44 @@ def _ids(rows: int = B, columns: int = S, seed: int = 0) -> Tensor:
 
 # ---------------------------------------------------------------- transformers
 
-SMALL = {"hidden_size": D, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": H}
-TEXT = {"vocab_size": V, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+SMALL = {
+    "hidden_size": D,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+}
+TEXT = {
+    "vocab_size": V,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = {**SMALL, **OFF, "vocab_size": V, "max_position_embeddings": 32}
 GPT2 = {
-    "n_layer": 2, "n_embd": D, "n_head": H, "vocab_size": V, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "n_layer": 2, "n_embd": D, "n_head": H, "vocab_size": V, "n_positions": 32, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "n_routed_experts": 4}
+MOE = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+}
 T5 = {
-    "vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": H, "dropout_rate": 0.0,
+    "vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": H,
+    "dropout_rate": 0.0,
     "decoder_start_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 BART = {
-    "vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": H,
-    "decoder_attention_heads": H, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32,
-    "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": H,
+    "decoder_attention_heads": H, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "max_position_embeddings": 32,
+    "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }  # fmt: skip
 VIT = {**SMALL, **OFF, "image_size": 16, "patch_size": 4, "num_labels": 8}
@@ -97,8 +120,10 @@ def _hf(
 
 _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT2)
 _hf("gpt_neo", "GPTNeoForCausalLM", "GPTNeoConfig", {
-    **TEXT, "hidden_size": D, "num_layers": 2, "num_heads": H, "intermediate_size": 64, "window_size": 4,
-    "attention_types": [[["global", "local"], 1]], "embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0,
+    **TEXT, "hidden_size": D, "num_layers": 2, "num_heads": H, "intermediate_size": 64,
+    "window_size": 4,
+    "attention_types": [[["global", "local"], 1]], "embed_dropout": 0.0, "attention_dropout": 0.0,
+    "resid_dropout": 0.0,
 })  # fmt: skip
 _hf("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT2, "rotary_dim": 4})
 _hf("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", {**SMALL, **TEXT, "attention_dropout": 0.0})
@@ -106,7 +131,8 @@ _hf("opt", "OPTForCausalLM", "OPTConfig", {
     **SMALL, **TEXT, "ffn_dim": 64, "word_embed_proj_dim": D, "dropout": 0.0, "pad_token_id": 1,
 })  # fmt: skip
 _hf("bloom", "BloomForCausalLM", "BloomConfig", {
-    "vocab_size": V, "hidden_size": D, "n_layer": 2, "n_head": H, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "vocab_size": V, "hidden_size": D, "n_layer": 2, "n_head": H, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 })  # fmt: skip
 FALCON = {**SMALL, **TEXT, "ffn_hidden_size": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 _hf("falcon 7b (one head of keys)", "FalconForCausalLM", "FalconConfig", {
@@ -118,11 +144,26 @@ _hf("falcon 40b (grouped)", "FalconForCausalLM", "FalconConfig", {
 _hf("falcon rw (alibi)", "FalconForCausalLM", "FalconConfig", {
     **FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
 })  # fmt: skip
-_hf("phi", "PhiForCausalLM", "PhiConfig", {**SMALL, **TEXT, "partial_rotary_factor": 0.5, "resid_pdrop": 0.0})
+_hf(
+    "phi",
+    "PhiForCausalLM",
+    "PhiConfig",
+    {**SMALL, **TEXT, "partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
+)
 _hf("phi3", "Phi3ForCausalLM", "Phi3Config", {**SMALL, **TEXT, "num_key_value_heads": 2})
 _hf("llama", "LlamaForCausalLM", "LlamaConfig", {**SMALL, **TEXT, "num_key_value_heads": 4})
-_hf("llama (two heads of keys)", "LlamaForCausalLM", "LlamaConfig", {**SMALL, **TEXT, "num_key_value_heads": 2})
-_hf("llama (one head of keys)", "LlamaForCausalLM", "LlamaConfig", {**SMALL, **TEXT, "num_key_value_heads": 1})
+_hf(
+    "llama (two heads of keys)",
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    {**SMALL, **TEXT, "num_key_value_heads": 2},
+)
+_hf(
+    "llama (one head of keys)",
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    {**SMALL, **TEXT, "num_key_value_heads": 1},
+)
 _hf("llama (eager attention)", "LlamaForCausalLM", "LlamaConfig", {
     **SMALL, **TEXT, "num_key_value_heads": 2,
 }, attention="eager")  # fmt: skip
@@ -130,17 +171,31 @@ _hf("mistral", "MistralForCausalLM", "MistralConfig", {
     **SMALL, **TEXT, "num_key_value_heads": 2, "sliding_window": 4,
 })  # fmt: skip
 _hf("qwen2", "Qwen2ForCausalLM", "Qwen2Config", {**SMALL, **TEXT, "num_key_value_heads": 2})
-_hf("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8})
-_hf("gemma", "GemmaForCausalLM", "GemmaConfig", {**SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8})
+_hf(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    "Qwen3Config",
+    {**SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8},
+)
+_hf(
+    "gemma",
+    "GemmaForCausalLM",
+    "GemmaConfig",
+    {**SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8},
+)
 _hf("gemma2", "Gemma2ForCausalLM", "Gemma2Config", {
-    **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8,
+    **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
+    "query_pre_attn_scalar": 8,
 })  # fmt: skip
 _hf("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", {
-    **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8,
+    **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
+    "query_pre_attn_scalar": 8,
 })  # fmt: skip
 _hf("olmo", "OlmoForCausalLM", "OlmoConfig", {**SMALL, **TEXT})
 _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", {**SMALL, **TEXT, "num_key_value_heads": 2})
-_hf("stablelm", "StableLmForCausalLM", "StableLmConfig", {**SMALL, **TEXT, "num_key_value_heads": 2})
+_hf(
+    "stablelm", "StableLmForCausalLM", "StableLmConfig", {**SMALL, **TEXT, "num_key_value_heads": 2}
+)
 _hf("starcoder2", "Starcoder2ForCausalLM", "Starcoder2Config", {
     **SMALL, **TEXT, "num_key_value_heads": 2, "residual_dropout": 0.0, "embedding_dropout": 0.0,
 })  # fmt: skip
@@ -156,32 +211,38 @@ for _experts in ("eager", "batched_mm", "grouped_mm"):
         **SMALL, **TEXT, **MOE, "num_key_value_heads": 2, "head_dim": 8,
     }, experts=_experts)  # fmt: skip
     _hf(f"gpt_oss ({_experts})", "GptOssForCausalLM", "GptOssConfig", {
-        **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        **SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "sliding_window": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }, experts=_experts)  # fmt: skip
     _hf(f"deepseek_v3 ({_experts})", "DeepseekV3ForCausalLM", "DeepseekV3Config", {
-        **SMALL, **TEXT, **MOE, "num_key_value_heads": H, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+        **SMALL, **TEXT, **MOE, "num_key_value_heads": H, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1,
         "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 8, "v_head_dim": 8,
     }, experts=_experts)  # fmt: skip
 _hf("mamba", "MambaForCausalLM", "MambaConfig", {
-    **TEXT, "hidden_size": D, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4, "use_cache": False,
+    **TEXT, "hidden_size": D, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4,
+    "use_cache": False,
 })  # fmt: skip
 _hf("mamba2", "Mamba2ForCausalLM", "Mamba2Config", {
-    **TEXT, "hidden_size": D, "state_size": 4, "num_hidden_layers": 2, "head_dim": 8, "num_heads": 8, "n_groups": 2,
+    **TEXT, "hidden_size": D, "state_size": 4, "num_hidden_layers": 2, "head_dim": 8,
+    "num_heads": 8, "n_groups": 2,
     "chunk_size": 4, "use_cache": False,
 })  # fmt: skip
 _hf("bert", "BertForMaskedLM", "BertConfig", BERT)
 _hf("bert (classes)", "BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 4})
 _hf("roberta", "RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1})
 _hf("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", {
-    "vocab_size": V, "dim": D, "hidden_dim": 64, "n_layers": 2, "n_heads": H, "max_position_embeddings": 32,
+    "vocab_size": V, "dim": D, "hidden_dim": 64, "n_layers": 2, "n_heads": H,
+    "max_position_embeddings": 32,
     "dropout": 0.0, "attention_dropout": 0.0,
 })  # fmt: skip
 _hf("albert", "AlbertForMaskedLM", "AlbertConfig", {**BERT, "embedding_size": 16})
 _hf("electra", "ElectraForMaskedLM", "ElectraConfig", {**BERT, "embedding_size": 16})
 _hf("deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", {
-    **BERT, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+    **BERT, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
     "norm_rel_ebd": "layer_norm",
 })  # fmt: skip
 _hf("modernbert", "ModernBertForMaskedLM", "ModernBertConfig", {
@@ -195,7 +256,8 @@ _hf("vit", "ViTForImageClassification", "ViTConfig", VIT, _pixels)
 _hf("deit", "DeiTForImageClassification", "DeiTConfig", VIT, _pixels)
 _hf("dinov2", "Dinov2ForImageClassification", "Dinov2Config", VIT, _pixels)
 _hf("swin", "SwinForImageClassification", "SwinConfig", {
-    **OFF, "image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
+    **OFF, "image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
+    "num_heads": [2, 4],
     "window_size": 4, "num_labels": 8, "drop_path_rate": 0.0,
 }, _pixels)  # fmt: skip
 _hf("convnext", "ConvNextForImageClassification", "ConvNextConfig", {
@@ -203,11 +265,13 @@ _hf("convnext", "ConvNextForImageClassification", "ConvNextConfig", {
 }, _pixels)  # fmt: skip
 _hf("segformer", "SegformerForImageClassification", "SegformerConfig", {
     **OFF, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32],
-    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "num_labels": 8,
+    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2],
+    "num_labels": 8,
     "drop_path_rate": 0.0, "classifier_dropout_prob": 0.0,
 }, _pixels)  # fmt: skip
 _hf("resnet", "ResNetForImageClassification", "ResNetConfig", {
-    "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_labels": 8, "layer_type": "basic",
+    "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_labels": 8,
+    "layer_type": "basic",
 }, _pixels)  # fmt: skip
 
 
@@ -220,7 +284,8 @@ def _towers() -> dict[str, Tensor]:
 def _clip(name: str, model: str, config: str, **more: Any) -> None:
     text = {**SMALL, **TEXT, "projection_dim": 16, "pad_token_id": 1}
     _hf(name, model, config, {
-        "text_config": text, "vision_config": {**SMALL, "image_size": 16, "patch_size": 4, "projection_dim": 16},
+        "text_config": text,
+        "vision_config": {**SMALL, "image_size": 16, "patch_size": 4, "projection_dim": 16},
         **more,
     }, _towers)  # fmt: skip
 
@@ -228,13 +293,16 @@ def _clip(name: str, model: str, config: str, **more: Any) -> None:
 _clip("clip", "CLIPModel", "CLIPConfig", projection_dim=16)
 _clip("siglip", "SiglipModel", "SiglipConfig")
 _hf("wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", {
-    **SMALL, "vocab_size": V, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0, "layerdrop": 0.0, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4),
+    **SMALL, "vocab_size": V, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0, "layerdrop": 0.0, "conv_dim": (16, 16), "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 16, "num_labels": 4, "final_dropout": 0.0,
 }, _sound)  # fmt: skip
 _hf("whisper", "WhisperForConditionalGeneration", "WhisperConfig", {
-    **BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32, "attention_dropout": 0.0,
+    **BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32,
+    "attention_dropout": 0.0,
     "suppress_tokens": None, "begin_suppress_tokens": None,
 }, lambda: {"input_features": _seeded(B, 8, 16), "decoder_input_ids": _ids()})  # fmt: skip
 
@@ -249,7 +317,12 @@ def _adapted(name: str, base: str, kind: str, dora: bool) -> None:
         module, inputs = ZOO[base]()
         task = {"gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}.get(base)
         config = peft.LoraConfig(
-            r=4, lora_alpha=8, use_dora=dora, target_modules=kind.split(), task_type=task, init_lora_weights=False
+            r=4,
+            lora_alpha=8,
+            use_dora=dora,
+            target_modules=kind.split(),
+            task_type=task,
+            init_lora_weights=False,
         )
         return peft.get_peft_model(module, config).eval(), inputs  # type: ignore[arg-type, return-value]
 
@@ -321,7 +394,10 @@ class _Seq2Seq(nn.Module):
         return self.transformer(src, tgt, tgt_mask=mask, tgt_is_causal=True)
 
 
-ZOO["nn.Transformer"] = lambda: (_Seq2Seq(), {"src": _seeded(B, S, D), "tgt": _seeded(B, S, D, seed=1)})
+ZOO["nn.Transformer"] = lambda: (
+    _Seq2Seq(),
+    {"src": _seeded(B, S, D), "tgt": _seeded(B, S, D, seed=1)},
+)
 
 
 class _Recurrent(nn.Module):
@@ -359,7 +435,9 @@ class _Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample = None
         if stride > 1:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -388,7 +466,9 @@ ZOO["ResNet (training)"] = lambda: (_ResNet().train(), _pixels())
 
 
 class _UNet(nn.Module):
-    """Residual convolutions with a time embedding, attention over pixels, down and up, as diffusion uses."""
+    """Residual convolutions with a time embedding, attention
+    over pixels, down and up, as diffusion uses.
+    """
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -420,7 +500,10 @@ class _UNet(nn.Module):
         return self.leave(torch.cat([self.up(x), skip], 1))
 
 
-ZOO["diffusion UNet block"] = lambda: (_UNet(), {"pixel_values": _seeded(B, 3, 8, 8), "steps": _seeded(B).abs() * 9})
+ZOO["diffusion UNet block"] = lambda: (
+    _UNet(),
+    {"pixel_values": _seeded(B, 3, 8, 8), "steps": _seeded(B).abs() * 9},
+)
 
 
 class _DiT(nn.Module):
@@ -517,7 +600,9 @@ class _Rotary(nn.Module):
             return torch.view_as_real(pairs * turn).flatten(3)
 
         q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
-        return hidden + self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return hidden + self.wo(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 ZOO["complex RoPE attention"] = lambda: (_Rotary(), _hidden())
@@ -587,21 +672,27 @@ class _Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 64), nn.SiLU(), nn.Linear(64, D)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 64), nn.SiLU(), nn.Linear(64, D)) for _ in range(4)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         scores = self.router(hidden).softmax(-1)
         best = scores.topk(2, dim=-1).indices
         weights = scores * torch.zeros_like(scores).scatter(-1, best, 1.0)
         weights = weights / weights.sum(-1, keepdim=True)
-        return hidden + torch.stack([e(hidden) * weights[..., i, None] for i, e in enumerate(self.experts)]).sum(0)
+        return hidden + torch.stack(
+            [e(hidden) * weights[..., i, None] for i, e in enumerate(self.experts)]
+        ).sum(0)
 
 
 ZOO["experts (masked)"] = lambda: (_Experts(), _hidden())
 
 
 class _Windows(nn.Module):
-    """Relative position bias by a table and a buffer of indices; a causal buffer; masked_fill in place."""
+    """Relative position bias by a table and a buffer of
+    indices; a causal buffer; masked_fill in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -615,7 +706,9 @@ class _Windows(nn.Module):
         b, s, _ = hidden.shape
         index: Any = self.index
         past: Any = self.past
-        q, k, v = (t.view(b, s, H, D // H).transpose(1, 2) for t in self.qkv(hidden).split(D, dim=2))
+        q, k, v = (
+            t.view(b, s, H, D // H).transpose(1, 2) for t in self.qkv(hidden).split(D, dim=2)
+        )
         bias = self.table[index.view(-1)].view(s, s, H).permute(2, 0, 1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(D // H) + bias[None]
         scores = scores.masked_fill(past[None, None, :s, :s] == 0, float("-inf"))

@@ -33,7 +33,10 @@ def split(data: Tensor, held_out: float = 0.1) -> tuple[Tensor, Tensor]:
 def batches(data: Tensor, batch: int, ctx: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids, targets) [batch, ctx] int64 forever; the same whatever the number of processes."""
     if len(data) < ctx + 2:
-        raise ValueError(f"a corpus of {len(data)} bytes has no window of {ctx} and its next byte; take a smaller ctx")
+        raise ValueError(
+            f"a corpus of {len(data)} bytes has no window of {ctx} and its next byte; take a "
+            "smaller ctx"
+        )
     draw = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(len(data) - ctx - 1, (batch,), generator=draw)

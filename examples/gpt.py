@@ -94,7 +94,12 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(
-    logits: Callable[[Tensor], Tensor], prompt: bytes, count: int, ctx: int, seed: int = 0, temperature: float = 0.8
+    logits: Callable[[Tensor], Tensor],
+    prompt: bytes,
+    count: int,
+    ctx: int,
+    seed: int = 0,
+    temperature: float = 0.8,
 ) -> bytes:
     """Continue a prompt byte by byte; ``logits(idx [1, T]) -> [1, T, vocab]``."""
     draw = torch.Generator().manual_seed(seed)

@@ -7,7 +7,8 @@
    the allocator fails (RLIMIT_AS).
 2. Four processes, each under the same cap, train on a sequence four times as long: the same module,
    its sequence split in zigzag order, attention round a ring.
-3. At the length that one process can hold, both train the same steps, and their losses are compared.
+3. At the length that one process can hold, both train the
+   same steps, and their losses are compared.
 """
 
 import argparse
@@ -45,13 +46,20 @@ def alone(c: GPTConfig, lr: float) -> Step:
 
 
 def together(c: GPTConfig, lr: float) -> Step:
-    """The same step with the sequence split over the mesh axis s; so are the position embeddings."""
+    """The same step with the sequence split over the mesh
+    axis s; so are the position embeddings.
+    """
     model = GPT(c)
     ring = sl.recipes.ring(model)
     rules: Any = [("wpe.weight", "s ."), *ring]
-    apply, params = sl.parallelize(model, rules, inputs={"idx": ring.tokens, "targets": ring.labels})
+    apply, params = sl.parallelize(
+        model, rules, inputs={"idx": ring.tokens, "targets": ring.labels}
+    )
     tx = sl.optim.adamw(lr, weight_decay=0.0)
-    state, gradient = tx.init(params), sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets))
+    state, gradient = (
+        tx.init(params),
+        sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets)),
+    )
     del model
 
     def step(ids: Tensor, targets: Tensor) -> float:
@@ -73,7 +81,9 @@ def _cap(mebibytes: float | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def train(length: int, context: int, steps: int, cap: float | None, layers: int, embed: int) -> list[float] | str:
+def train(
+    length: int, context: int, steps: int, cap: float | None, layers: int, embed: int
+) -> list[float] | str:
     """Losses on sequences of ``length``; "out of memory" where the cap does not allow it."""
     torch.set_num_threads(1)
     split = sl.current_mesh().size > 1
@@ -81,7 +91,8 @@ def train(length: int, context: int, steps: int, cap: float | None, layers: int,
     heads = 4
     small = make(GPTConfig(ctx=64, layers=1, heads=heads, embed=embed), 1e-3)
     for _ in range(2):
-        small(torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.int64))  # threads and libraries
+        # threads and libraries
+        small(torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.int64))
     data = batches(load(), 1, length, seed=1)
     _cap(cap)
     losses = []
@@ -103,7 +114,10 @@ def longest(cap: float, layers: int, embed: int, most: int = 1 << 16) -> int:
 
     def fits(length: int) -> bool:
         (answer,) = sl.launch(train, length, 4 * length, 2, cap, layers, embed, s=1)
-        print(f"  one process, {length:>6} tokens: {'fits' if isinstance(answer, list) else answer}", flush=True)
+        print(
+            f"  one process, {length:>6} tokens: {'fits' if isinstance(answer, list) else answer}",
+            flush=True,
+        )
         return isinstance(answer, list)
 
     low, high = 0, GRAIN
@@ -118,14 +132,22 @@ def longest(cap: float, layers: int, embed: int, most: int = 1 << 16) -> int:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--cap", type=float, default=96, help="MiB that each process may map beside what PyTorch needs")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--cap",
+        type=float,
+        default=96,
+        help="MiB that each process may map beside what PyTorch needs",
+    )
     p.add_argument("--steps", type=int, default=10)
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--embed", type=int, default=64)
     p.add_argument("--out", type=Path, default=Path("out"))
     args = p.parse_args(argv)
-    os.environ["MALLOC_MMAP_THRESHOLD_"], os.environ["MALLOC_ARENA_MAX"] = "65536", "1"  # what is freed leaves
+    # what is freed leaves
+    os.environ["MALLOC_MMAP_THRESHOLD_"], os.environ["MALLOC_ARENA_MAX"] = "65536", "1"
     shape = args.layers, args.embed
     print(f"1. one process under a cap of {args.cap:g} MiB")
     n = longest(args.cap, *shape)
@@ -139,12 +161,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     dense = sl.launch(train, n, long, args.steps, None, *shape, s=1, timeout=1800)[0]
     ring = sl.launch(train, n, long, args.steps, None, *shape, s=4, timeout=1800)[0]
     worst = max(abs(a - b) for a, b in zip(dense, ring, strict=True))
-    print(f"   loss {dense[-1]:.5f} in one process, {ring[-1]:.5f} in four; largest difference of a step {worst:.1e}")
+    print(
+        f"   loss {dense[-1]:.5f} in one process, {ring[-1]:.5f} in four; largest difference of a "
+        f"step {worst:.1e}"
+    )
     _plot(args.out, curve, dense, ring, long, n)
     return {"longest": n, "curve": curve, "dense": dense, "ring": ring, "worst": worst}
 
 
-def _plot(out: Path, curve: list[float], dense: list[float], ring: list[float], long: int, n: int) -> None:
+def _plot(
+    out: Path, curve: list[float], dense: list[float], ring: list[float], long: int, n: int
+) -> None:
     try:
         import matplotlib
 
@@ -158,7 +185,9 @@ def _plot(out: Path, curve: list[float], dense: list[float], ring: list[float], 
     axes.plot(dense, label=f"{n} tokens, one process", linewidth=4, alpha=0.4)
     axes.plot(ring, label=f"{n} tokens, ring of four", linestyle="--", color="black")
     axes.plot(curve, label=f"{long} tokens, ring of four under the cap")
-    axes.set(xlabel="step", ylabel="loss", title="four times the sequence that one process can hold")
+    axes.set(
+        xlabel="step", ylabel="loss", title="four times the sequence that one process can hold"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(out / "long_sequence.png", dpi=120)

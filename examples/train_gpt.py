@@ -30,9 +30,15 @@ Report = dict[str, Any]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--mesh", default="data=2,x=2,y=2", help="axis sizes, as data=2,x=2,y=2")
-    p.add_argument("--recipe", default="optimus2d", choices=["megatron1d", "optimus2d", "tesseract", "cube3d", "ring"])
+    p.add_argument(
+        "--recipe",
+        default="optimus2d",
+        choices=["megatron1d", "optimus2d", "tesseract", "cube3d", "ring"],
+    )
     p.add_argument("--corpus", default="topics", help="topics, stdlib, or a file")
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--batch", type=int, default=16)
@@ -49,12 +55,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def sizes(mesh: str) -> dict[str, int]:
-    axes = {name: int(size) for name, size in (part.split("=") for part in mesh.replace(",", " ").split())}
+    axes = {
+        name: int(size)
+        for name, size in (part.split("=") for part in mesh.replace(",", " ").split())
+    }
     return {"data": 1} | axes
 
 
 def model(args: argparse.Namespace) -> GPT:
-    c = GPTConfig(ctx=args.ctx, layers=args.layers, heads=args.heads, embed=args.embed, dropout=args.dropout)
+    c = GPTConfig(
+        ctx=args.ctx, layers=args.layers, heads=args.heads, embed=args.embed, dropout=args.dropout
+    )
     return GPT(c)
 
 
@@ -69,14 +80,20 @@ def train(args: argparse.Namespace) -> Report:
     mesh = sl.current_mesh()
     rank = dist.get_rank() if dist.is_initialized() else 0
     rules = getattr(sl.recipes, args.recipe)(model(args))
-    apply, params = sl.parallelize(model(args), rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+    apply, params = sl.parallelize(
+        model(args), rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+    )
     tx = sl.optim.zero(optimizer(args), axis="data")
     state = tx.init(params)
-    step_fn = sl.value_and_grad(lambda p, ids, targets: apply(p, ids, targets=targets), pending="data")
+    step_fn = sl.value_and_grad(
+        lambda p, ids, targets: apply(p, ids, targets=targets), pending="data"
+    )
     losses, kinds, total = [], {}, 0
     torch.manual_seed(0)  # dropout's draws; the same on every rank
     began = time.perf_counter()
-    for step, (ids, targets) in zip(range(args.steps), batches(load(args.corpus), args.batch, args.ctx), strict=False):
+    for step, (ids, targets) in zip(
+        range(args.steps), batches(load(args.corpus), args.batch, args.ctx), strict=False
+    ):
         with sl.trace() as t:
             loss, grads = step_fn(params, ids.to(mesh.device), targets.to(mesh.device))
             updates, state = tx.update(grads, state, params)
@@ -90,13 +107,19 @@ def train(args: argparse.Namespace) -> Report:
             _bar(
                 step + 1,
                 args.steps,
-                f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {float(total) / 2**20:.2f} MiB/step/rank",
+                f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {float(total) / 2**20:.2f} "
+                "MiB/step/rank",
             )
     out = Path(args.out)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         print()
-        shown = ("wte.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight")
+        shown = (
+            "wte.weight",
+            "h.0.attn.c_attn.weight",
+            "h.0.mlp.c_fc.weight",
+            "h.0.mlp.c_proj.weight",
+        )
         draw({n: params[n] for n in shown}, str(out / "layouts.png"))
     save(out / "gpt.safetensors", params)
     return {
@@ -116,7 +139,9 @@ def _held(x: sl.ShardedTensor) -> int:
 def _tensors(tree: Any) -> list[Any]:
     if isinstance(tree, sl.ShardedTensor):
         return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    items = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    )
     return [x for item in items for x in _tensors(item)]
 
 
@@ -126,7 +151,11 @@ def _bar(done: int, steps: int, text: str) -> None:
     end = "\n" if not sys.stdout.isatty() and done % 10 == 0 else ""
     start = "\r" if sys.stdout.isatty() else ""
     if sys.stdout.isatty() or done % 10 == 0:
-        print(f"{start}[{'#' * filled}{'.' * (width - filled)}] {done:>3}/{steps}  {text}", end=end, flush=True)
+        print(
+            f"{start}[{'#' * filled}{'.' * (width - filled)}] {done:>3}/{steps}  {text}",
+            end=end,
+            flush=True,
+        )
 
 
 def train_alone(args: argparse.Namespace) -> Report:
@@ -137,7 +166,9 @@ def train_alone(args: argparse.Namespace) -> Report:
     state = tx.init(params)
     losses = []
     began = time.perf_counter()
-    for _, (ids, targets) in zip(range(args.steps), batches(load(args.corpus), args.batch, args.ctx), strict=False):
+    for _, (ids, targets) in zip(
+        range(args.steps), batches(load(args.corpus), args.batch, args.ctx), strict=False
+    ):
         where = next(iter(params.values())).device
         tied = {**params, "lm_head.weight": params["wte.weight"]}
         loss = torch.func.functional_call(m, tied, (ids.to(where), targets.to(where)))
@@ -146,7 +177,12 @@ def train_alone(args: argparse.Namespace) -> Report:
         params = sl.optim.apply_updates(params, updates)
         losses.append(loss.item())
     held = sum(p.numel() * p.element_size() for p in params.values())
-    return {"losses": losses, "params": held, "state": 2 * held, "seconds": time.perf_counter() - began}
+    return {
+        "losses": losses,
+        "params": held,
+        "state": 2 * held,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
@@ -157,7 +193,10 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
         a, b = ours["losses"][i], alone["losses"][i]
         print(f"{i + 1:>4}  {a:8.5f}  {b:12.5f}  {abs(a - b):11.2e}")
     worst = max(abs(a - b) for a, b in zip(ours["losses"], alone["losses"], strict=True))
-    print(f"largest difference over {args.steps} steps: {worst:.2e}" + ("" if args.dropout else "  (bar: 1e-4)"))
+    print(
+        f"largest difference over {args.steps} steps: {worst:.2e}"
+        + ("" if args.dropout else "  (bar: 1e-4)")
+    )
     print(f"\nmemory per rank, MiB       sharded   one process   (mesh {args.mesh})")
     for what in ("params", "state"):
         label = {"params": "parameters", "state": "optimizer state"}[what]

@@ -1,10 +1,14 @@
 # pyright: strict
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, algorithms how to compute.
 
-The verbs and values of every day are here; the rest is in modules: ``sl.optim`` (optimizers and ZeRO),
-``sl.recipes`` (rules for modules), ``sl.masks`` (of attention), ``sl.collectives`` (what local code moves),
-``sl.planning`` (links, bounds, plans), ``sl.dtensor`` (to and from torch's), ``sl.random`` (keys of draws),
-``sl.seeing`` (pictures), ``sl.errors``, ``sl.extend`` (for authors of algorithms) and ``sl.testing`` (their laws).
+The verbs and values of every day are here; the rest is in
+modules: ``sl.optim`` (optimizers and ZeRO),
+``sl.recipes`` (rules for modules), ``sl.masks`` (of attention),
+               ``sl.collectives`` (what local code moves),
+``sl.planning`` (links, bounds, plans), ``sl.dtensor`` (to and from
+                torch's), ``sl.random`` (keys of draws),
+``sl.seeing`` (pictures), ``sl.errors``, ``sl.extend`` (for authors of
+              algorithms) and ``sl.testing`` (their laws).
 """
 
 from shardlib import (
@@ -41,8 +45,28 @@ from shardlib.errors import ShardError
 from shardlib.explain import explain
 from shardlib.grad import grad, value_and_grad
 from shardlib.init import init
-from shardlib.layouts import Col, Layout, Layout2D, Layout3D, Layout25D, LayoutLike, Partial, Replicated, Ring, Row
-from shardlib.mesh import Mesh, MeshLike, current_mesh, launch, make_mesh, record, simulate, use_mesh
+from shardlib.layouts import (
+    Col,
+    Layout,
+    Layout2D,
+    Layout3D,
+    Layout25D,
+    LayoutLike,
+    Partial,
+    Replicated,
+    Ring,
+    Row,
+)
+from shardlib.mesh import (
+    Mesh,
+    MeshLike,
+    current_mesh,
+    launch,
+    make_mesh,
+    record,
+    simulate,
+    use_mesh,
+)
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import implicit, saving, why
@@ -60,25 +84,30 @@ __version__ = "0.1.0"
 
 __all__ = [
     # placing values
-    "shard", "unshard", "reshard", "constrain", "shard_sequence", "typeof", "layout_of", "ShardedTensor",
+    "shard", "unshard", "reshard", "constrain", "shard_sequence", "typeof", "layout_of",
+    "ShardedTensor",
     # layouts
-    "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial", "LayoutLike",
+    "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial",
+    "LayoutLike",
     # meshes
     "Mesh", "MeshLike", "make_mesh", "simulate", "record", "use_mesh", "current_mesh", "launch",
     # local code
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     # computing and training
-    "matmul", "ring_attention", "grad", "value_and_grad", "parallelize", "init", "as_module", "save", "load",
+    "matmul", "ring_attention", "grad", "value_and_grad", "parallelize", "init", "as_module",
+    "save", "load",
     # choosing and seeing
-    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe", "visualize",
+    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe",
+    "visualize",
     # errors, and the modules
-    "ShardError",
-    "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning", "random", "recipes", "seeing",
-    "testing",
+    "ShardError", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
+    "random", "recipes", "seeing", "testing",
 ]  # fmt: skip
 
 
 def __dir__() -> list[str]:
     """The public names; what else is here are modules that these come from."""
-    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
+    return sorted(
+        [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    )

@@ -44,25 +44,32 @@ __all__ = [
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
 # reduce_scatter_single (same arguments) and warns on the old names; 2.11 has the old ones only.
 # When 2.13 is the oldest supported version: call dist's new names directly.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 # The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 and 2.13;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 and 2.13, where torch's
-# own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if that object then lives as long.
+# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 and 2.13,
+# where torch's own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if
+# that object then lives as long.
 StorageWeakRef: Any = reductions.StorageWeakRef
 
 # The base of contexts that see every aten call.  Seen in 2.11, 2.13 and 2.15 under this underscored
-# name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations, and
-# attention's peak memory is not predicted.
+# name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations,
+# and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
 
 
 def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
-    """Whether a value is a DTensor: there is none before its module, which takes longer to import than torch, is."""
+    """Whether a value is a DTensor: there is none before its module,
+    which takes longer to import than torch, is.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # None while it is being imported
     return kind is not None and isinstance(x, kind)
@@ -92,7 +99,7 @@ def no_redistribution() -> AbstractContextManager[Any] | None:
     """A context in which DTensor refuses to move data on its own, or None where torch has none.
 
     Seen in 2.11 and 2.13 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
-    When it goes: the DTensor fallback is off and the operation raises NoRule.
+    When it goes: the DTensor fallback is off and the operation raises NoImplementation.
     """
     try:
         from torch.distributed.tensor._utils import ExplicitRedistributionContext
@@ -128,7 +135,8 @@ _ATTENTION = {  # op -> the leading names of its arguments
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """One of aten's fused attention ops, which give the log-sum-exp that a ring merges by; None where it changed.
+    """One of aten's fused attention ops, which give the log-sum-exp that
+    a ring merges by; None where it changed.
 
     Seen in 2.11, 2.13 and 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
     When one goes, or its arguments change: the kernel that needs it is not offered, and the math
@@ -141,14 +149,18 @@ def attention_op(name: str) -> Callable[..., Any] | None:
     return op if found == _ATTENTION[name].split() else None
 
 
-# Raise on the device where a tensor is false, without waiting for it.  An aten operator without a public
-# name, seen in 2.11 and 2.13.  When it goes: ids on CUDA are not checked where a vocabulary is split.
+# Raise on the device where a tensor is false, without waiting for it.  An aten operator without a
+# public name, seen in 2.11 and 2.13.  When it goes: ids on CUDA are not checked where a vocabulary
+# is split.
 assert_async: Callable[[Any], None] = torch._assert_async
 
 
-# Where torch.nn.functional's and torch.linalg's builtins live; their functions reach __torch_function__ under
-# these objects.  Seen in 2.11 and 2.13.  When it goes: those run on whole operands.
-builtin_homes: tuple[Any, ...] = tuple(h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None)
+# Where torch.nn.functional's and torch.linalg's builtins live; their functions reach
+# __torch_function__ under these objects.  Seen in 2.11 and 2.13.  When it goes: those run on whole
+# operands.
+builtin_homes: tuple[Any, ...] = tuple(
+    h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None
+)
 
 
 def builtin(name: str) -> Callable[..., Any]:
@@ -161,18 +173,21 @@ _OPENED: dict[str, dict[str, Any]] = {}
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """The Python body of a torch function without its question to tensor subclasses, or None where it has none.
+    """The Python body of a torch function without its question to
+    tensor subclasses, or None where it has none.
 
-    torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``; the
-    same code runs with that answered False, and the operators inside it are asked one by one.  Seen in
-    2.11 and 2.13.  When it goes: such functions run on whole operands.
+    torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``;
+    the same code runs with that answered False, and the operators inside it are asked one by one.
+    Seen in 2.11 and 2.13.  When it goes: such functions run on whole operands.
     """
     if not isinstance(func, FunctionType) or not any(n in func.__globals__ for n in _ASKS):
         return None
     module = func.__module__
     if module not in _OPENED:
         _OPENED[module] = func.__globals__ | dict.fromkeys(_ASKS, lambda *_: False)
-    new = FunctionType(func.__code__, _OPENED[module], func.__name__, func.__defaults__, func.__closure__)
+    new = FunctionType(
+        func.__code__, _OPENED[module], func.__name__, func.__defaults__, func.__closure__
+    )
     new.__kwdefaults__ = func.__kwdefaults__
     return new
 
@@ -181,19 +196,24 @@ _DRAWS = frozenset("rrelu_with_noise pca_lowrank svd_lowrank".split())
 
 
 def seeded(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function draws random numbers: torch tags such operators nondeterministic_seeded."""
+    """Whether a function draws random numbers: torch tags
+    such operators nondeterministic_seeded.
+    """
     name = getattr(func, "__name__", "")
     if name in _DRAWS:
         return True
     if name in ("scaled_dot_product_attention",):
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # (.., has_biases, num_layers, dropout, train, ..)
+    # (.., has_biases, num_layers, dropout, train, ..)
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
         return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
     packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
     if packet is None or name in ("dropout",):
         return name == "dropout"
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3])
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3]
+    )
 
 
 class _Seeded:
@@ -203,7 +223,9 @@ class _Seeded:
     last = 0
 
     def holds(self) -> bool:
-        """Whether the last seeding is still in effect, not undone by ``fork_rng`` or ``set_rng_state``."""
+        """Whether the last seeding is still in effect, not
+        undone by ``fork_rng`` or ``set_rng_state``.
+        """
         return torch.initial_seed() in (self.last % 2**64, (self.last - 1) % 2**64)
 
 
@@ -211,10 +233,12 @@ SEEDED = _Seeded()
 
 
 def _hear_seeds() -> None:
-    """``torch.manual_seed`` and ``torch.seed`` both tell custom devices of the seed; this listens there.
+    """``torch.manual_seed`` and ``torch.seed`` both tell custom
+    devices of the seed; this listens there.
 
-    They are imported by name before us, so replacing them would miss calls.  ``torch.random._seed_custom_device``
-    seen in 2.11 and 2.13.  When it goes: wrap ``torch.manual_seed`` and ``torch.seed``.
+    They are imported by name before us, so replacing them would miss calls.
+    ``torch.random._seed_custom_device`` seen in 2.11 and 2.13.  When it goes: wrap
+    ``torch.manual_seed`` and ``torch.seed``.
     """
     tell = torch.random._seed_custom_device
 
@@ -229,15 +253,19 @@ _hear_seeds()
 
 
 def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[type]) -> None:
-    """``torch.nn.init`` functions that do not ask their argument first do so: a wrapper goes to ``instead[name]``.
+    """``torch.nn.init`` functions that do not ask their argument first do
+    so: a wrapper goes to ``instead[name]``.
 
-    They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a wrapper.  Callers
-    import them by name, so their code is replaced, under the same signature.  Seen in 2.11 and 2.13.  When it
-    goes, or torch asks itself: register the functions as those that ask.
+    They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a
+    wrapper.  Callers import them by name, so their code is replaced, under the same signature.
+    Seen in 2.11 and 2.13.  When it goes, or torch asks itself: register the functions as those that
+    ask.
     """
     for name, ours in instead.items():
         func = getattr(torch.nn.init, name)
-        inner = FunctionType(func.__code__, func.__globals__, name, func.__defaults__, func.__closure__)
+        inner = FunctionType(
+            func.__code__, func.__globals__, name, func.__defaults__, func.__closure__
+        )
         names = func.__code__.co_varnames[: func.__code__.co_argcount]
 
         def asked(*args: Any, inner: Any = inner, ours: Any = ours) -> Any:
@@ -252,7 +280,8 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
 def job_store() -> Any:
     """The key-value store that the processes of a job met through.
 
-    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13; ``get_group_store`` of a
+    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13;
+                                                              ``get_group_store`` of a
     process group is private too.  When it goes: make a ``dist.TCPStore`` in ``make_mesh``.
     """
     return torch.distributed.distributed_c10d._get_default_store()
@@ -262,24 +291,35 @@ def job_store() -> Any:
 
 
 def foreach_ops() -> dict[str, Callable[..., Any]]:
-    """torch's functions of lists, ``torch._foreach_add_`` as "add_", which torch.optim and clip_grad_norm_ call.
+    """torch's functions of lists, ``torch._foreach_add_`` as "add_",
+    which torch.optim and clip_grad_norm_ call.
 
     Seen in 2.11 and 2.13; each asks ``__torch_function__``.  When one goes, so does its caller.
     """
-    return {n.removeprefix("_foreach_"): getattr(torch, n) for n in dir(torch) if n.startswith("_foreach_")}
+    return {
+        n.removeprefix("_foreach_"): getattr(torch, n)
+        for n in dir(torch)
+        if n.startswith("_foreach_")
+    }
 
 
 def fused_steps() -> list[Callable[..., Any]]:
-    """``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.  Seen in 2.11, 2.13."""
+    """``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.
+    Seen in 2.11, 2.13.
+    """
     names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
     return [getattr(torch, n) for n in names if hasattr(torch, n)]
 
 
-# What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11 and 2.13.
-# When it goes: its successor needs the same rule, or a rank would not learn of another's overflow.
-amp_unscale: Callable[..., Any] | None = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+# What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11
+# and 2.13.  When it goes: its successor needs the same rule, or a rank would not learn of another's
+# overflow.
+amp_unscale: Callable[..., Any] | None = getattr(
+    torch, "_amp_foreach_non_finite_check_and_unscale_", None
+)
 
-# Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to asks.  Seen in 2.11, 2.13.
+# Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to asks.  Seen
+# in 2.11, 2.13.
 may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
 
 # What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 and 2.13.
@@ -287,9 +327,11 @@ begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None
 
 
 def under_transform(x: torch.Tensor | None = None) -> str:
-    """The torch.func transform that runs ("vmap", "grad", "jvp"), or that ``x`` is a value of; "" where there is none.
+    """The torch.func transform that runs ("vmap", "grad", "jvp"), or that
+    ``x`` is a value of; "" where there is none.
 
-    ``torch._C._functorch`` seen in 2.11 and 2.13.  When it goes: functorch's own assertion is what users read.
+    ``torch._C._functorch`` seen in 2.11 and 2.13.  When it goes:
+                            functorch's own assertion is what users read.
     """
     if x is not None and not torch._C._functorch.is_functorch_wrapped_tensor(x):
         return ""
@@ -303,13 +345,14 @@ _FunctionBase: Any = torch._C._FunctionBase
 # What a Function inherits that defines no ``setup_context``.  Seen in 2.11 and 2.13.
 NO_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
 
-# The identity whose graph node carries module backward hooks.  Seen in 2.11 and 2.13; torch asks its node's
-# name.  When it goes: full backward hooks must be refused.
+# The identity whose graph node carries module backward hooks.  Seen in 2.11 and 2.13; torch asks
+# its node's name.  When it goes: full backward hooks must be refused.
 HookFunction: Any = torch.nn.modules._functions.BackwardHookFunction
 
 
 class Local(torch.autograd.Function):
-    """Base of the library's own Functions: always on raw blocks, so torch's C entry is called at once.
+    """Base of the library's own Functions: always on raw
+    blocks, so torch's C entry is called at once.
 
     ``torch._C._FunctionBase.apply`` seen in 2.11 and 2.13.  When it goes: drop the line.
     """
@@ -333,8 +376,8 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 and 2.13.  When it goes:
-# torch.is_autocast_enabled per device.
+# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 and 2.13.  When it
+# goes: torch.is_autocast_enabled per device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
@@ -343,12 +386,15 @@ def intercept_functions(
     instead: Callable[[Any, tuple[Any, ...]], Any],
     hid: Callable[[Any, tuple[Any, ...], Any], Any],
 ) -> None:
-    """Where a wrapper is among the arguments of a user's ``Function.apply``, ``instead(cls, args)`` runs;
-    where one is only among the results (it came in a list, or in a closure), ``hid(cls, args, out)`` judges.
+    """Where a wrapper is among the arguments of a user's ``Function.apply``, ``instead(cls, args)``
+    runs; where one is only among the results (it came in a list, or in a closure), ``hid(cls, args,
+    out)`` judges.
 
-    ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``, sees the
-    arguments after defaults are bound and leaves ``Function.apply`` itself, which torch.compile knows by
-    name, alone.  Seen in 2.11 and 2.13.  When it goes: replace ``torch.autograd.Function.apply``.
+    ``Function.apply`` ends in ``super().apply``; what stands
+                       there, on ``_SingleLevelFunction``, sees the
+    arguments after defaults are bound and leaves ``Function.apply`` itself, which torch.compile
+    knows by name, alone.  Seen in 2.11 and 2.13.  When it goes: replace
+    ``torch.autograd.Function.apply``.
     """
     base = torch.autograd.function._SingleLevelFunction
     inherited = _FunctionBase.__dict__["apply"].__get__
@@ -358,7 +404,9 @@ def intercept_functions(
             out = inherited(None, cls)(*args)
             if type(out) is torch.Tensor:
                 return out
-            hidden = type(out) in wrappers or (type(out) is tuple and not wrappers.isdisjoint(map(type, out)))
+            hidden = type(out) in wrappers or (
+                type(out) is tuple and not wrappers.isdisjoint(map(type, out))
+            )
             return hid(cls, args, out) if hidden else out
         if kwargs and wrappers.isdisjoint(map(type, [*args, *kwargs.values()])):
             return inherited(None, cls)(*args, **kwargs)
@@ -370,10 +418,11 @@ def intercept_functions(
 def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Every checkpointed region's ``recompute`` is replaced by ``kept(recompute)`` when it is made.
 
-    ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of the non-reentrant kind, by
-    ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike; callers import
-    these functions by name, so a class is the one place that all of them pass.  Seen in 2.11 and 2.13.
-    When it goes: checkpointing inside ``apply`` must be refused.
+    ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of
+                                                the non-reentrant kind, by
+    ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike;
+    callers import these functions by name, so a class is the one place that all of them pass.  Seen
+    in 2.11 and 2.13.  When it goes: checkpointing inside ``apply`` must be refused.
     """
     from torch.utils.checkpoint import _CheckpointFrame
 
@@ -409,12 +458,14 @@ class _SavedInputs:
 def intercept_inputs(
     wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 ) -> dict[Any, Callable[..., Any]]:
-    """A checkpointed region saves its wrapper arguments as raw blocks: ``open_(x)`` is (raw, how to wrap it).
+    """A checkpointed region saves its wrapper arguments as raw
+    blocks: ``open_(x)`` is (raw, how to wrap it).
 
-    torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a wrapper has
-    neither there.  Without this a region nested in a region recomputes from inputs that need no gradient,
-    and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen in 2.13; in 2.11 a Function,
-    ``_NoopSaveInputs``, does this: what is returned is what must run in such Functions' place.
+    torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a
+    wrapper has neither there.  Without this a region nested in a region recomputes from inputs that
+    need no gradient, and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen
+    in 2.13; in 2.11 a Function, ``_NoopSaveInputs``, does this: what is returned is what must run
+    in such Functions' place.
     """
     import torch.utils.checkpoint as module
 
@@ -455,10 +506,11 @@ def intercept_inputs(
 class _Untraced(MetaPathFinder):
     """torch.compile runs the library's code as it is: its frames are neither compiled nor inlined.
 
-    Dynamo would trace through ``__torch_function__`` and rebuild wrappers wrongly.  Its own switch for a
-    package is ``torch._dynamo.trace_rules.add``, seen in 2.11 and 2.13; importing ``torch._dynamo`` takes a
-    second, so that waits until somebody else imports it.  Costs nothing per call, unlike
-    ``torch._dynamo.disable``.  When it goes: ``torch.compiler.disable`` on both ``__torch_function__``.
+    Dynamo would trace through ``__torch_function__`` and rebuild wrappers wrongly.  Its own switch
+    for a package is ``torch._dynamo.trace_rules.add``, seen in 2.11 and 2.13; importing
+    ``torch._dynamo`` takes a second, so that waits until somebody else imports it.  Costs nothing
+    per call, unlike ``torch._dynamo.disable``.  When it goes: ``torch.compiler.disable`` on both
+    ``__torch_function__``.
     """
 
     name = "torch._dynamo.trace_rules"
@@ -494,8 +546,8 @@ run_uncompiled()
 def owned(out: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view, so that it can be changed in place.
 
-    A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it; seen in 2.11 to
-    2.13.  Without it: ``out.clone()``.
+    A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it;
+    seen in 2.11 to 2.13.  Without it: ``out.clone()``.
     """
     return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
 
@@ -503,7 +555,8 @@ def owned(out: torch.Tensor) -> torch.Tensor:
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module that torch.compile was given, whose forward has the names of its arguments.
 
-    ``OptimizedModule._orig_mod`` seen in 2.11 and 2.13; nothing else has it.  When it goes: positional inputs
+    ``OptimizedModule._orig_mod`` seen in 2.11 and 2.13; nothing else has
+                                  it.  When it goes: positional inputs
     of a compiled module are replicated.
     """
     while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
@@ -512,30 +565,38 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def after_backward(run: Callable[[], None]) -> None:
-    """Have ``run`` called when the backward pass that runs in this thread is through; not if it fails.
+    """Have ``run`` called when the backward pass that runs in
+    this thread is through; not if it fails.
 
-    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.13, where torch's FSDP uses it.  When it goes:
+    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.13, where torch's
+                                                  FSDP uses it.  When it goes:
     what was prefetched and not taken is waited for at the next call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def backward_now() -> int:
-    """A number of the backward pass that runs in this thread, -1 outside any; no two passes share one."""
+    """A number of the backward pass that runs in this thread,
+    -1 outside any; no two passes share one.
+    """
     return torch._C._current_graph_task_id()
 
 
 def backward_context() -> Context | None:
-    """The context variables of whoever called the backward pass that runs, also on autograd's own threads.
+    """The context variables of whoever called the backward pass
+    that runs, also on autograd's own threads.
 
-    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state that the engine hands to its
-    threads.  Seen in 2.11 and 2.13.  When it goes: what runs on a GPU's thread is counted by no trace.
+    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state
+                                                  that the engine hands to its
+    threads.  Seen in 2.11 and 2.13.  When it goes: what runs
+    on a GPU's thread is counted by no trace.
     """
     return torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
 
 
 def l1_weight() -> Any:
-    """The ``weight`` of the call of F.l1_loss that is being dispatched: torch hands the call on without it.
+    """The ``weight`` of the call of F.l1_loss that is being
+    dispatched: torch hands the call on without it.
 
     Seen in 2.13; 2.11 may have no such argument.  When it goes: drop this.
     """
@@ -546,9 +607,14 @@ def l1_weight() -> Any:
 
 
 def is_wrapped_hook(value: object) -> bool:
-    """Whether it is a hook of state dicts with the module that it is called with, as torch keeps them.
+    """Whether it is a hook of state dicts with the module
+    that it is called with, as torch keeps them.
 
-    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.13: attributes ``hook`` and ``module``, a weak
+    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.13: attributes
+                                             ``hook`` and ``module``, a weak
     reference.  When it goes: such a hook of a module that is dropped fails, and says so.
     """
-    return type(value).__name__ == "_WrappedHook" and type(value).__module__ == "torch.nn.modules.module"
+    return (
+        type(value).__name__ == "_WrappedHook"
+        and type(value).__module__ == "torch.nn.modules.module"
+    )

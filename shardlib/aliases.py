@@ -1,8 +1,8 @@
 """What shares memory: as in torch where it can be had, and never in doubt.
 
-Views of blocks are views of the value.  Where a view could only be had of a copy (the tensor was gathered for
-it), torch would let a write to one be seen in the other: ``link`` remembers the pair, and ``refuse_write``
-refuses writes to either while both are alive.
+Views of blocks are views of the value.  Where a view could only be had of a copy (the tensor was
+gathered for it), torch would let a write to one be seen in the other: ``link`` remembers the pair,
+and ``refuse_write`` refuses writes to either while both are alive.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ def link(a: Tensor, b: Tensor) -> None:
     if a.is_meta or same_memory(a, b):
         return
     one, two = StorageWeakRef(a.untyped_storage()), StorageWeakRef(b.untyped_storage())
-    for key in [k for k, pairs in list(LINKS.items()) if pairs[0][0].expired()]:  # other threads link too
+    # other threads link too
+    for key in [k for k, pairs in list(LINKS.items()) if pairs[0][0].expired()]:
         LINKS.pop(key, None)
     LINKS.setdefault(one.cdata, []).append((one, two))
     LINKS.setdefault(two.cdata, []).append((two, one))
@@ -39,13 +40,18 @@ def _writers() -> frozenset[Any]:
     found = set()
     for home in (torch, Tensor, torch.nn.functional):
         for name in dir(home):
-            assigned = name == "__setitem__" or (name.startswith("__i") and name.removeprefix("__i") in _ASSIGNED)
+            assigned = name == "__setitem__" or (
+                name.startswith("__i") and name.removeprefix("__i") in _ASSIGNED
+            )
             if assigned or (name.endswith("_") and not name.endswith("__") and name not in quiet):
                 found.add(getattr(home, name))
     return frozenset(found)
 
 
-_ASSIGNED = {f"{n}__" for n in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_ASSIGNED = {
+    f"{n}__"
+    for n in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()
+}
 WRITERS = _writers()
 
 
@@ -61,7 +67,9 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def writes(t: Tensor) -> int:
-    """How often a tensor was written to; torch does not count it for tensors made in inference mode."""
+    """How often a tensor was written to; torch does not
+    count it for tensors made in inference mode.
+    """
     return 0 if t.is_inference() else t._version
 
 
@@ -70,7 +78,8 @@ def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> N
     pairs = LINKS.get(raw.untyped_storage()._cdata, ())
     if any(not other.expired() for me, other in pairs if not me.expired()):
         raise Unsupported(
-            "this tensor and another would share memory in torch, and do not here, because one of them had to be "
+            "this tensor and another would share memory in torch, and do not here, because one of "
+            "them had to be "
             "gathered or copied: what is written to one would not be seen in the other",
             op=op,
             operands=operands,

@@ -1,22 +1,39 @@
 """Atoms: the factors and pieces of a dimension, shared by all dimensions that are one.
 
-A dimension of a tensor is a row of atoms, major first.  Rows that an operator sets beside each other are
-joined, atom by atom; where one is finer than the other, the coarser atom is taken apart into factors.  A
-cut makes an atom the sum of its pieces.  What becomes of an atom becomes of every row that holds it.
+A dimension of a tensor is a row of atoms, major first.  Rows that an operator sets beside each
+other are joined, atom by atom; where one is finer than the other, the coarser atom is taken apart
+into factors.  A cut makes an atom the sum of its pieces.  What becomes of an atom becomes of every
+row that holds it.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Apart", "Atom", "Row", "fresh", "join", "leaves", "length", "mark", "parted", "piece", "root", "whole"]
+__all__ = [
+    "Apart",
+    "Atom",
+    "Row",
+    "fresh",
+    "join",
+    "leaves",
+    "length",
+    "mark",
+    "parted",
+    "piece",
+    "root",
+    "whole",
+]
 
 
 class Atom:
-    """A factor of a dimension.  ``factors``: it is their product, major first; ``parts``: it is them end to end.
+    """A factor of a dimension.
+    ``factors``: it is their product, major first; ``parts``: it is them end to end.
 
-    ``seen``  what was done along it: "normed"; "embedded"; "heads", a batch dimension of a product of
-    activations; "across", it stays in one; "bound", contracted in one, sorted or joined: it must be whole.
+    ``seen``  what was done along it: "normed"; "embedded";
+              "heads", a batch dimension of a product of
+    activations; "across", it stays in one; "bound", contracted in
+    one, sorted or joined: it must be whole.
     """
 
     __slots__ = ("factors", "parent", "parts", "seen", "size")
@@ -49,7 +66,9 @@ def leaves(row: Iterable[Atom]) -> Row:
     """A row with every atom written as its factors; pieces stay inside their atom."""
     out: Row = []
     for atom in map(root, row):
-        out += leaves(atom.factors) if atom.factors is not None else [atom] if atom.size != 1 else []
+        out += (
+            leaves(atom.factors) if atom.factors is not None else [atom] if atom.size != 1 else []
+        )
     return out
 
 

@@ -1,8 +1,10 @@
-"""torch.autocast for sharded values: the same functions are cast to the same dtypes as torch casts them.
+"""torch.autocast for sharded values: the same functions are
+cast to the same dtypes as torch casts them.
 
-Rules run with autocast off: their blocks have the dtype that torch's operator would compute in, and what a
-rule does inside (a sum in fp32, an accumulator) is not cast again.  The lists are those of torch's page
-"Automatic Mixed Precision", CPU and CUDA apart; float64 is never cast.
+Implementations run with autocast off: their blocks have the dtype that torch's operator would
+compute in, and what a implementation does inside (a sum in fp32, an accumulator) is not cast again.
+The lists are those of torch's page "Automatic Mixed Precision", CPU and CUDA apart; float64 is
+never cast.
 """
 
 from collections.abc import Iterator
@@ -18,23 +20,24 @@ __all__ = ["COMPOSITE", "cast"]
 _OWNERS = (torch, Tensor, F, torch.linalg, torch.fft, torch.special)
 
 _LOWER = """
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc bmm mm baddbmm addmm addbmm
-    linear matmul scaled_dot_product_attention chain_matmul multi_dot vecdot mv addmv addr prelu
-    __matmul__ __rmatmul__ addmm_ baddbmm_
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc bmm mm baddbmm
+    addmm addbmm linear matmul scaled_dot_product_attention chain_matmul multi_dot vecdot mv addmv
+    addr prelu __matmul__ __rmatmul__ addmm_ baddbmm_
 """
 _CPU_ONLY_LOWER = "vecdot"
 _CUDA_ONLY_LOWER = "chain_matmul multi_dot mv addmv addr prelu"
 _LOSSES = """
-    mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss cross_entropy
-    l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss kl_div
-    multilabel_margin_loss binary_cross_entropy_with_logits
+    mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
+    cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss ctc_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
 """
 _WIDE = {
     "cpu": _LOSSES + """binary_cross_entropy avg_pool3d polar prod quantile nanquantile stft cdist trace
         view_as_complex cholesky cholesky_inverse inverse pinverse fft ifft rfft irfft""",
     "cuda": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist erfinv exp expm1
-        group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm matrix_norm
-        normalize pow prod reciprocal renorm rsqrt sinh softmin softmax softplus sum tan cosine_similarity cdist pdist
+        group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm
+        matrix_norm normalize pow prod reciprocal renorm rsqrt sinh softmin softmax softplus sum tan
+        cosine_similarity cdist pdist
         erfc ord std var""",
 }  # fmt: skip
 _WIDEST = {
@@ -43,7 +46,9 @@ _WIDEST = {
 }
 
 COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}
-"""Functions that torch composes of others, and so does their rule: those are cast one by one."""
+"""Functions that torch composes of others, and so does their
+implementation: those are cast one by one.
+"""
 
 
 def _named(names: str) -> set[Any]:
@@ -73,20 +78,21 @@ def _off(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, True)
 
 
-def cast(rule: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) -> Any:
-    """The rule, as torch's autocast would call the function where its operands are.
+def cast(implementation: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) -> Any:
+    """The implementation, as torch's autocast would call the function where its operands are.
 
-    ``composite``  the rule calls others on values, or the function itself on blocks: those are cast.
+    ``composite``  the implementation calls others on values, or the
+                   function itself on blocks: those are cast.
     """
     device = _device((args, kwargs))
     if not torch.is_autocast_enabled(device):
-        return rule(func, args, kwargs)
+        return implementation(func, args, kwargs)
     policy = _POLICY.get(device)
     if policy is None:
         policy = _POLICY[device] = _table(device)
     how = policy.get(func)
     if how is None and (composite or func in COMPOSITE):
-        return rule(func, args, kwargs)
+        return implementation(func, args, kwargs)
     dtype = None
     if how == "lower":
         dtype = torch.get_autocast_dtype(device)
@@ -99,7 +105,7 @@ def cast(rule: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) 
     with _off(device):
         if dtype is not None:
             args, kwargs = _to(args, dtype), _to(kwargs, dtype)
-        return rule(func, args, kwargs)
+        return implementation(func, args, kwargs)
 
 
 def _device(tree: Any) -> str:

@@ -29,7 +29,9 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
             fix="sl.dtensor.to_dtensor(sl.shard(x, '...'))",
         )
     if x.mesh.device_mesh is None:
-        raise Unsupported("simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
+        raise Unsupported(
+            "simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)"
+        )
     x = settle(x)  # what DTensor computes with it is one more use, whose gradient comes whole
     from torch.distributed.tensor import DTensor
 
@@ -43,11 +45,17 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
 def from_dtensor(t: "DTensor") -> ShardedTensor:
     """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
 
-    Raises: NotExpressible for strided placements and for pending averages, maxima and norms; UnevenSplit for
+    Raises: NotExpressible for strided placements and for pending
+            averages, maxima and norms; UnevenSplit for
     uneven splits; MeshError for a mesh without names.
     """
     if not is_dtensor(t):
-        raise PlainTensor("not a DTensor", op="from_dtensor", operands={"tensor": typeof(t)}, fix="sl.shard(t, '...')")
+        raise PlainTensor(
+            "not a DTensor",
+            op="from_dtensor",
+            operands={"tensor": typeof(t)},
+            fix="sl.shard(t, '...')",
+        )
     layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
     layout.check(tuple(t.shape), mesh, op="from_dtensor")
     from torch.distributed.tensor import Partial, Replicate

@@ -22,8 +22,9 @@ __all__ = ["load", "save"]
 def save(path: str | os.PathLike[str], tree: Any) -> None:
     """Write whole tensors by name to one safetensors file; every rank calls, rank 0 writes.
 
-    ``tree``  a dictionary of tensors, or any pytree: a leaf is named by its path, joined by dots.  Numbers, text
-              and None among the leaves are kept in the file's metadata, and so are the layouts.
+    ``tree``  a dictionary of tensors, or any pytree: a leaf is named by its path, joined by dots.
+              Numbers, text and None among the leaves are kept in the file's metadata, and so are
+              the layouts.
     One tensor at a time is gathered on every rank.  The file appears complete or not at all.
     Raises: ShardError for two leaves of one name and for a leaf that is neither.
 
@@ -49,7 +50,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         part = f"{os.fspath(path)}.part"
         save_file(whole, part, metadata=layouts | ({_KEPT: json.dumps(kept)} if kept else {}))
         os.replace(part, path)
-    if any(isinstance(p, ShardedTensor) and p.mesh.device_mesh is not None for p in tensors.values()):
+    if any(
+        isinstance(p, ShardedTensor) and p.mesh.device_mesh is not None for p in tensors.values()
+    ):
         dist.barrier()
 
 
@@ -61,9 +64,15 @@ def _named(op: str, tree: Any) -> tuple[dict[str, Any], Any]:
     paths, leaves, shape = optree.tree_flatten_with_path(tree, none_is_leaf=True)  # type: ignore[arg-type]
     names = [".".join(map(str, p)) for p in paths]
     twice = next((n for i, n in enumerate(names) if n in names[:i]), None)
-    odd = next((n for n, v in zip(names, leaves, strict=True) if not isinstance(v, Tensor | _PLAIN)), None)
+    odd = next(
+        (n for n, v in zip(names, leaves, strict=True) if not isinstance(v, Tensor | _PLAIN)), None
+    )
     if twice is not None or odd is not None:
-        what = f"two leaves are named {twice!r}" if twice is not None else f"{odd!r} is neither a tensor nor a number"
+        what = (
+            f"two leaves are named {twice!r}"
+            if twice is not None
+            else f"{odd!r} is neither a tensor nor a number"
+        )
         raise ShardError(what, op=op, fix="sl.save(path, {'params': params, 'step': step})")
     return dict(zip(names, leaves, strict=True)), shape
 
@@ -72,7 +81,8 @@ _PLAIN = int | float | str | None
 
 
 def load(path: str | os.PathLike[str], like: Any) -> Any:
-    """Read a tree's leaves by name into the layouts and dtypes of ``like``; each rank reads its own blocks.
+    """Read a tree's leaves by name into the layouts and dtypes of
+    ``like``; each rank reads its own blocks.
 
     Raises: UnknownParameter for missing or extra names, RankMismatch for another shape.
     """
@@ -88,7 +98,10 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
                 operands={"file": os.fspath(path)},
                 fix="sl.load(path, {n: like[n] for n in names})",
             )
-        found = [_read(file.get_slice(n), n, p) if isinstance(p, Tensor) else kept[n] for n, p in wanted.items()]
+        found = [
+            _read(file.get_slice(n), n, p) if isinstance(p, Tensor) else kept[n]
+            for n, p in wanted.items()
+        ]
     return optree.tree_unflatten(tree, found)
 
 
@@ -114,4 +127,6 @@ def _read(source: Any, name: str, p: Tensor) -> Tensor:
                 block = block.index_select(d, torch.tensor(at, dtype=torch.int64))
         blocks.append(block.to(p.dtype).to(p.device))
     raw = storage(blocks, p.mesh).contiguous()
-    return ShardedTensor(raw.requires_grad_(p.requires_grad), Place(p.sharding, p.padded_shape, p.mesh))
+    return ShardedTensor(
+        raw.requires_grad_(p.requires_grad), Place(p.sharding, p.padded_shape, p.mesh)
+    )

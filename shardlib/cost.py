@@ -50,12 +50,16 @@ class Cost:
         return total
 
 
-def moving(axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:
+def moving(
+    axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0
+) -> Cost:
     """The cost of one movement over ``axes``."""
     return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
 
 
-def summing(nbytes: Fraction | int, axes: tuple[str, ...], mesh: Mapping[str, int], width: int = 1) -> Cost:
+def summing(
+    nbytes: Fraction | int, axes: tuple[str, ...], mesh: Mapping[str, int], width: int = 1
+) -> Cost:
     """The cost of a psum over ``axes``; its parts travel ``width`` times as wide as the result."""
     p = math.prod(mesh[a] for a in axes)
     return moving(axes, Fraction((1 + width) * (p - 1) * nbytes, p), 2 * (p - 1))

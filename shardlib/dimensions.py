@@ -1,11 +1,12 @@
-"""What feeds what in a module: which dimensions of its parameters and activations are one and the same.
+"""What feeds what in a module: which dimensions of its
+parameters and activations are one and the same.
 
-The unmodified module runs once, on tensors of the meta device, and every operator beneath it is seen.
-Each dimension of a tensor is a row of *atoms*.  An operator that sets two dimensions beside each other
-makes their atoms one, a view that takes a dimension apart splits its atom into factors, major first, and
-a cut makes pieces of it; since an atom is shared, what happens to an activation is known of the weight
-that made it.  So a weight of query, key and value reads (heads, 3, size) or (3, heads, size) by how its
-output is cut, whatever it is called.
+The unmodified module runs once, on tensors of the meta device, and every operator beneath it is
+seen.  Each dimension of a tensor is a row of *atoms*.  An operator that sets two dimensions beside
+each other makes their atoms one, a view that takes a dimension apart splits its atom into factors,
+major first, and a cut makes pieces of it; since an atom is shared, what happens to an activation is
+known of the weight that made it.  So a weight of query, key and value reads (heads, 3, size) or (3,
+heads, size) by how its output is cut, whatever it is called.
 """
 
 import inspect
@@ -59,12 +60,54 @@ class Dimensions:
     unknown: set[str] = field(default_factory=set)
 
 
-_SAME = {"clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "lift", "native_dropout", "triu", "tril"}
-_SAME |= {"bernoulli", "bernoulli_", "fill_", "zero_", "flip", "uniform_", "normal_", "exponential_", "view_as_real_"}
+_SAME = {
+    "clone",
+    "detach",
+    "alias",
+    "_to_copy",
+    "contiguous",
+    "lift_fresh",
+    "lift",
+    "native_dropout",
+    "triu",
+    "tril",
+}
+_SAME |= {
+    "bernoulli",
+    "bernoulli_",
+    "fill_",
+    "zero_",
+    "flip",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "view_as_real_",
+}
 _NORMS = {"mean", "var", "var_mean", "std", "sum", "linalg_vector_norm", "norm", "std_mean"}
-_REDUCE = _NORMS | {"amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp", "nansum", "median"}
+_REDUCE = _NORMS | {
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "any",
+    "all",
+    "prod",
+    "logsumexp",
+    "nansum",
+    "median",
+}
 _REDUCE |= {"max", "min"}
-_ALONG = {"_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "logcumsumexp", "cummax", "_safe_softmax"}
+_ALONG = {
+    "_softmax",
+    "_log_softmax",
+    "cumsum",
+    "cumprod",
+    "sort",
+    "argsort",
+    "logcumsumexp",
+    "cummax",
+    "_safe_softmax",
+}
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 
 
@@ -75,7 +118,8 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         super().__init__()
         self.found = found
         self.rows: dict[int, list[Row]] = {}
-        self.origin: dict[int, tuple[str, tuple[int | None, ...]]] = {}  # a parameter, and its dimensions here
+        # a parameter, and its dimensions here
+        self.origin: dict[int, tuple[str, tuple[int | None, ...]]] = {}
         self.alive: list[Tensor] = []  # an id means nothing once its tensor is gone
 
     def know(self, x: Tensor, rows: Sequence[Row], origin: Any = None) -> None:
@@ -98,12 +142,16 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             self.opaque(args, kwargs, out)
         for x in _tensors(out):
             rows = self.of(x)
-            if len(rows) != x.ndim or any(length(r) != n for r, n in zip(rows, x.shape, strict=True)):
+            if len(rows) != x.ndim or any(
+                length(r) != n for r, n in zip(rows, x.shape, strict=True)
+            ):
                 self.know(x, [fresh(n) for n in x.shape])
         return out
 
     def opaque(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Nothing is known of what comes out, and what goes in must be whole, but for leading dimensions that stay."""
+        """Nothing is known of what comes out, and what goes in must be
+        whole, but for leading dimensions that stay.
+        """
         given = _tensors((args, kwargs))
         for x in given:
             for row in self.of(x)[1:]:
@@ -128,9 +176,17 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             self._along(args, kwargs, out)
         elif rule is not None or (rule := getattr(self, f"_{base.strip('_')}", None)) is not None:
             rule(args, kwargs, out)
-        elif torch.Tag.pointwise in func.tags or base in ("where", "copy", "masked_fill", "lerp", "addcmul"):
+        elif torch.Tag.pointwise in func.tags or base in (
+            "where",
+            "copy",
+            "masked_fill",
+            "lerp",
+            "addcmul",
+        ):
             self._pointwise(args, kwargs, out)
-        elif _tensors((args, kwargs)) and not base.startswith(("new_", "empty", "zeros", "ones", "full", "rand")):
+        elif _tensors((args, kwargs)) and not base.startswith(
+            ("new_", "empty", "zeros", "ones", "full", "rand")
+        ):
             if all(id(y) in self.rows for y in _tensors(out)):
                 return
             self.found.unknown.add(name)
@@ -183,7 +239,10 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             wide = [(n, d) for n, d in zip(x.shape, origin[1], strict=True) if n != 1]
             if [n for n, _ in wide] == [n for n in out.shape if n != 1]:
                 left = iter(wide)
-                self.origin[id(out)] = (origin[0], tuple(None if n == 1 else next(left)[1] for n in out.shape))
+                self.origin[id(out)] = (
+                    origin[0],
+                    tuple(None if n == 1 else next(left)[1] for n in out.shape),
+                )
 
     def _moved(self, x: Tensor, out: Tensor, order: Sequence[int]) -> None:
         rows, origin = self.of(x), self.origin.get(id(x))
@@ -212,7 +271,13 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
 
     def _squeeze(self, args: Any, kwargs: Any, out: Tensor) -> None:
         x = args[0]
-        dims = range(x.ndim) if len(args) < 2 else args[1] if isinstance(args[1], list | tuple) else [args[1]]
+        dims = (
+            range(x.ndim)
+            if len(args) < 2
+            else args[1]
+            if isinstance(args[1], list | tuple)
+            else [args[1]]
+        )
         gone = {d % x.ndim for d in dims if x.shape[d] == 1}
         self._moved(x, out, [d for d in range(x.ndim) if d not in gone])
 
@@ -221,7 +286,10 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         lead = out.ndim - x.ndim
         self.know(
             out,
-            [fresh(n) if d < lead or x.shape[d - lead] != n else rows[d - lead] for d, n in enumerate(out.shape)],
+            [
+                fresh(n) if d < lead or x.shape[d - lead] != n else rows[d - lead]
+                for d, n in enumerate(out.shape)
+            ],
         )
         origin = self.origin.get(id(x))
         if origin is not None:
@@ -251,7 +319,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         start, stop, step = slice(start, stop, step).indices(x.shape[dim])
         self.know(out, rows, self.origin.get(id(x)))
         if (start, stop, step) != (0, x.shape[dim], 1):
-            self.rows[id(out)][dim] = self.taken(rows[dim], start, max(start, stop), step, out.shape[dim])
+            self.rows[id(out)][dim] = self.taken(
+                rows[dim], start, max(start, stop), step, out.shape[dim]
+            )
 
     def taken(self, row: Row, start: int, stop: int, step: int, size: int) -> Row:
         try:
@@ -321,7 +391,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
 
     def _reduce(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         x = args[0]
-        dims = kwargs.get("dim", args[1] if len(args) > 1 and name not in ("linalg_vector_norm", "norm") else None)
+        dims = kwargs.get(
+            "dim", args[1] if len(args) > 1 and name not in ("linalg_vector_norm", "norm") else None
+        )
         if name in ("linalg_vector_norm", "norm"):
             dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
         if isinstance(dims, Tensor):  # maximum of two
@@ -341,7 +413,14 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
 
     def _along(self, args: Any, kwargs: Any, out: Any) -> None:
         x, rows = args[0], self.of(args[0])
-        dim = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, int) and not isinstance(a, bool)), -1)
+        dim = next(
+            (
+                a
+                for a in (*args[1:], *kwargs.values())
+                if isinstance(a, int) and not isinstance(a, bool)
+            ),
+            -1,
+        )
         if x.ndim:
             mark(rows[dim], "bound")
         for y in _tensors(out):
@@ -407,7 +486,10 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         for d in range(batch):
             self.join(one[d], two[d])
         self.know(out, [*one[:batch], one[batch], two[batch + 1]])
-        weights = [(t, k, n, other) for t, k, n, other in ((a, batch + 1, batch, one), (b, batch, batch + 1, two))]
+        weights = [
+            (t, k, n, other)
+            for t, k, n, other in ((a, batch + 1, batch, one), (b, batch, batch + 1, two))
+        ]
         held = [w for w in weights if id(w[0]) in self.origin]
         if not held:
             mark(one[batch + 1], "bound")
@@ -417,14 +499,27 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         elif len(held) == 1:
             t, k, n, _ = held[0]
             other = one if t is b else two
-            rows = [atom for d, r in enumerate(other) if d != (batch + 1 if t is b else batch) for atom in r]
+            rows = [
+                atom
+                for d, r in enumerate(other)
+                if d != (batch + 1 if t is b else batch)
+                for atom in r
+            ]
             self.read("product", t, (k,), (n,), rows)
 
     def read(
-        self, kind: str, t: Tensor, inputs: tuple[int, ...], outputs: tuple[int, ...], rows: Row, groups: int = 1
+        self,
+        kind: str,
+        t: Tensor,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        rows: Row,
+        groups: int = 1,
     ) -> None:
         name, dims = self.origin[id(t)]
-        ins, outs = (tuple(p for d in side if (p := dims[d]) is not None) for side in (inputs, outputs))
+        ins, outs = (
+            tuple(p for d in side if (p := dims[d]) is not None) for side in (inputs, outputs)
+        )
         self.found.reads.append(Read(name, kind, ins, outs, list(rows), groups))
 
     def _mm(self, args: Any, kwargs: Any, out: Tensor) -> None:
@@ -474,7 +569,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out[0], [q[0], q[1], q[2], v[3]])
 
     def shared(self, heads: Row, fewer: Row) -> None:
-        """Fewer heads of keys, each of which several heads of queries that follow each other read."""
+        """Fewer heads of keys, each of which several heads of
+        queries that follow each other read.
+        """
         try:
             first, _ = parted(leaves(heads), length(fewer))
         except Apart:
@@ -498,7 +595,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             mark(mine[filters], "bound")
         if bias is not None:
             self.join(self.of(bias)[0], mine[filters])
-        feature = mine[filters] if length(mine[filters]) == out.shape[1] else fresh(out.shape[1], "bound")
+        feature = (
+            mine[filters] if length(mine[filters]) == out.shape[1] else fresh(out.shape[1], "bound")
+        )
         self.know(out, [rows[0], feature, *(fresh(n) for n in out.shape[2:])])
         if id(w) in self.origin:
             self.read("conv", w, (channels,), (filters,), [], groups)
@@ -509,7 +608,10 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         for row in rows[2:]:
             mark(row, "bound")
         for y in _tensors(out):
-            self.know(y, [*rows[:2], *(fresh(n) for n in y.shape[2:])] if y.shape[:2] == x.shape[:2] else [])
+            self.know(
+                y,
+                [*rows[:2], *(fresh(n) for n in y.shape[2:])] if y.shape[:2] == x.shape[:2] else [],
+            )
 
     _max_pool2d_with_indices = _avg_pool2d = _adaptive_avg_pool2d = _pooled
     _upsample_nearest2d = _upsample_bilinear2d = _upsample_bicubic2d = _pooled
@@ -524,7 +626,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         if id(table) in self.origin:
             self.read("lookup", table, (0,), (1,), [])
             mine = {id(a) for row in self.of(ids) for a in leaves(row)}
-            self.found.reads[-1].given = any(id(a) in mine for row in self.found.numbers for a in leaves(row))
+            self.found.reads[-1].given = any(
+                id(a) in mine for row in self.found.numbers for a in leaves(row)
+            )
 
     def _index(self, args: Any, kwargs: Any, out: Tensor) -> None:
         x, index = args[0], list(args[1])
@@ -609,8 +713,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
     """Run a module once on the meta device and see which dimensions are one.
 
-    ``inputs``  a dict of forward's arguments, or their tuple; by default made from the module's configuration
-                or its first layer.  Modules whose branches depend on values run on their own values instead.
+    ``inputs``  a dict of forward's arguments, or their tuple; by default made from the module's
+                configuration or its first layer.  Modules whose branches depend on values run on
+                their own values instead.
     Raises: Unsupported if no inputs are known or the module does not run.
 
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -636,8 +741,12 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
 
 
 def _suggested(model: nn.Module) -> str:
-    """Inputs that the module runs on, found by trying its parameters' sizes, for the user to judge."""
-    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.default is p.empty]
+    """Inputs that the module runs on, found by trying its
+    parameters' sizes, for the user to judge.
+    """
+    names = [
+        n for n, p in inspect.signature(model.forward).parameters.items() if p.default is p.empty
+    ]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     sizes = dict.fromkeys(n for p in model.parameters() if p.ndim > 1 for n in p.shape)
     for n in list(sizes)[:8] if len(names) == 1 else ():
@@ -660,12 +769,16 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
     def bare(x: Tensor) -> Tensor:
         if id(x) not in held:
             y = x.detach()
-            held[id(x)] = torch.empty_like(y, device="meta") if device else y.clone() if x in buffers else y
+            held[id(x)] = (
+                torch.empty_like(y, device="meta") if device else y.clone() if x in buffers else y
+            )
         return held[id(x)]
 
     buffers = _Same(b for b in model.buffers() if b is not None)
     params = dict(model.named_parameters(remove_duplicate=False))
-    state = {n: bare(p) for n, p in params.items()} | {n: bare(b) for n, b in model.named_buffers() if b is not None}
+    state = {n: bare(p) for n, p in params.items()} | {
+        n: bare(b) for n, b in model.named_buffers() if b is not None
+    }
 
     def moved_to(x: Any) -> Any:
         return x.detach().to(device) if device and isinstance(x, Tensor) else x
@@ -713,7 +826,9 @@ class _Same:
 def _examples(model: nn.Module) -> Iterator[Any]:
     """Arguments that the module's forward may accept."""
     inner = model
-    while not hasattr(inner, "main_input_name") and isinstance(below := getattr(inner, "model", None), nn.Module):
+    while not hasattr(inner, "main_input_name") and isinstance(
+        below := getattr(inner, "model", None), nn.Module
+    ):
         inner = below
     config = getattr(inner, "config", None)
     if config is not None and hasattr(inner, "main_input_name"):
@@ -738,11 +853,15 @@ def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
     """What a layer takes."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if isinstance(m, nn.Embedding | nn.EmbeddingBag):
-        length = min([8, *(e.num_embeddings for e in model.modules() if isinstance(e, nn.Embedding))])
+        length = min(
+            [8, *(e.num_embeddings for e in model.modules() if isinstance(e, nn.Embedding))]
+        )
         return torch.zeros(2, length, dtype=torch.int64)
     if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         space = int(type(m).__name__[4])
-        return torch.zeros(2, m.in_channels, *[max(32, 2 * max(m.kernel_size))] * space, dtype=dtype)
+        return torch.zeros(
+            2, m.in_channels, *[max(32, 2 * max(m.kernel_size))] * space, dtype=dtype
+        )
     if isinstance(m, nn.MultiheadAttention):
         return torch.zeros(2, 8, m.embed_dim, dtype=dtype)
     if isinstance(m, nn.RNNBase):
@@ -760,7 +879,10 @@ def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
     text = config if isinstance(text, dict) else text
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    limits = [getattr(text, n, None) for n in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")]
+    limits = [
+        getattr(text, n, None)
+        for n in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+    ]
     length = min([8, *(n // 2 if n > 3 else n for n in limits if isinstance(n, int) and n > 0)])
     ids = torch.full((2, length), 1, dtype=torch.int64)
     out: dict[str, Tensor] = {}
@@ -771,7 +893,9 @@ def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
         out["pixel_values"] = torch.zeros(2, getattr(vision, "num_channels", 3), *size, dtype=dtype)
     if main == "input_features":
         bins = getattr(config, "num_mel_bins", 80)
-        out["input_features"] = torch.zeros(2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype)
+        out["input_features"] = torch.zeros(
+            2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype
+        )
     if main == "input_values":
         out["input_values"] = torch.zeros(2, 4000, dtype=dtype)
     if "input_ids" in takes and (main == "input_ids" or hasattr(config, "text_config")):

@@ -1,4 +1,6 @@
-"""The border to torch's DTensor: conversion without a copy, and our matmul rules on plain DTensors."""
+"""The border to torch's DTensor: conversion without a copy, and
+our matmul algorithms on plain DTensors.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +41,14 @@ def _natural(x: ShardedTensor) -> Layout:
     return Layout(tuple(dims), x.sharding.partial)
 
 
-# ---------------------------------------------------------------- our rules for DTensors
+# ---------------------------------------------------------------- our algorithms for DTensors
 
 
 class rules:
-    """Within it, ``a @ b`` on plain DTensors runs shardlib's matmul rules where one fits.
+    """Within it, ``a @ b`` on plain DTensors runs shardlib's matmul algorithms where one fits.
 
     Dispatch follows the operands' type below autograd, so backward products inside the block
-    reach the rules too; outside of it they run DTensor's own, with the same values.  The
+    reach them too; outside of it they run DTensor's own, with the same values.  The
     table is process-wide: enter it on one thread.
     """
 
@@ -80,13 +82,15 @@ def _product(a: Any, b: Any) -> "DTensor | None":
         return None
     try:
         x, w = from_dtensor(a), from_dtensor(b)
-        if not x.sharding.axes and len(w.sharding.axes) == 2:  # a replicated cotangent: slice it, nothing moves
+        # a replicated cotangent: slice it, nothing moves
+        if not x.sharding.axes and len(w.sharding.axes) == 2:
             k, n = w.dims
             x = reshard(x, Layout((n, k)))
         elif not w.sharding.axes and len(x.sharding.axes) == 2:
             m, k = x.dims
             w = reshard(w, Layout((k, m)))
-            if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:  # x is a transposed view
+            # x is a transposed view
+            if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:
                 with pinned(matmul="summa_w"):
                     return to_dtensor(product_of(x, w))
         return to_dtensor(product_of(x, w))
@@ -95,7 +99,7 @@ def _product(a: Any, b: Any) -> "DTensor | None":
 
 
 def _default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DTensor's own rule: the handlers step aside for one call."""
+    """DTensor's own implementation: the handlers step aside for one call."""
     handlers = dtensor_handlers()
     held = {o: handlers.pop(o) for o in _OPS if o in handlers}
     try:

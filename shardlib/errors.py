@@ -16,7 +16,7 @@ __all__ = [
     "LayoutSyntax",
     "MeshError",
     "NoMesh",
-    "NoRule",
+    "NoImplementation",
     "NotExpressible",
     "OutOfRange",
     "PartialEscape",
@@ -102,14 +102,14 @@ class LayoutSyntax(ShardError):
     """The text of a layout cannot be read."""
 
 
-class NoRule(ShardError):
+class NoImplementation(ShardError):
     """No registered algorithm fits the operation's layouts."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message, **fields | _stepping())
 
 
-class ImplicitCommunication(NoRule):
+class ImplicitCommunication(NoImplementation):
     """The operation could only run by moving data that nobody asked to move."""
 
 
@@ -138,7 +138,9 @@ class Unsupported(ShardError):
 
 
 class BadArgument(ShardError):
-    """torch refuses this call on whole tensors too: a shape, a dtype or a value that the function does not take."""
+    """torch refuses this call on whole tensors too: a shape, a dtype or
+    a value that the function does not take.
+    """
 
     final = True  # whole operands would not mend it
 
@@ -160,7 +162,8 @@ def _stepping() -> dict[str, Any]:
 
 
 def lettered(values: Iterable[T]) -> dict[str, T]:
-    """Operands under the names by which an error and its fix call them: x, y, z, u, v, w, a, ..., h, x1, x2, ...
+    """Operands under the names by which an error and its fix call them:
+    x, y, z, u, v, w, a, ..., h, x1, x2, ...
 
     >>> lettered(["f32[4]", "i64[2]"])
     {'x': 'f32[4]', 'y': 'i64[2]'}
@@ -185,7 +188,9 @@ def user_line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        inside = name.startswith((_HERE, "<")) or any(part in name for part in ("/torch/", "/optree/", "contextlib"))
+        inside = name.startswith((_HERE, "<")) or any(
+            part in name for part in ("/torch/", "/optree/", "contextlib")
+        )
         if not inside:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back

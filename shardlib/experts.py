@@ -1,18 +1,19 @@
-"""Stacks of experts split over mesh axes: each rank runs its own experts, and what they give is summed.
+"""Stacks of experts split over mesh axes: each rank runs its
+own experts, and what they give is summed.
 
-A *stack* is a module that holds its experts' parameters as [E, ...], says E as ``num_experts``, and whose forward
-takes (hidden [T, D], index [T, k], weights [T, k]): row t of the result is the sum over k of weights[t, k] times
-what expert index[t, k] makes of hidden[t].  The experts of transformers' mixtures are stacks.  Where a layout
-splits E over some axes, a call of the stack is
+A *stack* is a module that holds its experts' parameters as [E, ...], says E as ``num_experts``, and
+whose forward takes (hidden [T, D], index [T, k], weights [T, k]): row t of the result is the sum
+over k of weights[t, k] times what expert index[t, k] makes of hidden[t].  The experts of
+transformers' mixtures are stacks.  Where a layout splits E over some axes, a call of the stack is
 
     gather   hidden, index and weights to whole rows over these axes, where they are split over them
     run      the module's own forward, in the implementation that its configuration names, on the experts
              that the rank holds and on the rows that are routed to them
     sum      the results over these axes, to where hidden lies: an all-reduce, or a reduce-scatter
 
-Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and none is computed
-by another expert than without the split.  Rows travel whole, not to their experts alone.  What a stack makes of a row
-may hang on no other row.
+Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and
+none is computed by another expert than without the split.  Rows travel whole, not to their experts
+alone.  What a stack makes of a row may hang on no other row.
 """
 
 import inspect
@@ -43,7 +44,11 @@ def is_stack(module: nn.Module) -> bool:
     """
     count = getattr(module, "num_experts", None)
     held = list(module.parameters(recurse=False))
-    if not isinstance(count, int) or not held or any(True for c in module.children() for _ in c.parameters()):
+    if (
+        not isinstance(count, int)
+        or not held
+        or any(True for c in module.children() for _ in c.parameters())
+    ):
         return False
     if any(p.ndim < 2 or p.shape[0] != count for p in held) or all(p.ndim < 3 for p in held):
         return False
@@ -57,9 +62,11 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
-    """The stacks whose experts these layouts split, and those of transformers that they leave whole.
+    """The stacks whose experts these layouts split, and
+    those of transformers that they leave whole.
 
-    The latter run on each rank's own rows: transformers' contract is that rows are apart, as it splits experts itself.
+    The latter run on each rank's own rows: transformers' contract is that
+    rows are apart, as it splits experts itself.
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
     found = []
@@ -70,13 +77,16 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
         if len(mine) < len(held):
             continue
         if token is None:
-            if hasattr(module, "_is_expert_parallel") and not any(lay.axes for lay in mine.values()):
+            if hasattr(module, "_is_expert_parallel") and not any(
+                lay.axes for lay in mine.values()
+            ):
                 found.append(module)
             continue
         for n, lay in mine.items():
             if lay.dims[0] != token or any(d.is_split for d in lay.dims[1:]):
                 raise ShardError(
-                    f"the experts of {name!r} are split {token}, and {n!r} is laid out {lay}: all parameters of a "
+                    f"the experts of {name!r} are split {token}, and {n!r} is laid out {lay}: all "
+                    "parameters of a "
                     "stack are split alike, along their first dimension alone",
                     op="parallelize",
                     operands={k: str(v) for k, v in mine.items()},
@@ -118,9 +128,15 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def _elsewhere(hidden: Tensor, held: Iterable[Tensor]) -> bool:
     """Whether a stack that is whole meets features that are split: nobody asked to gather them."""
-    if not isinstance(hidden, ShardedTensor) or any(isinstance(p, ShardedTensor) and p.sharding.axes for p in held):
+    if not isinstance(hidden, ShardedTensor) or any(
+        isinstance(p, ShardedTensor) and p.sharding.axes for p in held
+    ):
         return False
-    return hidden.ndim != 2 or hidden.sharding.resolve(2).dims[1].is_split or bool(hidden.sharding.partial)
+    return (
+        hidden.ndim != 2
+        or hidden.sharding.resolve(2).dims[1].is_split
+        or bool(hidden.sharding.partial)
+    )
 
 
 def experts(
@@ -144,7 +160,12 @@ def _divided_experts(func: Any, args: Any, kwargs: Any) -> Any:
     module, names, *given = args
     mesh = next(v.mesh for v in given if isinstance(v, ShardedTensor))
     hidden, index, weights, *params = [lift(v, mesh, "experts") for v in given]
-    if hidden.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or index.shape[0] != hidden.shape[0]:
+    if (
+        hidden.ndim != 2
+        or index.ndim != 2
+        or index.shape != weights.shape
+        or index.shape[0] != hidden.shape[0]
+    ):
         raise BadArgument(
             "experts take rows [T, D], numbers of experts [T, k] and weights [T, k]",
             op="experts",
@@ -157,7 +178,9 @@ def _divided_experts(func: Any, args: Any, kwargs: Any) -> Any:
     rows = Layout((_without(place.dims[0], token.axes), Dim()))
     moved = [reshard(v, rows) for v in (hidden, index, weights)]
     own = shard(torch.arange(params[0].shape[0], device=mesh.device), Layout((token,)), mesh)
-    out = rows_call(own_experts, (module, names, *moved, own, *params), {}, _labels, sums=True, pending=True)
+    out = rows_call(
+        own_experts, (module, names, *moved, own, *params), {}, _labels, sums=True, pending=True
+    )
     return reshard(out, place)
 
 
@@ -201,7 +224,9 @@ def own_experts(
     if len(row):
         local = object.__new__(type(stack))
         local.__dict__.update(stack.__dict__)
-        local.__dict__.update(_parameters=dict(zip(names, params, strict=True)), num_experts=len(own))
+        local.__dict__.update(
+            _parameters=dict(zip(names, params, strict=True)), num_experts=len(own)
+        )
         y = type(stack).forward(local, x, at[row, slot][:, None], w)
     else:  # a rank without rows takes part in the sums of every gradient all the same
         y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)

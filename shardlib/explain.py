@@ -1,4 +1,5 @@
-"""What a function of sharded tensors will do: every operation's layouts, algorithm, bytes and memory.
+"""What a function of sharded tensors will do: every
+operation's layouts, algorithm, bytes and memory.
 
 Nothing runs: blocks are on the meta device and the mesh is only a mapping of names to sizes, so
 a plan for 512 ranks takes as long as one for two.
@@ -45,7 +46,15 @@ class Row:
     @property
     def same(self) -> tuple[Any, ...]:
         """A key that is the same for this operation in every layer."""
-        return self.op, self.at, self.operands, self.out, self.algorithm, tuple(self.forward), tuple(self.backward)
+        return (
+            self.op,
+            self.at,
+            self.operands,
+            self.out,
+            self.algorithm,
+            tuple(self.forward),
+            tuple(self.backward),
+        )
 
 
 @dataclass
@@ -54,7 +63,8 @@ class Explanation:
 
     ``rows``    in the order they run.
     ``bytes``   received per rank, forward and backward; ``messages`` likewise.
-    ``peak``    bytes alive at the most beside the parameters: what is saved for backward, temporaries, gradients.
+    ``peak``    bytes alive at the most beside the parameters: what is
+                saved for backward, temporaries, gradients.
     ``bound``   the least bytes that any algorithm must receive for the forward products, each alone
                 (Al Daas et al., SPAA 2022), and ``products`` what is received for them here.
     """
@@ -104,7 +114,11 @@ class Explanation:
             lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {row.at}")
             moved = f"    forward {_size(Trace(row.forward).bytes)}, backward {_size(Trace(row.backward).bytes)}"
             moved += f", temporaries {_size(row.memory)}" if row.memory else ""
-            chosen = f", {row.algorithm}" + (f": {row.note}" if row.note else "") if row.algorithm else ""
+            chosen = (
+                f", {row.algorithm}" + (f": {row.note}" if row.note else "")
+                if row.algorithm
+                else ""
+            )
             lines.append(moved + chosen)
         lines.append(f"parameters  {_size(self.parameters)}")
         lines.append(f"peak        {_size(self.peak)} beside them")
@@ -112,18 +126,27 @@ class Explanation:
             lines.append(f"{name:<11} {_size(t.bytes)} in {t.messages} messages")
         if self.bound:
             ratio = float(self.products) / self.bound
-            lines.append(f"products    {_size(self.products)} forward, {ratio:.2f} x the lower bound of each alone")
+            lines.append(
+                f"products    {_size(self.products)} forward, {ratio:.2f} x the lower bound of "
+                "each alone"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def explain(
-    apply: Callable[..., Any], params: Any, inputs: Any = (), *, mesh: Any = None, backward: bool = True
+    apply: Callable[..., Any],
+    params: Any,
+    inputs: Any = (),
+    *,
+    mesh: Any = None,
+    backward: bool = True,
 ) -> Explanation:
     """Run ``apply(params, *inputs)`` on shapes alone and say what each operation would do.
 
-    ``inputs``    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes are read.
+    ``inputs``    a tensor, a tuple of arguments or a dict of
+                  keyword arguments; only shapes are read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
 
@@ -140,17 +163,26 @@ def explain(
     leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
     if not leaves:
         raise ShardError(
-            "no parameter is sharded", op="explain", fix="sl.explain(apply, sl.shard(params, '...'), inputs)"
+            "no parameter is sharded",
+            op="explain",
+            fix="sl.explain(apply, sl.shard(params, '...'), inputs)",
         )
     sizes = dict(axis_sizes(leaves[0].mesh if mesh is None else mesh))
     args, kwargs = (
-        ((), inputs) if isinstance(inputs, dict) else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
+        ((), inputs)
+        if isinstance(inputs, dict)
+        else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
     )
     return planned(lambda: _explained(apply, params, args, kwargs, sizes, backward))
 
 
 def _explained(
-    apply: Callable[..., Any], params: Any, args: Any, kwargs: Any, sizes: dict[str, int], backward: bool
+    apply: Callable[..., Any],
+    params: Any,
+    args: Any,
+    kwargs: Any,
+    sizes: dict[str, int],
+    backward: bool,
 ) -> Explanation:
     with record(**sizes) as paper, trace() as t:
         ours = optree.tree_map(lambda x: _on_paper(x, paper), params)
@@ -161,8 +193,14 @@ def _explained(
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             if backward:
-                watch.back(out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)])  # type: ignore[arg-type]
-    held = sum(x.raw.numel() * x.raw.element_size() for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor))  # type: ignore[arg-type]
+                watch.back(
+                    out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]
+                )  # type: ignore[arg-type]
+    held = sum(
+        x.raw.numel() * x.raw.element_size()
+        for x in optree.tree_leaves(ours)
+        if isinstance(x, ShardedTensor)
+    )  # type: ignore[arg-type]
     return Explanation(watch.rows, sizes, held, live.peak)
 
 
@@ -170,16 +208,25 @@ def _on_paper(x: Any, mesh: Any) -> Any:
     """The same value as a shape on another mesh."""
     if isinstance(x, ShardedTensor) and x.is_padded:
         raise Unsupported(
-            "padded blocks are not planned", op="explain", operands={"tensor": typeof(x)}, fix="sl.unshard(x)"
+            "padded blocks are not planned",
+            op="explain",
+            operands={"tensor": typeof(x)},
+            fix="sl.unshard(x)",
         )
     if isinstance(x, ShardedTensor):
-        block = torch.empty(x.sharding.local_shape(tuple(x.padded_shape), mesh), dtype=x.raw.dtype, device="meta")
-        return ShardedTensor(block.requires_grad_(x.requires_grad), x.place._replace(mesh=mesh, deferred=frozenset()))
+        block = torch.empty(
+            x.sharding.local_shape(tuple(x.padded_shape), mesh), dtype=x.raw.dtype, device="meta"
+        )
+        return ShardedTensor(
+            block.requires_grad_(x.requires_grad), x.place._replace(mesh=mesh, deferred=frozenset())
+        )
     return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 
 class _Watch:
-    """Writes a row per function called on sharded tensors; functions called inside one belong to it."""
+    """Writes a row per function called on sharded tensors;
+    functions called inside one belong to it.
+    """
 
     def __init__(self, t: Trace, ranks: int, backward: bool) -> None:
         self.t, self.ranks, self.marks = t, ranks, backward
@@ -194,19 +241,32 @@ class _Watch:
     def chose(self, match: Match, product: bool = False) -> None:
         self.match, self.product = match, product
 
-    def __call__(self, rule: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self,
+        implementation: Callable[..., Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self.inside:
-            return rule(func, args, kwargs)
+            return implementation(func, args, kwargs)
         self.inside, self.match, before = True, None, len(self.t.events)
         try:
-            out = rule(func, args, kwargs)
+            out = implementation(func, args, kwargs)
         finally:
             self.inside = False
         if isinstance(out, ShardedTensor):
-            self._write(func, [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)], out, before)
+            self._write(
+                func,
+                [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)],
+                out,
+                before,
+            )
         return out
 
-    def _write(self, func: Any, operands: list[ShardedTensor], out: ShardedTensor, before: int) -> None:
+    def _write(
+        self, func: Any, operands: list[ShardedTensor], out: ShardedTensor, before: int
+    ) -> None:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.forward = self.t.events[before:]
         if self.match is not None:
@@ -215,7 +275,10 @@ class _Watch:
             k, item = operands[0].padded_shape[-1], out.raw.element_size()
             row.product = self.product
             if row.product:
-                row.bound = lower_bound(out.padded_shape[:-1].numel(), k, out.padded_shape[-1], self.ranks) * item
+                row.bound = (
+                    lower_bound(out.padded_shape[:-1].numel(), k, out.padded_shape[-1], self.ranks)
+                    * item
+                )
         self.rows.append(row)
         node = out.raw.grad_fn
         if self.marks and node is not None and node not in self.nodes:
@@ -234,13 +297,19 @@ class _Watch:
         starts = [x.raw for x in params if x.raw.requires_grad]
         self._turn(self.rows[-1] if self.rows else None)
         if ends and starts:
-            torch.autograd.grad(ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True)
+            torch.autograd.grad(
+                ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True
+            )
         self._turn(None)
 
 
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name.strip("_")
+    return (
+        getattr(getattr(func, "__self__", None), "__name__", name)
+        if name == "__get__"
+        else name.strip("_")
+    )
 
 
 def _size(n: int | Fraction) -> str:

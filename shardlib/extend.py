@@ -1,4 +1,5 @@
-"""What an author of an algorithm, an engine or a mask needs; ``docs/writing_an_algorithm.md`` writes one.
+"""What an author of an algorithm, an engine or a mask needs;
+``docs/writing_an_algorithm.md`` writes one.
 
 An *operator* has one implementation and, for matmul and attention, several *algorithms*.  Each
 looks at a case and answers with a ``Match`` (the result's layout, its price, what runs) or with a
@@ -28,7 +29,8 @@ from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 
 __all__ = [
-    "At", "AttentionCase", "Cost", "Engine", "Job", "LocalQueries", "Mask", "Match", "MatmulCase", "Move", "Moves",
-    "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving",
-    "positions", "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
+    "At", "AttentionCase", "Cost", "Engine", "Job", "LocalQueries", "Mask", "Match", "MatmulCase",
+    "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered",
+    "local_queries", "moving", "positions", "register_engine", "remove", "scattered", "started",
+    "summing", "sums_like", "viewed",
 ]  # fmt: skip

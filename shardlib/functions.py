@@ -1,11 +1,12 @@
 """torch.autograd.Function on sharded values and on simulated blocks.
 
-C++ autograd does not see inside a wrapper, so ``MyFunction.apply(sharded)`` would return a value without a
-graph.  Here its forward and backward run on values (global view), inside one Function on their raw blocks:
-the backward is given cotangents that lie as the outputs do, and what it returns is brought to where each
-input's gradient belongs, pending over the axes that the input defers.
+C++ autograd does not see inside a wrapper, so ``MyFunction.apply(sharded)`` would return a value
+without a graph.  Here its forward and backward run on values (global view), inside one Function on
+their raw blocks: the backward is given cotangents that lie as the outputs do, and what it returns
+is brought to where each input's gradient belongs, pending over the axes that the input defers.
 
-``torch.utils.checkpoint`` (reentrant) and module backward hooks are Functions too: see ``STANDINS``.
+``torch.utils.checkpoint`` (reentrant) and module backward hooks
+                           are Functions too: see ``STANDINS``.
 """
 
 import weakref
@@ -87,7 +88,8 @@ class _Whole(_Form):
             g = replicated(g, self.mesh)
         if g.shape != self.shape:
             raise ShardError(
-                f"backward returned a gradient of shape {list(g.shape)} for an input of shape {list(self.shape)}",
+                f"backward returned a gradient of shape {list(g.shape)} for an input of shape "
+                f"{list(self.shape)}",
                 op=op, operands={"input": typeof(self.like), "grad": typeof(g)}, mesh=self.mesh,
                 fix=f"return grad.{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
                 f"{tuple(self.shape)}",
@@ -192,7 +194,9 @@ class _Call:
         saved = user._saved
         by_id = {id(values[i]): f for i, f in zip(self.at, self.forms, strict=True)}
         self.saved = [None if t is None else by_id.get(id(t)) or _form(t, self.mesh) for t in saved]
-        ctx.save_for_backward(*[None if t is None else f.raw(t) for t, f in zip(saved, self.saved, strict=True)])
+        ctx.save_for_backward(
+            *[None if t is None else f.raw(t) for t, f in zip(saved, self.saved, strict=True)]
+        )
         user._saved = user._dirty = user._constant = ()
         self.args = []
         return tuple(found)
@@ -203,7 +207,8 @@ class _Call:
             values[i] = None if g is None else form.cotangent(g)
         user, cls = self.user, self.cls
         user._read = lambda: tuple(
-            None if f is None else f.value(t) for f, t in zip(self.saved, ctx.saved_tensors, strict=True)
+            None if f is None else f.value(t)
+            for f, t in zip(self.saved, ctx.saved_tensors, strict=True)
         )
         run = cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp
         once = getattr(run, "__code__", None) is _ONCE
@@ -228,7 +233,8 @@ class _Call:
         finally:
             user._read = None
         if once and torch.is_grad_enabled():
-            # torch asks the cotangents alone, and drops the second derivative where they are constant
+            # torch asks the cotangents alone, and drops the second derivative where they are
+            # constant
             near = [r for r in (*raws, *ctx.saved_tensors) if r is not None and r.requires_grad]
             out = [None if g is None else _Final.apply(g, cls.__name__, *near) for g in out]
         return out
@@ -238,7 +244,9 @@ _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
 
 
 class _Final(Local):
-    """apply(gradient, name, *cotangents): a gradient that has no gradient, and says so when it is asked for."""
+    """apply(gradient, name, *cotangents): a gradient that has no
+    gradient, and says so when it is asked for.
+    """
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, name: str, *raws: Tensor) -> Tensor:
@@ -248,7 +256,8 @@ class _Final(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            f"{ctx.name}: trying to differentiate twice a function that was marked with @once_differentiable"
+            f"{ctx.name}: trying to differentiate twice a function that was marked with "
+            "@once_differentiable"
         )
 
 
@@ -274,7 +283,12 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
         return STANDINS[cls](*args)
     found = next(a for a in args if isinstance(a, ShardedTensor | Stacked))
     if type(found) is Stacked and any(isinstance(a, ShardedTensor) for a in args):
-        raise ShardError("a block and a sharded value meet", op=cls.__name__, mesh=found.mesh, fix="sl.shard_map(f)")
+        raise ShardError(
+            "a block and a sharded value meet",
+            op=cls.__name__,
+            mesh=found.mesh,
+            fix="sl.shard_map(f)",
+        )
     run = _RUNS.get(cls)
     if run is None:
         run = _RUNS[cls] = type(cls.__name__, (_Run,), {})
@@ -294,7 +308,9 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Sharded results of plain arguments: right where no argument has a gradient, for torch tracks no other."""
+    """Sharded results of plain arguments: right where no argument
+    has a gradient, for torch tracks no other.
+    """
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise ShardError(
             "its results are sharded and its arguments are not: their gradient would be lost",
@@ -320,13 +336,18 @@ class Node:
         return self.node.name()
 
     def _values(self, forms: list[Any], raws: Any) -> tuple[Any, ...]:
-        return tuple(None if g is None else f.cotangent(g) for f, g in zip(forms, raws, strict=True))
+        return tuple(
+            None if g is None else f.cotangent(g) for f, g in zip(forms, raws, strict=True)
+        )
 
     def _raws(self, forms: list[Any], given: Any, before: Any) -> Any:
         if given is None:
             return None
         given = given if isinstance(given, tuple) else (given,)
-        return tuple(None if g is None else f.gradient(g, "backward hook") for f, g in zip(forms, given, strict=True))
+        return tuple(
+            None if g is None else f.gradient(g, "backward hook")
+            for f, g in zip(forms, given, strict=True)
+        )
 
     def register_prehook(self, hook: Any) -> Any:
         def run(grad_outputs: Any) -> Any:
@@ -349,7 +370,12 @@ def _hooked(*tensors: Any) -> Any:
     cls = HookFunction
     raws = cls.apply(*[f.raw(t) for f, t in zip(forms, tensors, strict=True)])
     node = next(
-        (r.grad_fn for r in raws if r.grad_fn is not None and r.grad_fn.name() == cls.__name__ + "Backward"), None
+        (
+            r.grad_fn
+            for r in raws
+            if r.grad_fn is not None and r.grad_fn.name() == cls.__name__ + "Backward"
+        ),
+        None,
     )
     outs = []
     for f, r in zip(forms, raws, strict=True):
@@ -361,7 +387,9 @@ def _hooked(*tensors: Any) -> Any:
 
 
 def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
-    """Reentrant checkpointing runs backward inside backward, which knows no ``inputs``: the other kind is right."""
+    """Reentrant checkpointing runs backward inside backward, which
+    knows no ``inputs``: the other kind is right.
+    """
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)

@@ -68,14 +68,16 @@ def value_and_grad(
 ) -> Callable[..., tuple[object, object]]:
     """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
-    ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of gradients.
+    ``argnums``  the argument to differentiate, any pytree of
+                 tensors; of several, a tuple of gradients.
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
     ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
 
-    A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad, the others are
-    frozen: their gradient is None, nothing is computed or moved for it, and transforms leave them alone.
-    A tree that asks nowhere is differentiated whole, so one ``requires_grad_()`` freezes all the other leaves.
+    A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad,
+    the others are frozen: their gradient is None, nothing is computed or moved for it, and
+    transforms leave them alone.  A tree that asks nowhere is differentiated whole, so one
+    ``requires_grad_()`` freezes all the other leaves.
     Raises: ShardError if the loss is no scalar.
 
     >>> import shardlib as sl
@@ -112,12 +114,18 @@ def value_and_grad(
             raw = _ready(loss)
         asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
         wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
-        found = torch.autograd.grad(raw.sum(), wanted, allow_unused=True) if raw.requires_grad else [None] * len(wanted)
+        found = (
+            torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
+            if raw.requires_grad
+            else [None] * len(wanted)
+        )
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
         value = loss.detach()
         by_argument = optree.tree_unflatten(tree, grads)
-        return ((value, aux) if has_aux else value), tuple(by_argument) if several else by_argument[0]
+        return ((value, aux) if has_aux else value), tuple(by_argument) if several else by_argument[
+            0
+        ]
 
     return run
 
@@ -144,7 +152,10 @@ def frozen(leaves: Sequence[Any]) -> list[bool]:
 
 @overload
 def grad(
-    f: Callable[Concatenate[Params, P], Tensor], argnums: Literal[0] = 0, *, pending: str | Sequence[str] = ()
+    f: Callable[Concatenate[Params, P], Tensor],
+    argnums: Literal[0] = 0,
+    *,
+    pending: str | Sequence[str] = (),
 ) -> Callable[Concatenate[Params, P], Params]: ...
 @overload
 def grad(
@@ -158,7 +169,9 @@ def grad(
     f: Callable[P, Tensor], argnums: Sequence[int], *, pending: str | Sequence[str] = ()
 ) -> Callable[P, tuple[object, ...]]: ...
 @overload
-def grad(f: Callable[P, Tensor], argnums: int = 0, *, pending: str | Sequence[str] = ()) -> Callable[P, object]: ...
+def grad(
+    f: Callable[P, Tensor], argnums: int = 0, *, pending: str | Sequence[str] = ()
+) -> Callable[P, object]: ...
 def grad(
     f: Callable[..., Tensor], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
 ) -> Callable[..., object]:

@@ -1,8 +1,9 @@
 """Initial values drawn on shards: ``init`` is ``parallelize`` for a module that has no values yet.
 
-Every submodule's own code runs, ``reset_parameters`` or the model's ``_init_weights``, with sharded parameters in
-place of its own.  It fills blocks by global position, so the values are the same under every layout and mesh, and no
-rank holds a whole tensor, other than of ``orthogonal_`` and of what that code itself makes whole.
+Every submodule's own code runs, ``reset_parameters`` or the model's ``_init_weights``, with sharded
+parameters in place of its own.  It fills blocks by global position, so the values are the same
+under every layout and mesh, and no rank holds a whole tensor, other than of ``orthogonal_`` and of
+what that code itself makes whole.
 """
 
 import inspect
@@ -41,16 +42,21 @@ def init(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """``(apply, params)`` as ``parallelize`` gives them, with fresh values, drawn shard by shard.
 
-    ``module``  best made on the meta device, where it takes no memory: ``with torch.device("meta"): ...``.
-    ``seed``    of these values alone, the same on every rank; None draws from the key in use (``sl.random``).
-    ``fill``    pattern -> function that fills a tensor in place, or its value: for parameters and buffers that no
+    ``module``  best made on the meta device, where it takes no
+                memory: ``with torch.device("meta"): ...``.
+    ``seed``    of these values alone, the same on every rank; None
+                draws from the key in use (``sl.random``).
+    ``fill``    pattern -> function that fills a tensor in place, or its
+                value: for parameters and buffers that no
                 ``reset_parameters`` or ``_init_weights`` writes, and to write others anew.
     The rest is ``parallelize``'s.  The module is read, never changed.
 
-    A submodule's values come from the ``_init_weights(submodule)`` of the nearest module around it that has one (as
-    models of transformers do), else or where that leaves something out from its own ``reset_parameters``.  What a
-    constructor does beyond these is not repeated; values that a constructor gave are kept where the module is real.
-    Raises: UnknownParameter naming each tensor that has no value; RuleLint, UnevenSplit, UnknownAxis.
+    A submodule's values come from the ``_init_weights(submodule)`` of the nearest module around it
+    that has one (as models of transformers do), else or where that leaves something out from its
+    own ``reset_parameters``.  What a constructor does beyond these is not repeated; values that a
+    constructor gave are kept where the module is real.
+    Raises: UnknownParameter naming each tensor that has no
+            value; RuleLint, UnevenSplit, UnknownAxis.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with torch.device("meta"):
@@ -79,7 +85,8 @@ def init(
                 todo.done(name)
     if missing := todo.names(tensors):
         raise UnknownParameter(
-            f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights writes there",
+            f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights "
+            "writes there",
             op="init",
             mesh=mesh,
             fix=f"sl.init(module, rules, fill={{{', '.join(f'{n!r}: torch.nn.init.zeros_' for n in missing)}}})",
@@ -102,14 +109,23 @@ Code = Callable[["_Unwritten", list[str]], None]
 def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, list[str]]]:
     """(what fills a submodule's own tensors, their names), children first as constructors do."""
 
-    def walk(sub: nn.Module, path: str, owner: nn.Module | None) -> Iterator[tuple[Code, list[str]]]:
+    def walk(
+        sub: nn.Module, path: str, owner: nn.Module | None
+    ) -> Iterator[tuple[Code, list[str]]]:
         owner = sub if _initialises(sub) else owner
         for name, child in sub.named_children():
             if child not in seen:
                 seen.add(child)
                 yield from walk(child, f"{path}{name}.", owner)
-        own = [n for n, _ in sub.named_parameters(prefix=path[:-1], recurse=False, remove_duplicate=False)]
-        own += [n for n, _ in sub.named_buffers(prefix=path[:-1], recurse=False, remove_duplicate=False)]
+        own = [
+            n
+            for n, _ in sub.named_parameters(
+                prefix=path[:-1], recurse=False, remove_duplicate=False
+            )
+        ]
+        own += [
+            n for n, _ in sub.named_buffers(prefix=path[:-1], recurse=False, remove_duplicate=False)
+        ]
         yield _filling(sub, owner), [tied.get(n, n) for n in own]
 
     seen = {module}
@@ -143,7 +159,9 @@ def _run(
     module: nn.Module, tensors: dict[str, ShardedTensor], names: list[str], code: Code, todo: "_Unwritten",
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """One submodule's code.  Where it needs a dimension whole that is split, another is split, or none."""
+    """One submodule's code.
+    Where it needs a dimension whole that is split, another is split, or none.
+    """
     at, refusal = rewound(mesh), None
     most = max((len(tensors[n].shape) for n in names), default=0)
     for on in (None, *range(-1, -most - 1, -1), most):
@@ -167,12 +185,16 @@ def _run(
 
 
 def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
-    """Blank blocks of the same tensor, split along dimension ``on`` alone, or whole where it cannot be."""
+    """Blank blocks of the same tensor, split along dimension
+    ``on`` alone, or whole where it cannot be.
+    """
     axes = real_axes(x.mesh, x.sharding.axes)
     if not axes:
         return x
     fits = -x.ndim <= on < 0 and x.shape[on] % x.mesh.axis_size(axes) == 0
-    return _blocks(x, Layout(tuple(Dim(axes) if fits and d - x.ndim == on else Dim() for d in range(x.ndim))))
+    return _blocks(
+        x, Layout(tuple(Dim(axes) if fits and d - x.ndim == on else Dim() for d in range(x.ndim)))
+    )
 
 
 def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
@@ -184,11 +206,19 @@ def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
     """What was filled, where it belongs."""
     if like.is_padded:
-        cut = [d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t]
+        cut = [
+            d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t
+        ]
         if any(real_axes(x.mesh, x.dims[d].axes) for d in cut):
             x = reshard(x, "...")
-        widths = [w for n, s in zip(reversed(like.shape), reversed(like.padded_shape), strict=True) for w in (0, s - n)]
-        x = ShardedTensor(nn.functional.pad(x.raw, widths), Place(x.sharding, like.padded_shape, x.mesh))
+        widths = [
+            w
+            for n, s in zip(reversed(like.shape), reversed(like.padded_shape), strict=True)
+            for w in (0, s - n)
+        ]
+        x = ShardedTensor(
+            nn.functional.pad(x.raw, widths), Place(x.sharding, like.padded_shape, x.mesh)
+        )
     return reshard(x, like.sharding).raw
 
 
@@ -197,7 +227,9 @@ class _Unwritten:
 
     def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
         self.mesh, self.written = mesh, set()
-        self.at: dict[str, tuple[Tensor, int]] = {n: (t.raw, writes(t.raw)) for n, t in tensors.items()}
+        self.at: dict[str, tuple[Tensor, int]] = {
+            n: (t.raw, writes(t.raw)) for n, t in tensors.items()
+        }
 
     def stands(self, name: str, x: ShardedTensor) -> None:
         """``x`` is written to in the tensor's place."""
@@ -252,7 +284,9 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
 
 @contextmanager
 def _alike(mesh: Mesh) -> Iterator[None]:
-    """Plain tensors that the modules' code draws are every rank's; torch's generators are left as they were."""
+    """Plain tensors that the modules' code draws are every rank's;
+    torch's generators are left as they were.
+    """
     cuda = [mesh.device.index or 0] if mesh.device.type == "cuda" else []
     with torch.random.fork_rng(cuda, device_type="cuda"):
         key = next_key(mesh)

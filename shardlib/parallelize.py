@@ -43,10 +43,21 @@ from shardlib.random import Plain
 from shardlib.skeleton import exchanged, skeleton
 from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 
-__all__ = ["Apply", "Rules", "Suggested", "match_rules", "matches", "parallelize", "placed", "swapped"]
+__all__ = [
+    "Apply",
+    "Rules",
+    "Suggested",
+    "match_rules",
+    "matches",
+    "parallelize",
+    "placed",
+    "swapped",
+]
 
 Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
-Rules = Sequence[tuple[Pattern, LayoutLike] | tuple[Pattern, LayoutLike, LayoutLike] | tuple[str, ...]]
+Rules = Sequence[
+    tuple[Pattern, LayoutLike] | tuple[Pattern, LayoutLike, LayoutLike] | tuple[str, ...]
+]
 
 
 class Suggested(tuple[str, ...]):
@@ -66,7 +77,8 @@ class Suggested(tuple[str, ...]):
 class Apply:
     """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
 
-    ``module``   the module's tree as it was when ``apply`` was made, without weights: change hooks or attributes
+    ``module``   the module's tree as it was when ``apply`` was made,
+                 without weights: change hooks or attributes
     here.  While the caller keeps his module its ``train()`` and ``eval()`` count too.
     ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
     ``buffers``  name -> tensor, cloned from the module.
@@ -90,7 +102,9 @@ class Apply:
         self.module = skeleton(module, plain)
         self.bare = skeleton(self.module)  # never run: what other copies are made of
         self.copies = [Copy(self.module, layouts)]
-        self.modes = [Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)]
+        self.modes = [
+            Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)
+        ]
         self.layouts, self.tied = layouts, tied
         self.inputs, self.mesh = inputs, mesh
         self.out_layouts = out_layouts or {}
@@ -102,14 +116,16 @@ class Apply:
         self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.  Inputs: plain tensors are sharded as ``inputs=`` said, else replicated.
+        """The module's forward.
+        Inputs: plain tensors are sharded as ``inputs=`` said, else replicated.
 
         Runs on the mesh of ``params``, which may be another than the one it was made for.
         """
         self.check(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
-            buffers = {n: b.clone() for n, b in self.buffers.items()}  # what forward writes to them ends with it
+            # what forward writes to them ends with it
+            buffers = {n: b.clone() for n, b in self.buffers.items()}
             return self._run(params, buffers, args, kwargs)[0]
         moved = object.__new__(Apply)
         moved.__dict__.update(self.__dict__, mesh=mesh)
@@ -123,15 +139,23 @@ class Apply:
         self.check(params)
         return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
 
-    def _run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        if blank := [n for n, b in buffers.items() if b.device.type == "meta" and holds_values(self.mesh)]:
+    def _run(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        if blank := [
+            n for n, b in buffers.items() if b.device.type == "meta" and holds_values(self.mesh)
+        ]:
             raise ShardError(
-                f"the module was made on the meta device, and nothing gave a value to its buffer {blank[0]!r}",
+                "the module was made on the meta device, and nothing gave a value to its buffer "
+                f"{blank[0]!r}",
                 op="apply",
                 mesh=self.mesh,
                 fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
             )
-        params = {**params, **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()}}
+        params = {
+            **params,
+            **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()},
+        }
         state = {**params, **buffers}
         names = self.named(len(args), kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
@@ -172,7 +196,9 @@ class Apply:
             copy.lock.release()
 
     def _point_at(self, e: ShardError, module: nn.Module) -> None:
-        """Add to an error the submodule it came from, its parameters, and a rule that leaves them whole."""
+        """Add to an error the submodule it came from, its
+        parameters, and a rule that leaves them whole.
+        """
         paths = {id(m): n for n, m in module.named_modules()}
         frames, path = e.__traceback__, ""
         while frames is not None:
@@ -180,19 +206,29 @@ class Apply:
             frames = frames.tb_next
         while path and not any(n.startswith(f"{path}.") for n in self.layouts):
             path = path.rpartition(".")[0]
-        held = {n: str(lay) for n, lay in self.layouts.items() if n.startswith(f"{path}." if path else "") and lay.axes}
+        held = {
+            n: str(lay)
+            for n, lay in self.layouts.items()
+            if n.startswith(f"{path}." if path else "") and lay.axes
+        }
         if "parameters" in e.operands or not held:
             return
         some = [f"{n}: {text}" for n, text in list(held.items())[:4]]
         e.operands["parameters"] = ", ".join([*some, "..."] if len(held) > 4 else some)
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + ".*" if path else "*"
-        e.operands["or"] = f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
+        e.operands["or"] = (
+            f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
+        )
         e.args = (e.text(),)
 
     @contextmanager
     def calling(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Plain tensors are the same on every rank; gathered weights are prefetched in the last call's order."""
-        weights = {n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2}
+        """Plain tensors are the same on every rank; gathered weights
+        are prefetched in the last call's order.
+        """
+        weights = {
+            n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2
+        }
         where = tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
         with promoting(), prefetching(order, weights, reads):
@@ -201,7 +237,8 @@ class Apply:
     def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
         """What forward calls its first ``count`` arguments, where ``named`` are given by name.
 
-        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name that the signature
+        Raises: RuleLint where one falls to ``*args`` and may be what
+                ``inputs=`` calls by a name that the signature
         does not say, as that of a wrapper without functools.wraps.
         """
         given = self.arguments
@@ -209,17 +246,23 @@ class Apply:
         unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
         if rest and rest not in self.inputs and unsaid and count > places:
             raise RuleLint(
-                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says whether it is "
+                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says "
+                "whether it is "
                 f"{unsaid[0]!r}; give it by name",
                 op="apply",
-                operands={"forward": ", ".join(n for n, _ in given), "inputs": ", ".join(self.inputs)},
+                operands={
+                    "forward": ", ".join(n for n, _ in given),
+                    "inputs": ", ".join(self.inputs),
+                },
                 mesh=self.mesh,
                 fix=f"apply(params, {unsaid[0]}={unsaid[0]})",
             )
         return positional(given, count)
 
     def place(self, name: str, value: Any) -> Any:
-        """An input of this name, where ``inputs=`` said; one that lies nowhere yet is on every rank."""
+        """An input of this name, where ``inputs=`` said;
+        one that lies nowhere yet is on every rank.
+        """
 
         def place(x: Any) -> Any:
             if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
@@ -265,7 +308,9 @@ class Copy:
         self.state: Any = None
 
     def swapped(self, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """``run()`` once more, as the call with ``state`` saw the tree; that call may be the one that runs."""
+        """``run()`` once more, as the call with ``state`` saw the
+        tree; that call may be the one that runs.
+        """
         if self.state is state:
             return swapped(self.module, state, self.stacks, run)
         with self.lock:
@@ -297,7 +342,9 @@ def arguments(forward: Callable[..., Any]) -> Arguments:
 
 
 def positional(given: Arguments, count: int) -> list[str]:
-    """What a forward with these arguments calls the first ``count``; those of ``*args`` share its name."""
+    """What a forward with these arguments calls the first
+    ``count``; those of ``*args`` share its name.
+    """
     return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
 
 
@@ -306,10 +353,13 @@ def _rest_name(given: Arguments) -> str:
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a key that forward has no argument for; with ``**kwargs`` one that looks like a misspelt argument."""
+    """Refuse a key that forward has no argument for; with ``**kwargs``
+    one that looks like a misspelt argument.
+    """
     if not isinstance(inputs, Mapping):
         raise RuleLint(
-            f"inputs is a mapping from the names of forward's arguments to layouts, not {type(inputs).__name__}",
+            "inputs is a mapping from the names of forward's arguments to layouts, not "
+            f"{type(inputs).__name__}",
             op="parallelize",
             fix="sl.parallelize(module, rules, inputs=dict(inputs))",
         )
@@ -321,14 +371,22 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
         if name in names or (loose and not near):
             continue
         raise RuleLint(
-            f"inputs: forward has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"inputs: forward has no argument {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ""),
             op="parallelize",
             operands={"forward": ", ".join(names)},
-            fix=f"{{{near[0]!r}: inputs.pop({name!r}), **inputs}}" if near else f"inputs.pop({name!r})",
+            fix=f"{{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
+            if near
+            else f"inputs.pop({name!r})",
         )
 
 
-def swapped(module: nn.Module, state: Mapping[str, Tensor], stacks: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
+def swapped(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    stacks: Sequence[nn.Module],
+    run: Callable[[], Any],
+) -> Any:
     """``run()`` once more, as the call with ``state`` saw the module."""
     with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
         return run()
@@ -385,7 +443,10 @@ def giving(weight: Tensor, layout: Layout) -> Tensor:
 
 
 def match_rules(
-    named: Mapping[str, Tensor], rules: Rules, axes: Mapping[str, str] | None = None, pad: bool = False
+    named: Mapping[str, Tensor],
+    rules: Rules,
+    axes: Mapping[str, str] | None = None,
+    pad: bool = False,
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """The layout of every parameter, and of the products with those whose rule names one.
 
@@ -397,13 +458,15 @@ def match_rules(
     for rule in rules:
         if not isinstance(rule, tuple | list) or len(rule) not in (2, 3):
             raise RuleLint(
-                f"a rule is (pattern, layout) or (pattern, layout, layout of its products), not {rule!r}",
+                "a rule is (pattern, layout) or (pattern, layout, layout of its products), not "
+                f"{rule!r}",
                 op="parallelize",
                 fix="sl.parallelize(module, [('*', '...')])",
             )
         if not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
             raise RuleLint(
-                f"a pattern is a glob, a compiled regex or a function of (name, tensor), not {rule[0]!r}",
+                "a pattern is a glob, a compiled regex or a function of (name, tensor), not "
+                f"{rule[0]!r}",
                 op="parallelize",
                 fix="sl.parallelize(module, [('*', '...')])",
             )
@@ -437,7 +500,9 @@ def match_rules(
 
 
 def _without(unused: list[Pattern], rules: Rules) -> str:
-    """The line that drops these rules; a function has no text that finds it, so then by their numbers."""
+    """The line that drops these rules; a function has no text
+    that finds it, so then by their numbers.
+    """
     if all(isinstance(p, str | re.Pattern) for p in unused):
         texts = "".join(f"{_pattern_text(p)}, " for p in unused)
         return f"rules = [r for r in rules if r[0] not in ({texts})]"
@@ -452,7 +517,9 @@ def _read(
     shape: Sequence[int] = (1,),
     weight: bool = False,
 ) -> Layout:
-    """The layout that a rule or an input gives, its logical names resolved; on ``mesh`` where one is given."""
+    """The layout that a rule or an input gives, its logical names
+    resolved; on ``mesh`` where one is given.
+    """
     if not isinstance(layout, str):
         layout = as_layout(layout, "parallelize", "{}", shape=shape, weight=weight)
     found = logical(str(layout), axes or {})
@@ -466,29 +533,42 @@ def _reached(pattern: Pattern, named: Mapping[str, Tensor]) -> bool:
     return any(matches(pattern, n, v) for n, v in named.items())
 
 
-def _lint(unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules) -> str:
+def _lint(
+    unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules
+) -> str:
     lines = []
     for name in unmatched:
         near = difflib.get_close_matches(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
-        lines.append(f"no rule matches parameter {name!r}" + (f" (nearest rule: {near[0]!r})" if near else ""))
+        lines.append(
+            f"no rule matches parameter {name!r}"
+            + (f" (nearest rule: {near[0]!r})" if near else "")
+        )
     for pattern in unused:
         shadow = [n for n, v in named.items() if matches(pattern, n, v)]
         text = _pattern_text(pattern)
         if shadow:
-            lines.append(f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}")
+            lines.append(
+                f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}"
+            )
             continue
         near = difflib.get_close_matches(text.strip("'*"), list(named), 1, 0.4)
-        lines.append(f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else ""))
+        lines.append(
+            f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else "")
+        )
     return "\n    ".join(lines)
 
 
-def _place_parameter(p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool) -> ShardedTensor:
+def _place_parameter(
+    p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool
+) -> ShardedTensor:
     if (p.is_meta or blank) and holds_values(mesh):
         size = padded_size(layout, p, mesh) if pad else p.shape
         layout.check(tuple(size), mesh, op="parallelize")
         block = layout.local_shape(tuple(size), mesh)
         shape = (*(mesh.size,) * lead(mesh), *block)
-        raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(p.requires_grad)
+        raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(
+            p.requires_grad
+        )
         return ShardedTensor(raw, Place(layout, size, mesh, p.shape if size != p.shape else None))
     placed = shard(p.detach(), layout, mesh, pad=pad)
     placed.requires_grad_(p.requires_grad)
@@ -504,20 +584,23 @@ def parallelize(
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Turn a module into ``(apply, params)`` with every parameter laid out by the first rule it matches.
+    """Turn a module into ``(apply, params)`` with every
+    parameter laid out by the first rule it matches.
 
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
                 the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
-    ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position or by name.
-    ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which a recipe
-                leaves whole otherwise; the padding takes no part in the result and gets no gradient.
+    ``inputs``  forward's argument name -> layout, for plain tensors
+                given to ``apply``, by position or by name.
+    ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which
+                a recipe leaves whole otherwise; the padding takes no part in the result and gets no
+                gradient.
 
-    Tied parameters are one leaf under their first name.  The module is read, never changed: ``apply`` runs on a
-    copy of its tree that has no weights, so they are freed where the module is dropped.  Hooks, configurations and
-    tensors in plain attributes are shared; what led back to the module, such as a bound method, leads to the copy.
-    Parameters on the meta device get blocks of NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them,
-    and buffers, anew.
+    Tied parameters are one leaf under their first name.  The module is read, never changed:
+    ``apply`` runs on a copy of its tree that has no weights, so they are freed where the module is
+    dropped.  Hooks, configurations and tensors in plain attributes are shared; what led back to the
+    module, such as a bound method, leads to the copy.  Parameters on the meta device get blocks of
+    NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them, and buffers, anew.
     Raises: RuleLint, UnevenSplit, UnknownAxis.
 
     >>> import torch, shardlib as sl; from torch import nn
@@ -535,7 +618,9 @@ _UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, Rule
 
 @contextmanager
 def _naming(name: str, rules: Rules, named: Mapping[str, Tensor]) -> Iterator[None]:
-    """A layout that does not fit a parameter is refused by the parameter's name, with the rule to write."""
+    """A layout that does not fit a parameter is refused by the
+    parameter's name, with the rule to write.
+    """
     try:
         yield
     except _UNFIT as e:
@@ -545,11 +630,15 @@ def _naming(name: str, rules: Rules, named: Mapping[str, Tensor]) -> Iterator[No
 
 def _said(what: str, e: ShardError, fix: str) -> ShardError:
     """The error of a layout that also says what the layout is of, and the line to write."""
-    return type(e)(f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix)
+    return type(e)(
+        f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix
+    )
 
 
 def _rest(name: str, rules: Rules, named: Mapping[str, Tensor]) -> str:
-    """The rules behind one for this parameter alone: without the one that then matches nothing more."""
+    """The rules behind one for this parameter alone:
+    without the one that then matches nothing more.
+    """
     first = {n: next((p for p, *_ in rules if matches(p, n, v)), None) for n, v in named.items()}
     taken = first[name]
     if taken is None or any(p == taken for n, p in first.items() if n != name):

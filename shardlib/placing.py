@@ -42,7 +42,12 @@ LayoutTree: TypeAlias = "LayoutLike | Mapping[str, LayoutTree] | Sequence[Layout
 
 @overload
 def shard(
-    x: Tensor, layout: LayoutLike, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+    x: Tensor,
+    layout: LayoutLike,
+    mesh: MeshLike | None = None,
+    *,
+    src: int | None = None,
+    pad: bool = False,
 ) -> ShardedTensor: ...
 @overload
 def shard(
@@ -55,10 +60,20 @@ def shard(
 ) -> dict[Key, ShardedTensor]: ...
 @overload
 def shard(
-    x: Tree, layout: LayoutTree, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+    x: Tree,
+    layout: LayoutTree,
+    mesh: MeshLike | None = None,
+    *,
+    src: int | None = None,
+    pad: bool = False,
 ) -> Tree: ...
 def shard(
-    x: object, layout: object, mesh: MeshLike | None = None, *, src: int | None = None, pad: bool = False
+    x: object,
+    layout: object,
+    mesh: MeshLike | None = None,
+    *,
+    src: int | None = None,
+    pad: bool = False,
 ) -> object:
     """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
 
@@ -66,7 +81,7 @@ def shard(
     ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
     In a pytree numbers and None, such as an optimizer's step count, stay as they are.
     ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
-                ``unshard`` strips it; functions without a rule for that refuse.
+                ``unshard`` strips it; functions that would read it refuse.
     Only the local block is copied; differentiable: x gets its gradient whole.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, NoMesh; x is left as it was.
 
@@ -88,11 +103,17 @@ def shard(
             _no_tensors(x, leaves, "shard", layout if isinstance(layout, Layout | str) else "...")
         layouts = [layout] * len(leaves) if single else _per_leaf(tree, layout)
         return optree.tree_unflatten(
-            tree, [_each(shard, leaf, lay, m, src=src, pad=pad) for leaf, lay in zip(leaves, layouts, strict=True)]
+            tree,
+            [
+                _each(shard, leaf, lay, m, src=src, pad=pad)
+                for leaf, lay in zip(leaves, layouts, strict=True)
+            ],
         )
     if x.layout != torch.strided or isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
         raise Unsupported(
-            "only dense, initialised tensors are placed", op="shard", fix="sl.shard(x.to_dense(), layout)"
+            "only dense, initialised tensors are placed",
+            op="shard",
+            fix="sl.shard(x.to_dense(), layout)",
         )
     if isinstance(x, ShardedTensor):
         raise ShardError(
@@ -108,8 +129,12 @@ def shard(
     if src is not None:
         x = _from_rank(x, m, src)
     if size != x.shape:
-        widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
-        return ShardedTensor(_placed(torch.nn.functional.pad(x, widths), lay, m), Place(lay, size, m, x.shape))
+        widths = [
+            w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)
+        ]
+        return ShardedTensor(
+            _placed(torch.nn.functional.pad(x, widths), lay, m), Place(lay, size, m, x.shape)
+        )
     return ShardedTensor(_placed(x, lay, m), Place(lay, x.shape, m))
 
 
@@ -160,7 +185,9 @@ def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
 
 def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
     if src != 0:
-        raise ShardError(f"src must be 0, not {src}", op="shard", mesh=m, fix="sl.shard(x, layout, src=0)")
+        raise ShardError(
+            f"src must be 0, not {src}", op="shard", mesh=m, fix="sl.shard(x, layout, src=0)"
+        )
     if m.device_mesh is None:
         return x
     with bind(m):
@@ -173,7 +200,9 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     if not holds_values(m):
         return torch.empty(layout.local_shape(shape, m), dtype=x.dtype, device="meta")
     if m.device_mesh is not None and m.coord is None:
-        raise MeshError("this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)")
+        raise MeshError(
+            "this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)"
+        )
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
     return raw if m.device_mesh is None else raw.to(m.device)
 
@@ -257,7 +286,9 @@ class _Reshard(Local):
     """raw from one layout to another; the cotangent takes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh
+    ) -> Tensor:
         ctx.way = source, target, shape, mesh
         ctx.set_materialize_grads(False)
         with bind(mesh):
@@ -309,7 +340,9 @@ def reshard(x: object, layout: LayoutLike) -> object:
             fix=f"sl.shard(x, {str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})",
         )
     if type(layout) is not Layout:
-        layout = as_layout(layout, "reshard", "sl.reshard(x, {})", shape=x.padded_shape, mesh=x.mesh)
+        layout = as_layout(
+            layout, "reshard", "sl.reshard(x, {})", shape=x.padded_shape, mesh=x.mesh
+        )
     target = layout.resolve(len(x.padded_shape))
     if target == x.sharding:
         return x
@@ -320,7 +353,10 @@ def reshard(x: object, layout: LayoutLike) -> object:
     if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
         x = settle(x)
     size = tuple(x.padded_shape)
-    still = not any((a >> b).steps(size, x.mesh) for a, b in ((x.sharding, target), (target.bare, x.sharding.bare)))
+    still = not any(
+        (a >> b).steps(size, x.mesh)
+        for a, b in ((x.sharding, target), (target.bare, x.sharding.bare))
+    )
     raw: Any = x.raw if still else _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
     return x.becomes(raw, target)
 
@@ -341,7 +377,11 @@ class _Placed(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layout, shape, mesh, device = ctx.way
-        return unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device), None, None
+        return (
+            unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device),
+            None,
+            None,
+        )
 
 
 @overload
@@ -364,7 +404,9 @@ def unshard(x: object) -> object:
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
-        raise PlainTensor("a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x")
+        raise PlainTensor(
+            "a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x"
+        )
     if x.is_padded:
         return unshard(x.with_padding)[tuple(slice(n) for n in x.shape)]
     whole = settle(reshard(x, "..."))
@@ -375,7 +417,9 @@ def unshard(x: object) -> object:
 
 @implements(Tensor.cpu, Tensor.cuda)
 def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor itself where it is there already, a copy of a value that every rank holds; blocks stay."""
+    """The tensor itself where it is there already, a copy of a
+    value that every rank holds; blocks stay.
+    """
     x = args[0]
     if x.raw.device.type == func.__name__:
         return x

@@ -2,9 +2,9 @@
 
 The three-axis product (ops/matmul/matmul3d.py) makes every known grid a point (pm, pk, pn): FSDP is
 pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
-equal.  Layers come in pairs that swap k and n, so nothing is resharded between them, and the axes may
-play other roles in MLPs than in attention.  The choice prices all of them, with the gathered operands
-saved or not, and takes the cheapest that fits.
+equal.  Layers come in pairs that swap k and n, so nothing is resharded between them, and the axes
+may play other roles in MLPs than in attention.  The choice prices all of them, with the gathered
+operands saved or not, and takes the cheapest that fits.
 
 Source: Al Daas et al., SPAA 2022 (bounds); arXiv 2305.13525 (choosing a grid by its cost).
 """
@@ -29,11 +29,21 @@ from shardlib.mesh import Link, MeshLike, as_mesh, bind
 from shardlib.ops.attention import attention_plan
 from shardlib.ops.registry import forget
 
-__all__ = ["Choice", "Grid3", "Link", "ReshardPlan", "attention_plan", "choose", "lower_bound", "probe"]
+__all__ = [
+    "Choice",
+    "Grid3",
+    "Link",
+    "ReshardPlan",
+    "attention_plan",
+    "choose",
+    "lower_bound",
+    "probe",
+]
 
 
 def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
-    """The fewest words some rank must receive for one product [m, k] x [k, n], whatever the algorithm.
+    """The fewest words some rank must receive for one product
+    [m, k] x [k, n], whatever the algorithm.
 
     Memory-independent and tight; Al Daas et al., SPAA 2022, theorem 3.
 
@@ -52,8 +62,11 @@ def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
 # ---------------------------------------------------------------- measuring links
 
 
-def probe(mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5) -> dict[str, Link]:
-    """Measure seconds per message and per byte along every axis, and let every later choice use them.
+def probe(
+    mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5
+) -> dict[str, Link]:
+    """Measure seconds per message and per byte along every
+    axis, and let every later choice use them.
 
     Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
     products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must
@@ -97,7 +110,9 @@ def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
 
 
 class Layer(NamedTuple):
-    """A linear layer: whether it contracts, and whether it is of an MLP in a model that also has attention."""
+    """A linear layer: whether it contracts, and whether it is of
+    an MLP in a model that also has attention.
+    """
 
     inputs: int
     outputs: int
@@ -107,7 +122,8 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid3:
-    """One candidate: sizes of the three axes, what is saved gathered, and what a step takes per rank.
+    """One candidate: sizes of the three axes, what is saved
+    gathered, and what a step takes per rank.
 
     ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
     """
@@ -155,7 +171,9 @@ class Choice:
 
     @property
     def recipe(self) -> Callable[..., recipes.Recipe]:
-        return recipes.cube3d if self.best.mlp == "mnk" else partial(recipes.cube3d, mlp=self.best.mlp)
+        return (
+            recipes.cube3d if self.best.mlp == "mnk" else partial(recipes.cube3d, mlp=self.best.mlp)
+        )
 
     @property
     def save(self) -> str:
@@ -168,7 +186,9 @@ class Choice:
         else:
             plain = f": {b.name}"
         how = "" if b.mlp == "mnk" else f'(mlp="{b.mlp}")'
-        lines = [f"mesh {' '.join(f'{a}={s}' for a, s in b.mesh.items())}, recipes.cube3d{how}{plain}"]
+        lines = [
+            f"mesh {' '.join(f'{a}={s}' for a, s in b.mesh.items())}, recipes.cube3d{how}{plain}"
+        ]
         lines.append(" x   y   z  mlp  saved  MiB/step  messages  MiB held  seconds")
         for g in self.table[:12]:
             moved, held = float(g.cost.bytes) / 2**20, float(g.cost.memory) / 2**20
@@ -196,9 +216,10 @@ def choose(
 ) -> Choice:
     """The fastest grid of ``world`` ranks for one training step of a model's linear layers.
 
-    ``model``     a module, or (inputs, outputs) of its linear layers in turn: expanding, contracting, ...
-    ``memory``    bytes per rank for weights, gradients, ``state`` bytes per parameter, saved activations
-                  and the largest gathered pair; None for no limit.
+    ``model``     a module, or (inputs, outputs) of its linear
+                  layers in turn: expanding, contracting, ...
+    ``memory``    bytes per rank for weights, gradients, ``state`` bytes per parameter, saved
+                  activations and the largest gathered pair; None for no limit.
     ``heads``     attention heads, which the axis n must divide.
     ``links``     one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
     ``flops``     multiply-adds x 2 per second and rank, to include the products themselves.
@@ -216,9 +237,15 @@ def choose(
     """
     layers = _layers(model)
     if world < 1 or batch < 1 or sequence < 1 or not layers:
-        what = f"world={world}, batch={batch}, sequence={sequence}" if layers else "the model has no linear layer"
+        what = (
+            f"world={world}, batch={batch}, sequence={sequence}"
+            if layers
+            else "the model has no linear layer"
+        )
         raise ShardError(
-            f"nothing to choose for: {what}", op="choose", fix="sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
+            f"nothing to choose for: {what}",
+            op="choose",
+            fix="sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)",
         )
     table, rejected = [], 0
     known = {a: links for a in "xyz"} if isinstance(links, Link) else links
@@ -238,12 +265,18 @@ def choose(
                     table.append(Grid3(m, k, n, save, cost, seconds, mlp))
     if not table:
         raise ShardError(
-            f"no grid of {world} ranks divides these sizes" + (" within the memory" if memory is not None else ""),
+            f"no grid of {world} ranks divides these sizes"
+            + (" within the memory" if memory is not None else ""),
             op="choose",
-            operands={"batch": batch, "layers": ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4])},
+            operands={
+                "batch": batch,
+                "layers": ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4]),
+            },
             fix=f"sl.choose(model, 1, batch={batch})",
         )
-    table.sort(key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save), g.mlp != "mnk"))
+    table.sort(
+        key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save), g.mlp != "mnk")
+    )
     return Choice(table[0], tuple(table), rejected)
 
 
@@ -262,7 +295,11 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear)
         ]
-    return [layer._replace(mlp=False) for layer in found] if all(layer.mlp for layer in found) else found
+    return (
+        [layer._replace(mlp=False) for layer in found]
+        if all(layer.mlp for layer in found)
+        else found
+    )
 
 
 def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
@@ -270,7 +307,10 @@ def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
     if not any(layer.mlp for layer in layers):
         return ["mnk"]
     usual, sizes = "mnk", (m, n, k)
-    said = ("".join(r if s > 1 else u for r, s, u in zip(w, sizes, usual, strict=True)) for w in recipes.MLP_ROLES)
+    said = (
+        "".join(r if s > 1 else u for r, s, u in zip(w, sizes, usual, strict=True))
+        for w in recipes.MLP_ROLES
+    )
     return list(dict.fromkeys(said))
 
 
@@ -283,7 +323,9 @@ def factorizations(world: int) -> Iterator[tuple[int, int, int]]:
                     yield m, k, world // m // k
 
 
-def _divides(layers: Sequence[Layer], m: int, k: int, n: int, mlp: str, batch: int, heads: int | None) -> bool:
+def _divides(
+    layers: Sequence[Layer], m: int, k: int, n: int, mlp: str, batch: int, heads: int | None
+) -> bool:
     if batch % (m * n) or (heads or n) % n:
         return False
     for layer in layers:
@@ -291,7 +333,11 @@ def _divides(layers: Sequence[Layer], m: int, k: int, n: int, mlp: str, batch: i
         if batch % (pm * pk):
             return False
         into, out = (pn, pk) if layer.back else (pk, pn)
-        if layer.inputs % (into * pm) or layer.outputs % out or (layer.outputs if layer.back else layer.inputs) % k:
+        if (
+            layer.inputs % (into * pm)
+            or layer.outputs % out
+            or (layer.outputs if layer.back else layer.inputs) % k
+        ):
             return False
     return True
 
@@ -316,15 +362,20 @@ def step_cost(
     state: int,
     mlp: str = "mnk",
 ) -> Cost:
-    """Forward and backward of every layer on the grid: bytes, messages, and bytes held at the peak."""
+    """Forward and backward of every layer on the grid: bytes,
+    messages, and bytes held at the peak.
+    """
     p, axes = m * k * n, {"x": m, "y": n, "z": k}
     total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
     for layer in layers:
         inputs, outputs, back, _ = layer
         roles = mlp if layer.mlp else "mnk"
-        x, w, y = (Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs))
+        x, w, y = (
+            Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs)
+        )
         plays = dict(zip(axes, roles, strict=True))
-        rows = tuple(a for a in "xy" if plays[a] == "n")  # of the narrow side, gathered going in, scattered coming out
+        # of the narrow side, gathered going in, scattered coming out
+        rows = tuple(a for a in "xy" if plays[a] == "n")
         narrow = [rows, ("z",) if plays["z"] == "n" else ()]
         wide = [("z",) if plays["z"] == "k" else ()]
         moves_x, wide_x = _moved(x, wide if back else narrow, axes)
@@ -341,7 +392,9 @@ def step_cost(
     return Cost(total.bytes, total.messages, held, total.along)
 
 
-def _moved(nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[Cost, Fraction]:
+def _moved(
+    nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> tuple[Cost, Fraction]:
     """The price of gathering a block, dimension by dimension, and its bytes when gathered."""
     cost = Cost()
     for names in moves:

@@ -1,16 +1,18 @@
 """The key from which random numbers of sharded tensors are drawn, the same on every rank.
 
-A number is a function of (seed, how many draws came before, position in the global tensor).  So it is the same
-under every layout, on every mesh and back end, and for every number of ranks; what a rank draws from torch's own
-generator, for a log line or a shuffle, changes nothing here.
+A number is a function of (seed, how many draws came before, position in the global tensor).  So it
+is the same under every layout, on every mesh and back end, and for every number of ranks; what a
+rank draws from torch's own generator, for a log line or a shuffle, changes nothing here.
 
-The seed is the one given to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and at the first draw
-after each ``torch.manual_seed``, the ranks agree on it through the job's store.  They may seed differently
-(``torch.manual_seed(seed + rank)``); every one of them must seed, or none.  Where some seed and others do not, those
-that did wait, and raise: ranks that go on with different keys would hold different copies of one value.
+The seed is the one given to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and at
+the first draw after each ``torch.manual_seed``, the ranks agree on it through the job's store.
+They may seed differently (``torch.manual_seed(seed + rank)``); every one of them must seed, or
+none.  Where some seed and others do not, those that did wait, and raise: ranks that go on with
+different keys would hold different copies of one value.
 ``seed(n)`` gives the seed outright, and torch's is no longer followed.
 
-``torch.set_rng_state`` and ``fork_rng`` do not concern the key; ``get_state`` and ``set_state`` do.  What
+``torch.set_rng_state`` and ``fork_rng`` do not concern the key;
+                        ``get_state`` and ``set_state`` do.  What
 ``torch.utils.checkpoint`` recomputes draws again what the forward drew.
 """
 
@@ -42,7 +44,9 @@ _WORD = (1 << 64) - 1
 
 @dataclass(eq=False)
 class _Seed:
-    """One seeding: what this rank was given, and what the ranks agreed on.  ``exact``: all must give the same."""
+    """One seeding: what this rank was given, and what the ranks agreed on.
+    ``exact``: all must give the same.
+    """
 
     given: int
     exact: bool = False
@@ -56,8 +60,10 @@ class _Stream:
         self.ranks = ranks
         self.seed = self.first = _Seed(0)
         self.count = 0
-        self.heard: tuple[int, int] | None = None  # how many seedings, torch's and ours, were followed
-        self.base = self  # the stream that this one stands for: it counts the agreements of its ranks
+        # how many seedings, torch's and ours, were followed
+        self.heard: tuple[int, int] | None = None
+        # the stream that this one stands for: it counts the agreements of its ranks
+        self.base = self
         self.agreements = 0
         self.lock = threading.Lock()  # two threads that draw at once have two keys
 
@@ -75,7 +81,9 @@ class _Stream:
             return self.seed
         before, self.heard = self.heard, told
         if before is None or before[1] != told[1]:
-            new = _Seed(torch.initial_seed() if _TOLD.seed is None else _TOLD.seed, _TOLD.seed is not None)
+            new = _Seed(
+                torch.initial_seed() if _TOLD.seed is None else _TOLD.seed, _TOLD.seed is not None
+            )
         elif _TOLD.seed is None and SEEDED.holds():
             new = _Seed(torch.initial_seed())
         else:
@@ -102,11 +110,16 @@ class _Stream:
         except RuntimeError:
             late = [str(r) for r, n in names.items() if not store.check([n])]
             raise ShardError(
-                f"this rank was seeded since its last draw, and rank {', '.join(late)} was not: all draw from one key",
+                f"this rank was seeded since its last draw, and rank {', '.join(late)} was not: "
+                "all draw from one key",
                 op="random",
                 fix="sl.random.seed(0)  # on every rank; torch.manual_seed is not followed from then on",
             ) from None
-        found = {r: store.get(n).decode().split() for r, n in names.items() if r == self.ranks[0] or mine.exact}
+        found = {
+            r: store.get(n).decode().split()
+            for r, n in names.items()
+            if r == self.ranks[0] or mine.exact
+        }
         if mine.exact and len({tuple(v) for v in found.values()}) > 1:
             keys = sorted({f"{v[0]} ({v[1]} draws)" for v in found.values()})
             raise ShardError(
@@ -129,7 +142,9 @@ class _Told:
 
 _TOLD = _Told()
 _HERE = _Stream((0,))  # of simulated ranks
-_STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = weakref.WeakKeyDictionary()
+_STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _stream(mesh: Mesh) -> _Stream:
@@ -171,8 +186,8 @@ def branch(key: int, lane: int) -> int:
 def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """The key of the next draw on a mesh, the same on all its ranks.
 
-    torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives the key itself:
-    rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
+    torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives
+    the key itself: rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
     """
     if not holds_values(mesh):
         return 0
@@ -191,8 +206,14 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
 
 def _named(mesh: Mesh, generator: torch.Generator) -> int:
     if not isinstance(generator, torch.Generator):
-        raise ShardError(f"a generator is a torch.Generator, not {generator!r}", op="random", fix="torch.Generator()")
-    key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=generator.device).to(mesh.device)
+        raise ShardError(
+            f"a generator is a torch.Generator, not {generator!r}",
+            op="random",
+            fix="torch.Generator()",
+        )
+    key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=generator.device).to(
+        mesh.device
+    )
     axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
     if axes:
         with bind(mesh):
@@ -202,18 +223,21 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
 
 
 class Plain:
-    """What a function draws as plain tensors, such as ``torch.rand(shape)``, made the same on every rank of a job.
+    """What a function draws as plain tensors, such as
+    ``torch.rand(shape)``, made the same on every rank of a job.
 
-    Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen to draw them the
-    ranks compare their generators before each call (8 bytes from each); where they stand apart, rank 0's counts, and
-    the others' go on afterwards from where they were.
+    Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen
+    to draw them the ranks compare their generators before each call (8 bytes from each); where they
+    stand apart, rank 0's counts, and the others' go on afterwards from where they were.
     """
 
     def __init__(self) -> None:
         self.drawn = False
 
     def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
-        """``run()``, twice where its first call shows that it draws and the generators stand apart."""
+        """``run()``, twice where its first call shows that it
+        draws and the generators stand apart.
+        """
         if mesh.device_mesh is None or mesh.size == 1:
             return run()
         mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
@@ -252,7 +276,9 @@ def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
     """Bring torch's generator to where rank 0's stands; False where all stand there already."""
     axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
     with bind(mesh):
-        digest = int.from_bytes(hashlib.blake2b(mine.numpy().tobytes(), digest_size=7).digest(), "little")
+        digest = int.from_bytes(
+            hashlib.blake2b(mine.numpy().tobytes(), digest_size=7).digest(), "little"
+        )
         found = all_gather(torch.tensor([digest], device=mesh.device), axes)
         if bool((found == found[0]).all()):
             return False
@@ -265,7 +291,8 @@ def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
 
 
 def seed(number: int | None) -> None:
-    """Draw from this seed on, on every mesh; ``torch.manual_seed`` is no longer followed.  None: follow it again.
+    """Draw from this seed on, on every mesh; ``torch.manual_seed`` is no longer followed.
+    None: follow it again.
 
     Every rank gives the same number, which is checked at the next draw.
 
@@ -280,7 +307,9 @@ def seed(number: int | None) -> None:
     >>> sl.random.seed(None)
     """
     if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-        raise ShardError(f"a seed is a whole number, not {number!r}", op="random.seed", fix="sl.random.seed(0)")
+        raise ShardError(
+            f"a seed is a whole number, not {number!r}", op="random.seed", fix="sl.random.seed(0)"
+        )
     _TOLD.seed = None if number is None else number & _WORD
     _TOLD.calls += 1
 
@@ -304,11 +333,16 @@ def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
 
 
 def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
-    """Go on from a key that ``get_state`` gave, on this mesh or another, of as many ranks or of others.
+    """Go on from a key that ``get_state`` gave, on this mesh
+    or another, of as many ranks or of others.
 
     Every rank gives the same, which is checked at the next draw.
     """
-    if not isinstance(state, Mapping) or state.keys() != {"seed", "count"} or int(state["count"]) < 0:
+    if (
+        not isinstance(state, Mapping)
+        or state.keys() != {"seed", "count"}
+        or int(state["count"]) < 0
+    ):
         raise ShardError(
             f"a state has a seed and a count, not {state!r}",
             op="random.set_state",
@@ -333,7 +367,9 @@ def marks() -> Marks:
 
 @contextmanager
 def replayed(at: Marks) -> Iterator[None]:
-    """Within it, what was drawn after ``marks()`` is drawn again; the streams themselves stay where they stand."""
+    """Within it, what was drawn after ``marks()`` is drawn again; the
+    streams themselves stay where they stand.
+    """
     told, draws = (SEEDED.calls, _TOLD.calls), scope().draws
     before = [draws.get(s, s) for s in _streams() if s.heard is not None]
     again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
@@ -341,7 +377,8 @@ def replayed(at: Marks) -> Iterator[None]:
         with within(draws={**draws, **again}):
             yield
     finally:
-        more = SEEDED.calls - told[0], _TOLD.calls - told[1]  # what was seeded in between was seeded before
+        # what was seeded in between was seeded before
+        more = SEEDED.calls - told[0], _TOLD.calls - told[1]
         for s in before:
             assert s.heard is not None, "only streams in use are listed"
             s.heard = s.heard[0] + more[0], s.heard[1] + more[1]
@@ -349,7 +386,9 @@ def replayed(at: Marks) -> Iterator[None]:
 
 @contextmanager
 def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
-    """Within it, draws on ``mesh`` come from a seed of their own; None: from the stream as it is."""
+    """Within it, draws on ``mesh`` come from a seed of their
+    own; None: from the stream as it is.
+    """
     if number is None:
         yield
         return

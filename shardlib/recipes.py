@@ -1,24 +1,27 @@
 """Lists of rules for modules, to use as they are or to edit.
 
-A recipe runs the module once on the meta device, sees what feeds what (roles.py), and writes one rule
-per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores its weight (out, in).
-A parameter that does not divide, or whose split no layout says, is left whole; ``recipe.left`` names it.
-Of those a vocabulary is split where ``parallelize`` is given ``pad=True``.
+A recipe runs the module once on the meta device, sees what feeds what (roles.py), and writes one
+rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores its weight
+(out, in).  A parameter that does not divide, or whose split no layout says, is left whole;
+``recipe.left`` names it.  Of those a vocabulary is split where ``parallelize`` is given
+``pad=True``.
 
-Where the module cannot be run, since nobody knows its inputs (give them: ``inputs=``), names and shapes
-are all there is, and a warning says so.  Then *expanding* layers feed something wide (qkv, gates, the
-MLP's first layer, the vocabulary); *contracting* layers come back from it: their name says so (``c_proj``,
-``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or their input is wider than their output; *plain*
-ones keep the residual stream as it is (``pooler``, a head's ``transform``); *scores* are a few classes;
-*keys* are keys and values of fewer heads than ranks.  GPT-2's Conv1D is a Linear stored (in, out), and a
-convolution of patches a Linear of their pixels.
+Where the module cannot be run, since nobody knows its inputs (give them: ``inputs=``), names and
+shapes are all there is, and a warning says so.  Then *expanding* layers feed something wide (qkv,
+gates, the MLP's first layer, the vocabulary); *contracting* layers come back from it: their name
+says so (``c_proj``, ``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or their input is
+wider than their output; *plain* ones keep the residual stream as it is (``pooler``, a head's
+``transform``); *scores* are a few classes; *keys* are keys and values of fewer heads than ranks.
+GPT-2's Conv1D is a Linear stored (in, out), and a convolution of patches a Linear of their pixels.
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 
-``experts`` names mesh axes that split a mixture's stacks of experts [E, ...], every expert whole on one rank (see
-experts.py); without it experts are cut as other weights are, E whole.  Where a recipe splits rows over these axes,
-they are gathered for the experts and the results scattered.  Give axes the batch is not split over and only the sum
-travels, as with a column and a row, or ``data`` itself, so that no expert is copied:
+``experts`` names mesh axes that split a mixture's stacks of experts [E,
+            ...], every expert whole on one rank (see
+experts.py); without it experts are cut as other weights are, E whole.  Where a recipe splits rows
+over these axes, they are gathered for the experts and the results scattered.  Give axes the batch
+is not split over and only the sum travels, as with a column and a row, or ``data`` itself, so that
+no expert is copied:
 
     sl.recipes.megatron1d(model, experts="x")         # one sum of [tokens, features] per layer and pass
     sl.recipes.ddp(model, experts="data")             # rows gathered, results scattered
@@ -42,7 +45,18 @@ from shardlib.mesh import MeshLike, as_mesh
 from shardlib.parallelize import Suggested
 from shardlib.roles import Way, assign, patterns
 
-__all__ = ["Recipe", "cube3d", "ddp", "fsdp", "megatron1d", "optimus2d", "ring", "roles", "tesseract", "widening"]
+__all__ = [
+    "Recipe",
+    "cube3d",
+    "ddp",
+    "fsdp",
+    "megatron1d",
+    "optimus2d",
+    "ring",
+    "roles",
+    "tesseract",
+    "widening",
+]
 
 MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
 """Axes x, y, z: activations lie as ``(x y) z``, rows over x and within that y, columns over z."""
@@ -56,7 +70,9 @@ _BACK = re.compile(
 )
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
 _KEYS = re.compile(r"(^|\.)(k|v)_proj$")
-_ATTEND = re.compile(r"(^|\.)((q|k|v)_proj|query|key|value|c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
+_ATTEND = re.compile(
+    r"(^|\.)((q|k|v)_proj|query|key|value|c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$"
+)
 _PLAIN = re.compile(r"(^|\.)(pooler(\.dense)?|transform(\.dense)?)$")
 _SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
@@ -66,12 +82,16 @@ class Recipe(list[tuple[str, ...]]):
 
     ``left``  parameters that are whole where their role would split them -> why.
 
-    Rules put in front of it go first, and those of its own that are then never reached are no mistake:
-    ``[("h.*.attn.*", "..."), *recipe]``.
+    Rules put in front of it go first, and those of its own that are then never reached are no
+    mistake: ``[("h.*.attn.*", "..."), *recipe]``.
     """
 
     def __init__(
-        self, rules: Iterable[tuple[str, ...]], tokens: str, labels: str, left: Mapping[str, str] | None = None
+        self,
+        rules: Iterable[tuple[str, ...]],
+        tokens: str,
+        labels: str,
+        left: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(map(Suggested, rules))
         self.tokens, self.labels, self.left = tokens, labels, dict(left or {})
@@ -168,7 +188,8 @@ def tesseract(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """2.5D: a plane of 2D blocks per depth; activations ``(depth rows) . cols``, weights copied over depth.
+    """2.5D: a plane of 2D blocks per depth; activations ``(depth
+    rows) . cols``, weights copied over depth.
 
     The sum of each weight's gradient over depth is the product's own.
 
@@ -201,9 +222,10 @@ def cube3d(
     The axes may have any sizes: with one of size 1 this is 2D, with two 1D.  Tokens are split
     over x and y, labels over x and z, where the logits come out.
 
-    ``mlp``  the roles of x, y and z in MLPs, of m (gathers weights), n (gathers activations in, scatters
-             them out) and k (the other way round): mnk as everywhere else, mnn, mmk, mmn, nnk or nnn.  What
-             goes in and comes out lies the same in all of them, so nothing is resharded.
+    ``mlp``  the roles of x, y and z in MLPs, of m (gathers weights), n (gathers activations in,
+             scatters them out) and k (the other way round): mnk as everywhere else, mnn, mmk, mmn,
+             nnk or nnn.  What goes in and comes out lies the same in all of them, so nothing is
+             resharded.
 
     Source: arXiv 2105.14450, section 3; general grids as in arXiv 2305.13525.
     Raises: ShardError for other roles.
@@ -220,7 +242,9 @@ def cube3d(
     """
     if mlp not in MLP_ROLES:
         raise ShardError(
-            f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}", op="recipe", fix='mlp="mnk"'
+            f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}",
+            op="recipe",
+            fix='mlp="mnk"',
         )
     rows, wide = (_batch(mesh, data, x, y, z, over=over) for over in ((x, y), (x, z)))
     layouts = {
@@ -241,7 +265,8 @@ def cube3d(
     wider = None
     if mlp != "mnk":
         m, n, k = (
-            " ".join(axis for axis, role in zip((x, y, z), mlp, strict=True) if role == wanted) for wanted in "mnk"
+            " ".join(axis for axis, role in zip((x, y, z), mlp, strict=True) if role == wanted)
+            for wanted in "mnk"
         )
         layouts["up"] = (f"{_token(n)} {_token(k, m)}", _token(n))
         layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
@@ -266,11 +291,12 @@ def ring(
     weights: Recipe | None = None,
     experts: str = "",
 ) -> Recipe:
-    """Sequence parallelism: activations ``data zigzag(s) .``, attention round a ring, weights whole.
+    """Sequence parallelism: activations ``data zigzag(s)
+    .``, attention round a ring, weights whole.
 
     ``schedule``  contiguous, zigzag (balances causal attention) or striped.
-    ``weights``   another recipe for the same model, whose weights and batch this one keeps: the sequence is
-                  split on top of it, as ring x 2D with ``weights=optimus2d(model)``.
+    ``weights``   another recipe for the same model, whose weights and batch this one keeps: the
+                  sequence is split on top of it, as ring x 2D with ``weights=optimus2d(model)``.
 
     Source: arXiv 2105.13120.
 
@@ -301,8 +327,11 @@ def ring(
     return Recipe(rules, f"{tokens[0]} {token}", f"{labels[0]} {token}", weights.left)
 
 
-def ddp(model: nn.Module, mesh: MeshLike | None = None, *, data: str = "data", experts: str = "") -> Recipe:
-    """Split batches over ``data``, parameters whole on every rank; their gradients are summed over it.
+def ddp(
+    model: nn.Module, mesh: MeshLike | None = None, *, data: str = "data", experts: str = ""
+) -> Recipe:
+    """Split batches over ``data``, parameters whole on every
+    rank; their gradients are summed over it.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
 
@@ -325,9 +354,11 @@ def fsdp(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Split batches and every matrix over ``axis``: a weight is gathered for its product, its gradient scattered.
+    """Split batches and every matrix over ``axis``: a weight is gathered
+    for its product, its gradient scattered.
 
-    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are whole.  With a
+    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors,
+    convolutions and positions are whole.  With a
     ``data`` axis besides, weights are copied over it and batches split over both.
 
     Source: arXiv 1910.02054, stage 3; arXiv 2304.11277.
@@ -366,7 +397,9 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
     return Way(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
 
 
-def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str) -> Recipe:
+def _recipe(
+    model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str
+) -> Recipe:
     """Write rules by what feeds what, or by names where the module cannot be run."""
     split = _stacked(model, mesh, experts)
     try:
@@ -374,7 +407,9 @@ def _recipe(model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, m
     except Unsupported as e:
         warnings.warn(f"roles are guessed by names and shapes: {e.message}", stacklevel=3)
         heads = math.prod(way.sizes[a] for a in way.inner)
-        return Recipe([*patterns(split, {}), *_rules(model, way.layouts, way.widest, heads)], tokens, labels)
+        return Recipe(
+            [*patterns(split, {}), *_rules(model, way.layouts, way.widest, heads)], tokens, labels
+        )
     texts, left = assign(model, found, way)
     padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
     ndim = {n: p.ndim for n, p in model.named_parameters()}
@@ -387,7 +422,9 @@ def _split_stacks(model: nn.Module, mesh: Any, experts: str) -> list[Suggested]:
 
 
 def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:
-    """Return the layouts of experts' parameters split along E over these axes.  Raises: Unsupported, UnknownAxis."""
+    """Return the layouts of experts' parameters split along E over these axes.
+    Raises: Unsupported, UnknownAxis.
+    """
     axes, m = tuple(experts.split()), as_mesh(mesh)
     if not axes:
         return {}
@@ -407,7 +444,11 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
     if not out:
         held = [n for n, _ in model.named_parameters() if "experts" in n.split(".")]
         raise Unsupported(
-            (f"{held[0]!r} is of one expert or of a module that says nothing of routing" if held else "no experts")
+            (
+                f"{held[0]!r} is of one expert or of a module that says nothing of routing"
+                if held
+                else "no experts"
+            )
             + ": a stack of experts holds parameters [E, ...], says E as num_experts, and its forward takes (hidden "
             "[T, D], index [T, k], weights [T, k])",
             op="recipe",
@@ -441,7 +482,9 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
         return "scores"
     if _OUT.search(name):
         return "expand"
-    back = inputs > outputs or (_BACK.search(name) is not None and (not widest or inputs != outputs))
+    back = inputs > outputs or (
+        _BACK.search(name) is not None and (not widest or inputs != outputs)
+    )
     return "contract" if back else "expand"
 
 
@@ -471,12 +514,15 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
     embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     tokens = {n for n, m in embeddings.items() if id(m.weight) in tied} or set(list(embeddings)[:1])
-    holding = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    holding = [
+        (n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))
+    ]
     return {n: _role(n, m, tokens, widest) for n, m in holding}
 
 
 def widening(model: nn.Module) -> set[str]:
-    """Names of the linear layers of MLPs: what expands towards a layer that contracts from something wider.
+    """Names of the linear layers of MLPs: what expands towards a
+    layer that contracts from something wider.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     ['0', '2']
@@ -498,15 +544,22 @@ def widening(model: nn.Module) -> set[str]:
 def _rules(
     model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
 ) -> list[tuple[str, ...]]:
-    """One rule per kind of parameter; keys and values stay whole where ``heads`` ranks cannot share them."""
+    """One rule per kind of parameter; keys and values stay whole
+    where ``heads`` ranks cannot share them.
+    """
     found, by_name = roles(model, widest), dict(model.named_modules())
     for name in found:
         owner = by_name[name.rpartition(".")[0]]
         size = getattr(owner, "head_dim", None)
-        if _KEYS.search(name) and isinstance(size, int) and _shape(by_name[name])[1] // size % heads:
+        if (
+            _KEYS.search(name)
+            and isinstance(size, int)
+            and _shape(by_name[name])[1] // size % heads
+        ):
             if "keys" not in layouts:
                 raise Unsupported(
-                    f"{_shape(by_name[name])[1] // size} heads of keys do not divide over {heads} ranks",
+                    f"{_shape(by_name[name])[1] // size} heads of keys do not divide over {heads} "
+                    "ranks",
                     op="recipe",
                     operands={name: _shape(by_name[name])},
                     fix="sl.recipes.optimus2d(model)",
@@ -526,5 +579,7 @@ def _rules(
         if value.ndim == 2 and _stores_in_out(by_name[owner]):
             weight = str(Layout.parse(weight).T)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        rules.setdefault(pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",))
+        rules.setdefault(
+            pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",)
+        )
     return [(pattern, *texts) for pattern, texts in rules.items()]

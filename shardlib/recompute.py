@@ -1,7 +1,8 @@
 """What surrounds a call, kept for code that runs again later.
 
-torch.utils.checkpoint recomputes in backward, when the mesh, ``implicit``, ``saving``, ``algorithm`` and
-the parameters of ``apply`` are no longer in scope, or on a thread where they never were.
+torch.utils.checkpoint recomputes in backward, when the mesh, ``implicit``, ``saving``,
+``algorithm`` and the parameters of ``apply`` are no longer in scope, or on a thread where they
+never were.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,17 @@
 """What each parameter is for, known from what feeds what, never from its name.
 
-Every atom of a dimension (dimensions.py) is *residual* (of the stream that blocks add to: embeddings,
-norms and what comes back from something wide), *inner* (heads, the width of an MLP, a vocabulary: it
-comes from the residual and goes back to it) or *whole* (it is sorted, joined, contracted between
-activations, or does not divide over the axes).  A matrix is then named by the two it lies between:
+Every atom of a dimension (dimensions.py) is *residual* (of the stream that blocks add to:
+embeddings, norms and what comes back from something wide), *inner* (heads, the width of an MLP, a
+vocabulary: it comes from the residual and goes back to it) or *whole* (it is sorted, joined,
+contracted between activations, or does not divide over the axes).  A matrix is then named by the
+two it lies between:
 
     expand   inner <- residual       lift   inner <- whole       plain    residual <- residual
     contract residual <- inner       drop   whole <- inner       scores   whole <- residual
     land     residual <- whole       whole  whole <- whole
 
-A split that a layout cannot say for one parameter makes its atoms whole for all of them: right, and priced.
+A split that a layout cannot say for one parameter makes its atoms
+whole for all of them: right, and priced.
 """
 
 import itertools
@@ -48,7 +50,8 @@ class Way:
     ``residual``  axes that split the residual stream's features.    ``inner``  those of heads and widths.
     ``wide``      those of MLPs, where they are others.     ``widest``  a matrix that contracts is called so
     only if more goes in than comes out.     ``apart``  rows lie differently beside inner features.
-    ``pad``       a vocabulary that does not divide is split all the same, for its rows to be padded.
+    ``pad``       a vocabulary that does not divide is split
+                  all the same, for its rows to be padded.
     """
 
     layouts: Mapping[str, tuple[str, ...]]
@@ -73,7 +76,8 @@ class _Found:
     mlp: set[int] = field(default_factory=set)
     vocabulary: set[int] = field(default_factory=set)
     pad: bool = False
-    left: dict[tuple[str, int], str] = field(default_factory=dict)  # (parameter, dimension) whole, and why
+    # (parameter, dimension) whole, and why
+    left: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def of(self, row: Iterable[Atom]) -> str:
         """The kind of a dimension: that of what could be split in it."""
@@ -113,7 +117,9 @@ def kinds(dims: Dimensions) -> _Found:
             into.setdefault(id(a), set()).add(at)
         for a in _deep(found.row(r.name, r.outputs)):
             outof.setdefault(id(a), set()).add(at)
-    looked = {id(a) for r in dims.reads if r.kind == "lookup" for a in _deep(found.row(r.name, r.inputs))}
+    looked = {
+        id(a) for r in dims.reads if r.kind == "lookup" for a in _deep(found.row(r.name, r.inputs))
+    }
     every = [a for rows in dims.params.values() for row in rows for a in _deep(row)]
     every += [a for row in dims.sources for a in _deep(row)]
     rows = [_deep(row) for rows in dims.params.values() for row in rows]
@@ -161,7 +167,9 @@ def kinds(dims: Dimensions) -> _Found:
         ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
         if found.of(ins) == "inner" and found.of(outs) == "residual" and length(ins) > length(outs):
             found.mlp |= {id(a) for a in _deep(ins) if "heads" not in a.seen}
-    mixed = {id(a) for rows in dims.params.values() for row in rows if _headed(row) for a in _deep(row)}
+    mixed = {
+        id(a) for rows in dims.params.values() for row in rows if _headed(row) for a in _deep(row)
+    }
     found.mlp -= mixed
     return found
 
@@ -177,7 +185,9 @@ class _Unsaid(Exception):
     """No layout says this split."""
 
 
-def _runs(found: _Found, row: Iterable[Atom], kind: str) -> tuple[int, list[tuple[int, int, Atom | None]], int]:
+def _runs(
+    found: _Found, row: Iterable[Atom], kind: str
+) -> tuple[int, list[tuple[int, int, Atom | None]], int]:
     """(positions before, the atoms of a kind that follow each other, positions after)."""
     atoms = leaves(row)
     has = [found.of([a]) == kind for a in atoms]
@@ -211,7 +221,13 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     if before * max(len(r) for r in inside) > 4096:
         raise _Unsaid
     return [
-        list(joined(((i * size + a) * after, (i * size + b) * after) for i in range(before) for a, b in ranges))
+        list(
+            joined(
+                ((i * size + a) * after, (i * size + b) * after)
+                for i in range(before)
+                for a, b in ranges
+            )
+        )
         for ranges in inside
     ]
 
@@ -227,7 +243,8 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     held = _held(found, row, kind, p)
     if p > 1:
         return str(said(axes, held, length(row)))
-    before, ((_, _, cut),), _ = _runs(found, row, kind)  # an axis of size one stands where a longer one would
+    # an axis of size one stands where a longer one would
+    before, ((_, _, cut),), _ = _runs(found, row, kind)
     sizes = {root(a).size for a in cut.parts or ()} if cut is not None else set()
     groups = before * (len(cut.parts or ()) if cut is not None and len(sizes) == 1 else 1)
     if len(sizes) > 1:
@@ -242,8 +259,12 @@ def _token(axes: Sequence[str]) -> str:
 # ---------------------------------------------------------------- a recipe's way
 
 
-def assign(model: nn.Module, dims: Dimensions, way: Way) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The layout of every parameter (and of its products, where several could be), and what was left whole and why."""
+def assign(
+    model: nn.Module, dims: Dimensions, way: Way
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """The layout of every parameter (and of its products, where several
+    could be), and what was left whole and why.
+    """
     found = kinds(dims)
     found.pad = way.pad
     uses: dict[str, Read] = {}
@@ -271,7 +292,11 @@ def assign(model: nn.Module, dims: Dimensions, way: Way) -> tuple[dict[str, tupl
             texts[name] = (_table(found, name, way, name in tokens),)
         else:
             texts[name] = _matrix(found, r, way, shapes[name])
-    untouched = {n for n, rows in dims.params.items() if n not in uses and all(_bare(a) for row in rows for a in row)}
+    untouched = {
+        n
+        for n, rows in dims.params.items()
+        if n not in uses and all(_bare(a) for row in rows for a in row)
+    }
     for name in untouched:
         like = next((n for n in texts if n not in untouched and _stars(n) == _stars(name)), None)
         if like is not None and shapes[like] == shapes[name]:
@@ -287,7 +312,9 @@ def _bare(a: Atom) -> bool:
 
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
-    """Tables of a vocabulary: tied to a matrix, or the first one looked up by numbers from outside."""
+    """Tables of a vocabulary: tied to a matrix, or the first
+    one looked up by numbers from outside.
+    """
     looked = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup"))
     given = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup" and r.given))
     tied = {r.name for r in dims.reads if r.kind == "product"}
@@ -317,7 +344,9 @@ def _settle(found: _Found, uses: Mapping[str, Read], way: Way) -> None:
         changed = found.kind != before
 
 
-def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, way: Way, use: Read | None) -> None:
+def _settle_row(
+    found: _Found, name: str, d: int, row: Row, kind: str, way: Way, use: Read | None
+) -> None:
     axes = _axes(found, row, way) if kind == "inner" else way.residual
     p = way.ways(axes)
     if use is not None and use.kind == "product" and d not in use.inputs + use.outputs:
@@ -330,13 +359,19 @@ def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, way: Way,
         if length(row) == 1:
             return
         atoms = [a for a in leaves(row) if found.of([a]) == kind]
-        if kind == "inner" and all("heads" in a.seen and not a.parts for a in atoms) and _shared(found, row, p):
+        if (
+            kind == "inner"
+            and all("heads" in a.seen and not a.parts for a in atoms)
+            and _shared(found, row, p)
+        ):
             return  # fewer heads of keys than ranks: they alone are whole
         why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in _deep(row)}
         for other, rows in found.dims.params.items() if mine & found.vocabulary else ():
             for at, theirs in enumerate(rows):
                 if mine & {id(a) for a in _deep(theirs)}:
-                    found.left.setdefault((other, at), f"{why}; sl.parallelize(..., pad=True) pads it")
+                    found.left.setdefault(
+                        (other, at), f"{why}; sl.parallelize(..., pad=True) pads it"
+                    )
         found.left.setdefault((name, d), why)
         found.put(row, "whole", (kind,))
         return
@@ -373,7 +408,9 @@ def _settle_product(found: _Found, r: Read, way: Way) -> None:
     crossing = {k for a in r.rows if split[k := found.of([a])] > 1}
     if crossing and (split[one] > 1 or split[two] > 1):
         # features of the rows are split over an axis that this product would use again
-        why = f"its rows are split too, as {_text([a for a in r.rows if found.of([a]) in crossing])}"
+        why = (
+            f"its rows are split too, as {_text([a for a in r.rows if found.of([a]) in crossing])}"
+        )
         for side, dims in ((ins, r.inputs), (outs, r.outputs)):
             found.left.setdefault((r.name, dims[0]), why)
             found.put(side, "whole", ("inner", "residual"))
@@ -427,7 +464,8 @@ def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[s
     if (
         role == "contract"
         and out == "residual"
-        and spell(found, outs, out, way.residual, way.ways(way.residual)) not in (_token(way.residual), ".")
+        and spell(found, outs, out, way.residual, way.ways(way.residual))
+        not in (_token(way.residual), ".")
     ):
         role = "plain"
     text, _, *more = way.layouts[role]
@@ -435,7 +473,9 @@ def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[s
     texts = ["."] * len(shape)
     (o,), (i,) = r.outputs[:1], r.inputs[:1]
     out_axes, in_axes = parsed[0].axes, parsed[1].axes
-    owns = (way.residual if out == "residual" else _axes(found, outs, way)) if out != "whole" else ()
+    owns = (
+        (way.residual if out == "residual" else _axes(found, outs, way)) if out != "whole" else ()
+    )
     if out_axes and tuple(out_axes) == tuple(owns):
         texts[o] = spell(found, outs, out, out_axes, way.ways(out_axes))
     else:
@@ -474,7 +514,13 @@ def _by_dimension(found: _Found, name: str, rows: Sequence[Row], way: Way, use: 
     taken: set[str] = set()
     for row in rows:
         kind = _side(found, row, way)
-        axes = _axes(found, row, way) if kind == "inner" else way.residual if kind == "residual" else ()
+        axes = (
+            _axes(found, row, way)
+            if kind == "inner"
+            else way.residual
+            if kind == "residual"
+            else ()
+        )
         if taken & set(axes) or not axes:
             texts.append(".")
             continue
@@ -491,9 +537,12 @@ def _stars(name: str) -> str:
 
 
 def patterns(
-    texts: Mapping[str, tuple[str, ...]], ndim: Mapping[str, int], padded: Mapping[str, tuple[str, ...]] | None = None
+    texts: Mapping[str, tuple[str, ...]],
+    ndim: Mapping[str, int],
+    padded: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Suggested]:
-    """Few rules that say the same: layer numbers become ``*`` wherever all that match are laid out alike.
+    """Few rules that say the same: layer numbers become ``*``
+    wherever all that match are laid out alike.
 
     ``padded``  what they are where ``pad=True`` is given to ``parallelize``.
 
@@ -536,7 +585,9 @@ def _candidates(name: str) -> Iterable[str]:
         numbers = numbers[:6]
     for count in range(len(numbers), -1, -1):
         for chosen in itertools.combinations(numbers, count):
-            yield ".".join("*" if i in chosen else re.sub(r"([*?[])", r"[\1]", w) for i, w in enumerate(words))
+            yield ".".join(
+                "*" if i in chosen else re.sub(r"([*?[])", r"[\1]", w) for i, w in enumerate(words)
+            )
 
 
 def _short(text: str, ndim: int) -> str:

@@ -69,7 +69,10 @@ def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[
             fix="sl.visualize(x.flatten(0, -2))",
         )
     held = [[set(i) for i in layout.indices(shape, mesh, c)] for c in coordinates(mesh)]
-    starts = [[p for p in range(n) if p == 0 or _border(p, [h[d] for h in held])] for d, n in enumerate(shape)]
+    starts = [
+        [p for p in range(n) if p == 0 or _border(p, [h[d] for h in held])]
+        for d, n in enumerate(shape)
+    ]
     rows, cols = starts if len(shape) == 2 else ([None], starts[0])
 
     def owners(r: int | None, c: int) -> list[int]:
@@ -91,14 +94,22 @@ def draw(tensors: dict[str, Tensor], file: str) -> None:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise Unsupported("pictures need matplotlib", op="draw", fix="pip install 'shardlib[bench]'") from None
+        raise Unsupported(
+            "pictures need matplotlib", op="draw", fix="pip install 'shardlib[bench]'"
+        ) from None
     figure, axes = plt.subplots(1, len(tensors), figsize=(3.4 * len(tensors), 3.6), squeeze=False)
     for ax, (name, x) in zip(axes[0], tensors.items(), strict=True):
         mesh = axis_sizes(x.mesh)  # type: ignore[attr-defined]
         cells = _cells(layout_of(x), tuple(x.shape), mesh)
         count = math.prod(mesh.values())
         shown = [[min(ranks) for ranks in row] for row in cells]
-        ax.imshow(shown, cmap="Pastel1" if count <= 9 else "tab20", vmin=0, vmax=max(8, count - 1), aspect="auto")
+        ax.imshow(
+            shown,
+            cmap="Pastel1" if count <= 9 else "tab20",
+            vmin=0,
+            vmax=max(8, count - 1),
+            aspect="auto",
+        )
         for (i, row), j in itertools.product(enumerate(cells), range(len(cells[0]))):
             ax.text(j, i, ",".join(map(str, row[j])), ha="center", va="center", fontsize=9)
         for i in range(1, len(cells)):

@@ -49,15 +49,18 @@ def shard_sequence(
     fill: int = 0,
     ignore_index: int = -100,
 ) -> tuple[ShardedTensor, ShardedTensor] | dict[str, ShardedTensor]:
-    """Shift the labels by one, then split every [batch, sequence, ...] tensor of a batch as ``layout`` says.
+    """Shift the labels by one, then split every [batch, sequence,
+    ...] tensor of a batch as ``layout`` says.
 
-    ``batch``      token ids [B, S]: gives (inputs, targets), the targets being the next ids; or a dict of
-                   tensors, in which what is under ``labels`` is shifted and all else is only split.
-    ``layout``     of the sequence: ``Ring("s", schedule="zigzag")``, or of [B, S]: ``recipe.tokens``.
+    ``batch``      token ids [B, S]: gives (inputs, targets), the targets being the next ids; or a
+                   dict of tensors, in which what is under ``labels`` is shifted and all else is
+                   only split.
+    ``layout``     of the sequence: ``Ring("s", schedule="zigzag")``,
+                   or of [B, S]: ``recipe.tokens``.
     ``documents``  borders (0, 5, 9): the last token of a document predicts nothing.
-    Lengths that do not divide are filled up: tokens with ``fill``, targets with ``ignore_index``; under
-    a causal mask nothing looks at what was filled in.
-    Shifted after the split, each rank's last label would be lost.
+    Lengths that do not divide are filled up: tokens with ``fill``, targets with ``ignore_index``;
+    under a causal mask nothing looks at what was filled in.  Shifted after the split, each rank's
+    last label would be lost.
 
     >>> import shardlib as sl
     >>> with sl.simulate(s=2):
@@ -77,7 +80,13 @@ def shard_sequence(
 
 
 def _split(
-    batch: Mapping[str, Tensor], layout: Any, mesh: Any, labels: str, documents: Any, fill: int, ignore_index: int
+    batch: Mapping[str, Tensor],
+    layout: Any,
+    mesh: Any,
+    labels: str,
+    documents: Any,
+    fill: int,
+    ignore_index: int,
 ) -> dict[str, ShardedTensor]:
     m = as_mesh(mesh)
     lengths = {x.shape[1] for x in batch.values() if x.ndim > 1}
@@ -99,7 +108,9 @@ def _split(
         )
     lay = as_layout(layout, "shard_sequence", "sl.shard_sequence(batch, {})", shape=(1, length))
     token = lay.resolve(2).dims[1]
-    room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(token.axes or ())
+    room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(
+        token.axes or ()
+    )
     out = {}
     for name, x in batch.items():
         filler = fill
@@ -108,5 +119,7 @@ def _split(
             for border in list(documents or ())[1:]:
                 x[:, border - 1] = ignore_index
         x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)
-        out[name] = shard(x, Layout(lay.resolve(2).dims, ellipsis=2) if x.ndim > 2 else lay.resolve(2), m)
+        out[name] = shard(
+            x, Layout(lay.resolve(2).dims, ellipsis=2) if x.ndim > 2 else lay.resolve(2), m
+        )
     return out

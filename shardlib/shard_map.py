@@ -26,7 +26,11 @@ Layouts = LayoutLike | Sequence[LayoutLike]
 
 
 def shard_map(
-    f: Callable[..., Any], *, in_layouts: Layouts, out_layouts: Layouts, mesh: MeshLike | None = None
+    f: Callable[..., Any],
+    *,
+    in_layouts: Layouts,
+    out_layouts: Layouts,
+    mesh: MeshLike | None = None,
 ) -> Callable[..., Any]:
     """Run ``f`` on each rank's blocks.
 
@@ -65,7 +69,11 @@ def shard_map(
                     mesh=m,
                     fix=f"sl.reshard(x, {str(want)!r})",
                 )
-            others = tuple(a for a in m.names if a not in want.axes and a not in want.partial and a not in x.deferred)
+            others = tuple(
+                a
+                for a in m.names
+                if a not in want.axes and a not in want.partial and a not in x.deferred
+            )
             blocks.append(wrap(vary(x.raw, m, others), m))
         with bind(m):
             out = f(*blocks)
@@ -80,7 +88,9 @@ def shard_map(
                 mesh=m,
                 fix=f"out_layouts=({', '.join(['...'] * len(leaves))})  # one per tensor that it returns",
             )
-        values = [_result(leaf, o, m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))]
+        values = [
+            _result(leaf, o, m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
+        ]
         return values[0] if single else optree.tree_unflatten(tree, values)
 
     return mapped
@@ -107,7 +117,11 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)
-    copied = [a for a in mesh.names if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1]
+    copied = [
+        a
+        for a in mesh.names
+        if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1
+    ]
     if lead(mesh):
         _check_copies(raw, layout, mesh, copied, i)
     copies = math.prod(mesh.axes[a] for a in copied)
@@ -120,8 +134,8 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
 def _check_copies(raw: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:
     """Refuse a result that differs along an axis where its layout says it is the same.
 
-    Only simulated ranks can be compared for nothing; the same body runs on real ones.  A sum taken in
-    another order on each rank may differ by its rounding.
+    Only simulated ranks can be compared for nothing; the same body runs on real ones.  A sum taken
+    in another order on each rank may differ by its rounding.
     """
     if raw.is_meta or not raw.numel():
         return
@@ -134,7 +148,8 @@ def _check_copies(raw: Tensor, layout: Layout, mesh: Any, copied: list[str], i: 
         if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
             body = str(layout)
             raise ShardError(
-                f"result {i} differs along axis {axis!r}, and its layout {body!r} says that it is the same there",
+                f"result {i} differs along axis {axis!r}, and its layout {body!r} says that it is "
+                "the same there",
                 op="shard_map",
                 operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
                 mesh=mesh,

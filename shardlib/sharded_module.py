@@ -1,11 +1,12 @@
 """A module whose parameters are sharded, with the methods it always had.
 
-``as_module(apply, params)`` is a shallow copy of the module: the same classes, the same names, but its parameters
-are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use it: ``generate``, a Trainer,
-``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come out.
+``as_module(apply, params)`` is a shallow copy of the module: the same
+                             classes, the same names, but its parameters
+are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use it: ``generate``,
+a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come out.
 
-A batch that does not divide over the ranks is filled up with copies of its last row, and these are dropped from
-what comes out.
+A batch that does not divide over the ranks is filled up with copies of its last row,
+and these are dropped from what comes out.
 """
 
 import functools
@@ -47,7 +48,11 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     apply.check(params)
     leaves = {n: _parameter(p, apply.out_layouts.get(n)) for n, p in params.items()}
     swap: dict[int, Tensor] = {id(p): leaves[n] for n, p in apply.module.named_parameters()}
-    swap |= {id(b): apply.buffers[n].clone() for n, b in apply.module.named_buffers() if n in apply.buffers}
+    swap |= {
+        id(b): apply.buffers[n].clone()
+        for n, b in apply.module.named_buffers()
+        if n in apply.buffers
+    }
     copies = copied(apply.module, swap)
     top = copies[id(apply.module)]
     split = {id(m) for m in apply.stacks}
@@ -102,7 +107,12 @@ def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
     """How many rows a batch has that does not divide, and how many it is filled up to."""
     for name, value in named:
         layout = apply.inputs.get(name)
-        if layout is None or not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or not value.ndim:
+        if (
+            layout is None
+            or not isinstance(value, Tensor)
+            or isinstance(value, ShardedTensor)
+            or not value.ndim
+        ):
             continue
         ranks = apply.mesh.axis_size(layout.resolve(value.ndim).dims[0].axes)
         if value.shape[0] % ranks and value.shape[0] > 1:
@@ -116,7 +126,10 @@ def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
 
 def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -> Any:
     if not isinstance(value, Tensor | nn.Module | Mapping):
-        for cache in (value, *(getattr(value, f"{n}_attention_cache", None) for n in ("self", "cross"))):
+        for cache in (
+            value,
+            *(getattr(value, f"{n}_attention_cache", None) for n in ("self", "cross")),
+        ):
             _laid_with_keys(cache)
 
     def place(x: Tensor) -> Tensor:
@@ -125,14 +138,21 @@ def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -
         if rows is not None and x.ndim and x.shape[0] == rows[0]:
             x = filled(x, rows[1], name)
         layout = apply.inputs.get(name)
-        if layout is not None and x.ndim and x.shape[0] == 1 and layout.resolve(x.ndim).dims[0].is_split:
+        if (
+            layout is not None
+            and x.ndim
+            and x.shape[0] == 1
+            and layout.resolve(x.ndim).dims[0].is_split
+        ):
             return shard(x, Layout((Dim(), *layout.resolve(x.ndim).dims[1:])), apply.mesh)
         try:
             return apply.place(name, x)
         except UnevenSplit as e:
             why = f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token at a time: generate "
             other = "apply, params = sl.parallelize(module, sl.recipes.megatron1d(module))"
-            raise _uneven(apply, name, x, f"{why}under another, with the same weights", other) from None
+            raise _uneven(
+                apply, name, x, f"{why}under another, with the same weights", other
+            ) from None
 
     return _mapped(place, value)
 
@@ -146,7 +166,9 @@ def _uneven(apply: Apply, name: str, x: Tensor, why: str, fix: str) -> UnevenSpl
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
     """``x`` with copies of its last row; labels that are filled in are those that losses ignore."""
     last = x[-1:].expand(rows - x.shape[0], *x.shape[1:])
-    return torch.cat([x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last])
+    return torch.cat(
+        [x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last]
+    )
 
 
 def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
@@ -155,10 +177,16 @@ def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
 
 
 def _laid_with_keys(cache: Any) -> None:
-    """A cache of a fixed length makes its memory when it sees the first keys: it then lies as they do."""
+    """A cache of a fixed length makes its memory when it sees
+    the first keys: it then lies as they do.
+    """
     for layer in getattr(cache, "layers", ()):
         make = getattr(layer, "lazy_initialization", None)
-        if make is None or not hasattr(layer, "max_cache_len") or getattr(layer, "is_initialized", True):
+        if (
+            make is None
+            or not hasattr(layer, "max_cache_len")
+            or getattr(layer, "is_initialized", True)
+        ):
             continue
 
         def made(keys: Tensor, values: Tensor, layer: Any = layer, make: Any = make) -> None:
@@ -167,7 +195,9 @@ def _laid_with_keys(cache: Any) -> None:
                 memory = getattr(layer, name)
                 if isinstance(like, ShardedTensor) and not isinstance(memory, ShardedTensor):
                     tokens = like.sharding.resolve(like.ndim).dims
-                    kept = Layout(tuple(Dim() if d == like.ndim - 2 else t for d, t in enumerate(tokens)))
+                    kept = Layout(
+                        tuple(Dim() if d == like.ndim - 2 else t for d, t in enumerate(tokens))
+                    )
                     setattr(layer, name, shard(memory, kept, like.mesh))
 
         layer.lazy_initialization = made
@@ -186,11 +216,19 @@ def _filled(apply: Apply, generate: Any) -> Any:
             count, full = rows
 
             def more(x: Any) -> Any:
-                return filled(x, full) if isinstance(x, Tensor) and x.ndim and x.shape[0] == count else x
+                return (
+                    filled(x, full)
+                    if isinstance(x, Tensor) and x.ndim and x.shape[0] == count
+                    else x
+                )
 
             out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
             each = _setting(generate.__self__, kwargs, "num_return_sequences")
-            return out[: count * each] if isinstance(out, Tensor) else _mapped(lambda t: t[: count * each], out)
+            return (
+                out[: count * each]
+                if isinstance(out, Tensor)
+                else _mapped(lambda t: t[: count * each], out)
+            )
 
     return run
 
@@ -201,7 +239,9 @@ def _saved(top: nn.Module, save: Any) -> Any:
     @functools.wraps(save)
     def run(*args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
         found = top.state_dict() if state_dict is None else state_dict
-        whole = {n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()}
+        whole = {
+            n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()
+        }
         return save(*args, state_dict=whole, **kwargs)
 
     return run

@@ -1,10 +1,12 @@
 """The tree of a module without its weights: what calls run on, so that the weights may go.
 
-``skeleton(module)`` is a shallow copy of the tree: other Module objects of the same classes, whose parameters lie on
-the meta device.  Whatever led from the module back to itself leads to the copy: shared submodules and tensors, bound
-methods, partials and closures in attributes and hooks, lists and dicts of its parameters or submodules.  Everything
-else is shared with the module: configurations, locks, generators, hooks and objects of one's own, tensors that are
-neither parameters nor buffers, modules that are not registered.
+``skeleton(module)`` is a shallow copy of the tree: other Module objects of
+                     the same classes, whose parameters lie on
+the meta device.  Whatever led from the module back to itself leads to the copy: shared submodules
+and tensors, bound methods, partials and closures in attributes and hooks, lists and dicts of its
+parameters or submodules.  Everything else is shared with the module: configurations, locks,
+generators, hooks and objects of one's own, tensors that are neither parameters nor buffers, modules
+that are not registered.
 """
 
 import functools
@@ -41,11 +43,15 @@ def skeleton(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> 
 
 
 def _stand_in(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+    return nn.Parameter(
+        torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad
+    )
 
 
 def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module]:
-    """id of each module of the tree -> its copy, with ``swap``'s tensors in place of those of these ids."""
+    """id of each module of the tree -> its copy, with
+    ``swap``'s tensors in place of those of these ids.
+    """
     copies = {id(m): object.__new__(type(m)) for m in module.modules()}
     exchange = _Exchange({**swap, **copies})
     for m in module.modules():
@@ -61,7 +67,9 @@ def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module
 
 
 class _Exchange:
-    """Values with what has a copy exchanged for that; a value from which nothing of the kind is reached is itself."""
+    """Values with what has a copy exchanged for that; a value from which
+    nothing of the kind is reached is itself.
+    """
 
     def __init__(self, instead: Mapping[int, Any]) -> None:
         self.instead = dict(instead)
@@ -118,8 +126,14 @@ class _Exchange:
         return new
 
     def _function(self, f: FunctionType) -> FunctionType:
-        """The function over the copies of what it closes over, with the attributes that functools.wraps leaves."""
-        open_cells = {id(c): CellType() for c in f.__closure__ or () if id(c) not in self.instead and self._reaches(c)}
+        """The function over the copies of what it closes over, with
+        the attributes that functools.wraps leaves.
+        """
+        open_cells = {
+            id(c): CellType()
+            for c in f.__closure__ or ()
+            if id(c) not in self.instead and self._reaches(c)
+        }
         self.instead |= open_cells
         cells = tuple(self.instead.get(id(c), c) for c in f.__closure__ or ())
         made = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
@@ -147,7 +161,12 @@ def _parts(value: Any) -> list[Any] | None:
     if kind is functools.partial:
         return [value.func, value.args, value.keywords, value.__dict__]
     if kind is FunctionType:
-        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return [
+            *(value.__closure__ or ()),
+            value.__defaults__,
+            value.__kwdefaults__,
+            value.__dict__,
+        ]
     if kind is CellType:
         try:
             return [value.cell_contents]
@@ -157,7 +176,9 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """Where the module holds its tensors, each place once: (a dict, its key there, the tensor's first name)."""
+    """Where the module holds its tensors, each place once: (a dict,
+    its key there, the tensor's first name).
+    """
     first: dict[int, str] = {}
     found = []
     for path, m in module.named_modules():
@@ -171,7 +192,8 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
 
 @contextmanager
 def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Within it the module holds these tensors, by their first names; those that it writes anew come into ``state``.
+    """Within it the module holds these tensors, by their first names; those
+    that it writes anew come into ``state``.
 
     A submodule that is registered twice is written to once, and so gets its own tensors back.
     """

@@ -15,9 +15,15 @@ from tests.workers import Pool
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "default", max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    "default",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
-settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "nightly", max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -38,7 +44,9 @@ def pool8() -> Iterator[Pool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fixes", action="store_true", help="run the fix of every error that a test catches")
+    parser.addoption(
+        "--fixes", action="store_true", help="run the fix of every error that a test catches"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,10 +65,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def every_fix_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The fix of each error that a test catches is run when the test ends, and must do what it says.
+    """The fix of each error that a test catches is run when
+    the test ends, and must do what it says.
 
-    With ``--fixes`` (make fixes) in the whole suite, else in tests/test_errors.py: which test meets a fix first hangs
-    on how tests are dealt to workers.
+    With ``--fixes`` (make fixes) in the whole suite, else in tests/test_errors.py: which test meets
+    a fix first hangs on how tests are dealt to workers.
     """
     if not fixes.watched() and request.module.__name__ == "tests.test_errors":
         with fixes.watching():

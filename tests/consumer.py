@@ -1,5 +1,7 @@
 # pyright: strict
-"""A user's program, for pyright: every verb has the type that this file says (tests/test_public.py)."""
+"""A user's program, for pyright: every verb has the type
+that this file says (tests/test_public.py).
+"""
 
 from typing import Literal, assert_type
 
@@ -12,7 +14,8 @@ import shardlib as sl
 
 def places(x: Tensor, ours: sl.Mesh, theirs: DeviceMesh) -> None:
     layouts: list[sl.LayoutLike] = [
-        "x y", sl.Layout2D("x", "y"), sl.Ring("s"), sl.Layout3D("x", "y", "z"), sl.Layout25D("x", "y", "d"),
+        "x y", sl.Layout2D("x", "y"), sl.Ring("s"), sl.Layout3D("x", "y", "z"),
+        sl.Layout25D("x", "y", "d"),
     ]  # fmt: skip
     for layout in layouts:
         a = assert_type(sl.shard(x, layout, ours), sl.ShardedTensor)
@@ -32,10 +35,13 @@ def places(x: Tensor, ours: sl.Mesh, theirs: DeviceMesh) -> None:
 def attends(q: sl.ShardedTensor, block: Tensor, either: bool) -> None:
     mask = sl.masks.Causal() & sl.masks.Window(4)
     assert_type(sl.ring_attention(q, q, q, mask=mask), sl.ShardedTensor)
-    assert_type(sl.ring_attention(q, q, q, return_lse=True), tuple[sl.ShardedTensor, sl.ShardedTensor])
+    assert_type(
+        sl.ring_attention(q, q, q, return_lse=True), tuple[sl.ShardedTensor, sl.ShardedTensor]
+    )
     assert_type(sl.ring_attention(block, block, block, layout=sl.Ring("s", dim=2)), Tensor)
     assert_type(
-        sl.ring_attention(q, q, q, return_lse=either), sl.ShardedTensor | tuple[sl.ShardedTensor, sl.ShardedTensor]
+        sl.ring_attention(q, q, q, return_lse=either),
+        sl.ShardedTensor | tuple[sl.ShardedTensor, sl.ShardedTensor],
     )
 
 
@@ -57,7 +63,9 @@ def trains(model: nn.Module, x: Tensor) -> None:
     assert_type((note, again), tuple[str, dict[str, sl.ShardedTensor]])
     assert_type(sl.grad(loss)(params, x), dict[str, sl.ShardedTensor])
     assert_type(sl.grad(loss, (0, 1))(params, x), tuple[dict[str, sl.ShardedTensor], Tensor])
-    tx = sl.optim.zero(sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(1e-3)), axis="data")
+    tx = sl.optim.zero(
+        sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(1e-3)), axis="data"
+    )
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)
     sl.optim.apply_updates(params, updates)
@@ -66,7 +74,15 @@ def trains(model: nn.Module, x: Tensor) -> None:
 
 def runs() -> None:
     kinds: list[Literal["stacked"]] = []
-    with sl.simulate(x=2) as mesh, sl.trace() as seen, sl.saving(), sl.implicit(1024), sl.algorithm(matmul="oned"):
+    with (
+        sl.simulate(x=2) as mesh,
+        sl.trace() as seen,
+        sl.saving(),
+        sl.implicit(1024),
+        sl.algorithm(matmul="oned"),
+    ):
         assert_type(mesh, sl.Mesh)
-        places(torch.ones(4, 4), mesh, mesh.device_mesh) if mesh.device_mesh is not None else kinds.clear()
+        places(
+            torch.ones(4, 4), mesh, mesh.device_mesh
+        ) if mesh.device_mesh is not None else kinds.clear()
     print(seen.bytes, seen.messages)

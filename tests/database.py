@@ -1,6 +1,8 @@
-"""torch's own operator database as a source of calls: an operator, operands, and layouts drawn for them.
+"""torch's own operator database as a source of calls: an
+operator, operands, and layouts drawn for them.
 
-``judge`` makes one call on the ambient mesh and compares it with dense: value, dtype and every gradient.  Draws
+``judge`` makes one call on the ambient mesh and compares it with
+          dense: value, dtype and every gradient.  Draws
 depend on a seed and the operator's name alone, so that every process draws the same.
 
     python -m tests.database [seed]        the whole of it; ``make operators``
@@ -54,12 +56,16 @@ def entries() -> dict[str, Any]:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether an operator below draws random numbers; attention without dropout is tagged but does not."""
+    """Notes whether an operator below draws random numbers;
+    attention without dropout is tagged but does not.
+    """
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (
+            kwargs or {}
+        )
         if torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p") != 0.0:
             self.seen = True
         return func(*args, **(kwargs or {}))
@@ -67,7 +73,9 @@ class _Draws(TorchDispatchMode):
 
 @dataclass
 class Call:
-    """One call of the database: its dense operands and results, and the layouts drawn for its operands."""
+    """One call of the database: its dense operands and
+    results, and the layouts drawn for its operands.
+    """
 
     name: str
     function: Any
@@ -81,7 +89,8 @@ class Call:
 
     def __str__(self) -> str:
         shown = [
-            f"{list(x.shape)} {t!r}" if _is(x) else repr(x) for x, t in zip(self.leaves, self.layouts, strict=True)
+            f"{list(x.shape)} {t!r}" if _is(x) else repr(x)
+            for x, t in zip(self.leaves, self.layouts, strict=True)
         ]
         return f"{self.name}({', '.join(shown)}) on {self.mesh}"
 
@@ -102,7 +111,9 @@ def _is(x: Any) -> bool:
 
 def _results(tree: Any) -> list[Any]:
     return [
-        x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, torch.Tensor | int | float | complex)
+        x
+        for x in optree.tree_leaves(tree, none_is_leaf=True)
+        if isinstance(x, torch.Tensor | int | float | complex)
     ]
 
 
@@ -130,21 +141,30 @@ def samples(name: str, most: int, seed: int) -> list[Any]:
 
 
 def calls(name: str, most: int, seed: int, meshes: Any = MESHES) -> Iterator[Call]:
-    """Calls of an operator on each mesh; those that torch refuses, that draw, or that nothing splits are left out."""
+    """Calls of an operator on each mesh; those that torch refuses, that
+    draw, or that nothing splits are left out.
+    """
     draw = random.Random(f"{name} {seed}")
     for sample in samples(name, most, seed):
         found = dense(name, sample)
         for mesh in meshes if found is not None else ():
-            layouts = [drawn_layout(x.shape, mesh, draw) if _is(x) and x.ndim else None for x in found.leaves]
+            layouts = [
+                drawn_layout(x.shape, mesh, draw) if _is(x) and x.ndim else None
+                for x in found.leaves
+            ]
             if any(t and t.strip(". ") for t in layouts):
                 found.layouts, found.mesh = layouts, mesh
                 yield found
 
 
 def dense(name: str, sample: Any) -> Call | None:
-    """The call on plain tensors, with results and gradients; None where torch refuses it, or it draws."""
+    """The call on plain tensors, with results and gradients;
+    None where torch refuses it, or it draws.
+    """
     op = entries()[name]
-    return plain_call(name, op.op, (sample.input, *sample.args), sample.kwargs, op.supports_autograd)
+    return plain_call(
+        name, op.op, (sample.input, *sample.args), sample.kwargs, op.supports_autograd
+    )
 
 
 def plain_call(name: str, function: Any, args: Any, kwargs: Any, grads: bool = True) -> Call | None:
@@ -161,7 +181,10 @@ def plain_call(name: str, function: Any, args: Any, kwargs: Any, grads: bool = T
             return None
         pairs = [w for w in want if _is(w) and w.requires_grad]
         inputs = [x for x in first if _is(x) and x.requires_grad]
-        cotangents = [torch.rand(w.shape, dtype=w.dtype, generator=torch.Generator().manual_seed(3)) for w in pairs]
+        cotangents = [
+            torch.rand(w.shape, dtype=w.dtype, generator=torch.Generator().manual_seed(3))
+            for w in pairs
+        ]
         gradients: list[Any] = []
         if pairs and inputs:
             try:
@@ -187,7 +210,8 @@ def close(a: Any, b: Any) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
     a, b = (x.detach() if x.layout == torch.strided else x.detach().to_dense() for x in (a, b))
-    loose = 1e-5 if a.dtype in (torch.float32, torch.complex64) else 1e-9  # of integers: kernels round in other lanes
+    # of integers: kernels round in other lanes
+    loose = 1e-5 if a.dtype in (torch.float32, torch.complex64) else 1e-9
     a, b = (x.resolve_conj().to(torch.complex128) for x in (a, b))
     return torch.allclose(a, b, rtol=10 * loose, atol=loose, equal_nan=True)
 
@@ -208,7 +232,9 @@ def _whole(x: Any) -> Any:
 
 
 def judge(call: Call) -> Outcome:
-    """The call on sharded operands, on the ambient mesh, within ``sl.implicit`` or not as the caller chose."""
+    """The call on sharded operands, on the ambient mesh, within
+    ``sl.implicit`` or not as the caller chose.
+    """
     try:
         with warnings.catch_warnings(), sl.trace() as t:
             warnings.simplefilter("ignore")
@@ -222,7 +248,11 @@ def judge(call: Call) -> Outcome:
         fixes.caught(e)
         return Outcome("refused", f"{type(e).__name__}: {str(e).splitlines()[0]} | {call}", error=e)
     except Exception as e:
-        return Outcome("crash", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''} | {call}", error=e)
+        return Outcome(
+            "crash",
+            f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''} | {call}",
+            error=e,
+        )
 
 
 def _gradients(call: Call, ours: list[Any], got: list[Any]) -> tuple[str, str]:
@@ -256,7 +286,9 @@ def _bare(x: Any) -> str:
 
 
 class _Reached(TorchFunctionMode):
-    """The declared functions that a dense call reaches, and with what; functions written in Python are opened."""
+    """The declared functions that a dense call reaches, and with
+    what; functions written in Python are opened.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,8 +312,12 @@ class _Reached(TorchFunctionMode):
             self.open.pop()
 
 
-def declared_calls(most: int, seed: int, names: Any = None) -> dict[str, list[tuple[Any, Any, Any]]]:
-    """For each declared name at most so many calls, (function, args, kwargs), that the database's samples reach."""
+def declared_calls(
+    most: int, seed: int, names: Any = None
+) -> dict[str, list[tuple[Any, Any, Any]]]:
+    """For each declared name at most so many calls, (function, args,
+    kwargs), that the database's samples reach.
+    """
     out: dict[str, list[tuple[Any, Any, Any]]] = {}
     for name in names or entries():
         for sample in samples(name, most, seed):
@@ -300,7 +336,9 @@ def declared_calls(most: int, seed: int, names: Any = None) -> dict[str, list[tu
 
 
 def proofs(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Outcome]:
-    """Each labelled dimension split alone, on an axis of two ranks, of three and of five where they divide it."""
+    """Each labelled dimension split alone, on an axis of two ranks,
+    of three and of five where they divide it.
+    """
     for call in alone(name, function, args, kwargs):
         with sl.simulate(**call.mesh):
             yield judge(call)
@@ -333,7 +371,8 @@ def alone(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Call]:
             for k, i in enumerate(at):
                 mine = labels.get(k, (None,) * call.leaves[i].ndim)
                 tokens = [
-                    "x" if lb == label and n != 1 else "." for lb, n in zip(mine, call.leaves[i].shape, strict=True)
+                    "x" if lb == label and n != 1 else "."
+                    for lb, n in zip(mine, call.leaves[i].shape, strict=True)
                 ]
                 call.layouts[i] = " ".join(tokens) if tokens else None
             yield call
@@ -346,7 +385,9 @@ SAMPLES = 12  # of each operator, at most
 
 @dataclass
 class Tally:
-    """An operator's outcomes: ``inside`` sl.implicit, and ``outside`` it; one note and one refusal of each kind."""
+    """An operator's outcomes: ``inside`` sl.implicit, and ``outside``
+    it; one note and one refusal of each kind.
+    """
 
     inside: Counter[str] = field(default_factory=Counter)
     outside: Counter[str] = field(default_factory=Counter)
@@ -392,7 +433,10 @@ def main() -> None:
     seed = int((sys.argv[1:] or ["7"])[0])
     found = {name: tally(name, SAMPLES, seed) for name in entries()}
     ran = {n: t for n, t in found.items() if t.inside}
-    kinds = Counter(next((k for k in ("wrong", "crash", "refused") if t.inside[k]), "equal") for t in ran.values())
+    kinds = Counter(
+        next((k for k in ("wrong", "crash", "refused") if t.inside[k]), "equal")
+        for t in ran.values()
+    )
     apart = sum(t.outside["equal"] > 0 for t in ran.values())
     count = sum(sum(t.inside.values()) for t in ran.values())
     wrong = differences(found)

@@ -1,8 +1,10 @@
-"""Whether the fix line of an error is Python, uses only what exists, and does what it says when it is run.
+"""Whether the fix line of an error is Python, uses only what
+exists, and does what it says when it is run.
 
-``watch`` sees every error that ``pytest.raises`` catches, here and on real ranks, and ``run`` runs the fixes of those:
-with the operands that the error printed, which the frames of its traceback hold, on the mesh where it was raised.  The
-value of a line that is an operator again must be the dense value of that line.
+``watch`` sees every error that ``pytest.raises`` catches, here and on real
+          ranks, and ``run`` runs the fixes of those:
+with the operands that the error printed, which the frames of its traceback hold, on the mesh where
+it was raised.  The value of a line that is an operator again must be the dense value of that line.
 """
 
 import ast
@@ -40,7 +42,11 @@ from shardlib.tensor import promoting
 
 MODULES: dict[str, Any] = {"sl": sl, "torch": torch, "F": F, "math": math}
 
-IMPORTED: dict[str, Any] = {"init_device_mesh": init_device_mesh, "Replicate": Replicate, "DataLoader": DataLoader}
+IMPORTED: dict[str, Any] = {
+    "init_device_mesh": init_device_mesh,
+    "Replicate": Replicate,
+    "DataLoader": DataLoader,
+}
 """What a fix may also name: torch's own, by the names under which it is imported."""
 
 ROLES: dict[str, Callable[[Any], bool]] = {
@@ -53,8 +59,9 @@ ROLES: dict[str, Callable[[Any], bool]] = {
     "x": lambda v: isinstance(v, sl.ShardedTensor),
     "f": inspect.isfunction,
 }
-"""Names under which the documentation introduces what the caller has, and how it is known in the caller's frames, where
-it may be called otherwise."""
+"""Names under which the documentation introduces what the caller has, and how it is known in the
+caller's frames, where it may be called otherwise.
+"""
 
 
 def _loss(params: Any) -> Any:
@@ -97,8 +104,9 @@ CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "fn": lambda c: torch.get_num_threads,
     "path": lambda c: str(Path(tempfile.mkdtemp()) / "saved"),
 }
-"""What stands for a name that neither the error nor the frames hold: anything of the kind that the documentation
-introduces under it, fitting what else the line names."""
+"""What stands for a name that neither the error nor the frames hold: anything of the kind that the
+documentation introduces under it, fitting what else the line names.
+"""
 
 
 SPENT = ("pending",)
@@ -121,14 +129,26 @@ COMMANDS = ("torchrun ", "pip install ")
 
 
 def names(fix: str) -> set[str]:
-    """The names a fix line reads that are neither modules, builtins nor bound in it.  Raises: SyntaxError."""
+    """The names a fix line reads that are neither modules, builtins nor bound in it.
+    Raises: SyntaxError.
+    """
     tree = ast.parse(fix)
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
     bound = {n.id for n in found if isinstance(n.ctx, ast.Store)} - {
         n.id for n in found if isinstance(n.ctx, ast.Load) and _before(tree, n.id)
     }
-    bound |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in (*n.args, *n.kwonlyargs)}
-    return {n.id for n in found if isinstance(n.ctx, ast.Load)} - bound - MODULES.keys() - set(dir(builtins))
+    bound |= {
+        a.arg
+        for n in ast.walk(tree)
+        if isinstance(n, ast.arguments)
+        for a in (*n.args, *n.kwonlyargs)
+    }
+    return (
+        {n.id for n in found if isinstance(n.ctx, ast.Load)}
+        - bound
+        - MODULES.keys()
+        - set(dir(builtins))
+    )
 
 
 def _before(tree: ast.Module, name: str) -> bool:
@@ -219,7 +239,9 @@ def caught(e: BaseException | None) -> None:
 
 
 def seen(e: sl.ShardError) -> None:
-    """Remember an error that a test caught, with what its fix names; one for each operation and form of fix."""
+    """Remember an error that a test caught, with what its fix
+    names; one for each operation and form of fix.
+    """
     key = (e.op, re.sub(r"\d+", "0", e.fix))
     if not e.fix or key in _KEYS or e.fix.startswith(COMMANDS):
         return
@@ -228,14 +250,22 @@ def seen(e: sl.ShardError) -> None:
     missing: list[str] = []
     stack = _frames(e)
     frames = [_locals(f) for f in stack]
-    ours = [f for f, where in zip(frames, stack, strict=True) if "/torch/" not in where.f_code.co_filename]
+    ours = [
+        f
+        for f, where in zip(frames, stack, strict=True)
+        if "/torch/" not in where.f_code.co_filename
+    ]
     lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "sharded_module") for f in stack)
     if not fault(e.fix):
         for name in sorted(names(e.fix)):
             if name in IMPORTED:
                 found[name] = [IMPORTED[name]]
             elif name not in SPENT and (got := _values(name, e, ours)):
-                found[name] = got if list(e.operands.values()).count(e.operands.get(name, "")) > 1 else got[:1]
+                found[name] = (
+                    got
+                    if list(e.operands.values()).count(e.operands.get(name, "")) > 1
+                    else got[:1]
+                )
             elif name in ROLES and (role := _of_role(name, frames)):
                 found[name] = role
             else:
@@ -244,7 +274,15 @@ def seen(e: sl.ShardError) -> None:
     scopes = [dict(zip(found, map(_copy, values), strict=True)) for values in drawn]
     _FOUND.append(
         _Seen(
-            str(e), e.fix, e.op, scopes, missing, _mesh(e, found, frames), lifts, e.mesh, e.operands.get("layout", "")
+            str(e),
+            e.fix,
+            e.op,
+            scopes,
+            missing,
+            _mesh(e, found, frames),
+            lifts,
+            e.mesh,
+            e.operands.get("layout", ""),
         )
     )
 
@@ -259,7 +297,9 @@ def _frames(e: BaseException) -> list[types.FrameType]:
 
 
 def _locals(frame: types.FrameType) -> dict[str, Any]:
-    """The names of a frame; a function's frame keeps the dict that it gives, and would keep what is in it alive."""
+    """The names of a frame; a function's frame keeps the dict that it
+    gives, and would keep what is in it alive.
+    """
     given = frame.f_locals
     found = dict(given)
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(given) is dict:
@@ -268,17 +308,28 @@ def _locals(frame: types.FrameType) -> dict[str, Any]:
 
 
 def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[Any]:
-    """What the error may mean by a name of its fix: operands of the printed type, or what the frames call so."""
+    """What the error may mean by a name of its fix: operands of the
+    printed type, or what the frames call so.
+    """
     text = e.operands.get(name)
     if text is None and name == "x":
-        text = next((e.operands[k] for k in ("tensor", "input", "operand 0", "value") if k in e.operands), None)
+        text = next(
+            (e.operands[k] for k in ("tensor", "input", "operand 0", "value") if k in e.operands),
+            None,
+        )
     for label, layout in e.operands.items():
         if label.startswith(f"{name} ["):  # as ``x [4, 4]  rows .``
             for v in (v for f in frames for v in _tensors(f)):
-                if label == f"{name} {list(v.shape)}" and isinstance(v, sl.ShardedTensor) and str(v.sharding) == layout:
+                if (
+                    label == f"{name} {list(v.shape)}"
+                    and isinstance(v, sl.ShardedTensor)
+                    and str(v.sharding) == layout
+                ):
                     return [v]
     if text is not None and "[" in text:
-        tensors = [v for f in frames if name in f for v in [f[name]]] + [v for f in frames for v in _tensors(f)]
+        tensors = [v for f in frames if name in f for v in [f[name]]] + [
+            v for f in frames for v in _tensors(f)
+        ]
         typed = {id(v): v for v in tensors if isinstance(v, Tensor) and sl.typeof(v) == text}
         if typed:
             return list(typed.values())
@@ -288,13 +339,23 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
         placed = f"unshard({name})" in e.fix and mesh is not None
         return [sl.shard(whole, "...", mesh) if placed else whole]
     if name == "params":
-        frames = [*frames, *({"params": f["given"][0]} for f in frames if isinstance(f.get("given"), list))]
+        frames = [
+            *frames,
+            *({"params": f["given"][0]} for f in frames if isinstance(f.get("given"), list)),
+        ]
     return [f[name] for f in frames if f.get(name) is not None][:1]
 
 
 def _of_role(name: str, frames: list[dict[str, Any]]) -> list[Any]:
-    """What the frames hold of the kind that a name has, the user's first; a function that torch transforms is func."""
-    return [v for f in reversed(frames) for n, v in f.items() if ROLES[name](v) and (name != "f" or n == "func")][:1]
+    """What the frames hold of the kind that a name has, the user's first;
+    a function that torch transforms is func.
+    """
+    return [
+        v
+        for f in reversed(frames)
+        for n, v in f.items()
+        if ROLES[name](v) and (name != "f" or n == "func")
+    ][:1]
 
 
 def _tensors(x: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -311,7 +372,11 @@ def _copy(x: Any) -> Any:
 
 
 def _apart(x: Any) -> Any:
-    if not isinstance(x, Tensor) or isinstance(x, torch.nn.Parameter) or not (x.is_leaf or x.requires_grad):
+    if (
+        not isinstance(x, Tensor)
+        or isinstance(x, torch.nn.Parameter)
+        or not (x.is_leaf or x.requires_grad)
+    ):
         return x
     try:
         with torch.no_grad():
@@ -350,7 +415,9 @@ def run() -> list[str]:
 
 
 def run_together() -> None:
-    """``run`` on real ranks: the fixes that all of them saw, in one order, for they may communicate."""
+    """``run`` on real ranks: the fixes that all of them
+    saw, in one order, for they may communicate.
+    """
     if not watched():
         return
     mine = {(s.op, s.fix): s for s in _FOUND}
@@ -362,7 +429,9 @@ def run_together() -> None:
 
 
 def _of_the_place(e: Exception) -> bool:
-    """Whether a line fails for where it is run: outside the module whose plain tensors count, or on a leaf."""
+    """Whether a line fails for where it is run: outside the module
+    whose plain tensors count, or on a leaf.
+    """
     return isinstance(e, sl.errors.PlainTensor) or "a leaf Variable that requires grad" in str(e)
 
 
@@ -409,7 +478,8 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
             caller = _Caller(scope)
             scope = scope | {name: caller[name] for name in s.missing}
         sharded = any(isinstance(v, sl.ShardedTensor) for v in _tensors(scope))
-        want = _dense(s, scope) if sharded and s.op in s.fix else None  # first: the line may write to its operands
+        # first: the line may write to its operands
+        want = _dense(s, scope) if sharded and s.op in s.fix else None
         with promoting() if s.lifts else nullcontext():
             got = _answer(s.fix, MODULES | scope, mesh)
     except Exception as again:
@@ -426,7 +496,11 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
     have = sl.unshard(got).detach()
     close = have.dtype == want.dtype and have.shape == want.shape
     _note("run, and its value compared with dense", s)
-    return "" if close and torch.allclose(have, want, equal_nan=True) else "the value is not the dense one"
+    return (
+        ""
+        if close and torch.allclose(have, want, equal_nan=True)
+        else "the value is not the dense one"
+    )
 
 
 def _unsharded(scope: dict[str, Any]) -> dict[str, Any]:
@@ -439,7 +513,9 @@ def _unsharded(scope: dict[str, Any]) -> dict[str, Any]:
         return sl.unshard(x).detach().clone() if isinstance(x, sl.ShardedTensor) else x
 
     plain = types.SimpleNamespace(reshard=same, unshard=same, implicit=lambda *_: nullcontext())
-    return {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in scope.items()} | {"sl": plain}
+    return {k: optree.tree_map(whole, v, none_is_leaf=True) for k, v in scope.items()} | {
+        "sl": plain
+    }
 
 
 def _refused_whole(s: _Seen, scope: dict[str, Any], why: Exception) -> bool:
@@ -488,11 +564,14 @@ def _answer(fix: str, scope: dict[str, Any], mesh: Mesh | None) -> Any:
 
 
 def _dense(s: _Seen, scope: dict[str, Any]) -> Any:
-    """What the line gives on whole tensors; None where it draws, or is about placing and not about values."""
+    """What the line gives on whole tensors; None where it draws,
+    or is about placing and not about values.
+    """
     if "sl.shard" in s.fix or re.search(r"rand|dropout|bernoulli|multinomial", s.fix):
         return None
 
     try:
         return _answer(s.fix, MODULES | _unsharded(scope), None)
-    except (AttributeError, RuntimeError, ValueError):  # the line is about what whole tensors do not have
+    # the line is about what whole tensors do not have
+    except (AttributeError, RuntimeError, ValueError):
         return None

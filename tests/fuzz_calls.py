@@ -1,9 +1,10 @@
 """Drawn calls over torch's surface, compared with dense: equal, or refused with a ShardError.
 
-A case is drawn from one seed alone: functions from torch.overrides, arguments from torch's declared schemas or
-from the samples of its operator database, then a form of the call (positional, keyword, method, operator, in
-place, ``out=``, numpy's names), operands (dtypes, empty and size one dimensions, transposed, plain, repeated),
-their layouts, and a mesh.  The call is Python text, so a fault prints a program that repeats it:
+A case is drawn from one seed alone: functions from torch.overrides, arguments from torch's declared
+schemas or from the samples of its operator database, then a form of the call (positional, keyword,
+method, operator, in place, ``out=``, numpy's names), operands (dtypes, empty and size one
+dimensions, transposed, plain, repeated), their layouts, and a mesh.  The call is Python text, so a
+fault prints a program that repeats it:
 
     python -m tests.fuzz_calls --count 50000          # what ``make fuzz`` runs
     python -m tests.fuzz_calls --seed 1234            # one case, printed and run
@@ -43,7 +44,9 @@ from tests.fixes import MODULES, fault, names
 
 @dataclass
 class Operand:
-    """A tensor to place, and what the program does with it before the call (``v`` is the placed tensor)."""
+    """A tensor to place, and what the program does with it
+    before the call (``v`` is the placed tensor).
+    """
 
     value: Tensor
     layout: str | None  # None: a plain tensor
@@ -54,8 +57,14 @@ class Operand:
     def text(self, name: str) -> str:
         t = self.value
         kind = f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-        place = "plain" if self.layout is None else repr(self.layout) + (" pad=True" if self.pad else "")
-        more = (", requires_grad" if self.grad else "") + (f", {self.prep}" if self.prep != "v" else "")
+        place = (
+            "plain"
+            if self.layout is None
+            else repr(self.layout) + (" pad=True" if self.pad else "")
+        )
+        more = (", requires_grad" if self.grad else "") + (
+            f", {self.prep}" if self.prep != "v" else ""
+        )
         return f"{name}: {kind} {place}{more}"
 
 
@@ -105,35 +114,40 @@ _HOMES = {
 
 _RANDOM = frozenset(
     """
-    bernoulli multinomial normal poisson rand randn randint randperm rand_like randn_like randint_like dropout
-    feature_dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout rrelu
-    gumbel_softmax fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices cauchy exponential geometric log_normal random uniform binomial
-    svd_lowrank pca_lowrank lobpcg
+    bernoulli multinomial normal poisson rand randn randint randperm rand_like randn_like
+    randint_like dropout feature_dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d
+    dropout3d native_dropout rrelu gumbel_softmax fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices cauchy exponential
+    geometric log_normal random uniform binomial svd_lowrank pca_lowrank lobpcg
     """.split()
 )
 _SKIPPED = _RANDOM | frozenset(
     """
-    backward register_hook register_post_accumulate_grad_hook storage untyped_storage data_ptr const_data_ptr set resize
-    resize_as resize_as_sparse share_memory as_strided as_strided_copy as_strided_scatter pin_memory to_sparse
-    to_mkldnn numpy module_load apply map map2 is_set_to requires_grad retain_grad detach stride storage_offset
-    empty empty_like new_empty new_empty_strided empty_permuted empty_quantized empty_strided cuda xpu ipu hpu mtia
-    rename rename_ refine_names align_to align_as names unflatten_names has_names is_pinned is_shared is_distributed
-    share_memory_ get_device dim_order data is_inference record_stream reinforce frombuffer from_file from_numpy
-    asarray as_tensor tensor sparse_dim dense_dim coalesce is_coalesced values indices crow_indices col_indices
-    ccol_indices row_indices sparse_mask sparse_resize sparse_resize_and_clear smm sspaddmm hspmm sparse_coo_tensor
-    to_dense to_padded_tensor qscheme q_scale q_zero_point int_repr quantize_per_tensor quantize_per_channel
-    quantize_per_tensor_dynamic quantized_batch_norm quantized_lstm_cell quantized_gru_cell choose_qparams_optimized
-    dequantize fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant
-    q_per_channel_scales q_per_channel_zero_points q_per_channel_axis is_quantized get_num_threads typename type
-    result_type can_cast promote_types is_storage compile vmap cond hash_tensor bfloat16_ set_printoptions
-    __array__ __array_wrap__ __dlpack__ __dlpack_device__ __deepcopy__ __reduce_ex__ __setstate__ __format__ __repr__
-    __len__ __bool__ __int__ __float__ __complex__ __index__ __long__ __nonzero__ __contains__ __getitem__ __setitem__
-    tolist item is_same_size is_nonzero ctc_loss miopen_batch_norm multi_head_attention_forward lstm gru rnn_tanh rnn_relu
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention cudnn_batch_norm batch_norm_gather_stats
-    sym_float sym_int sym_max sym_min sym_not sym_sqrt grouped_mm scaled_mm scaled_grouped_mm unique unique_consecutive
-    eig symeig solve lstsq matrix_rank chain_matmul has_torch_function linear_cross_entropy sub_ imag real
-    max_unpool1d max_unpool2d max_unpool3d embedding_bag nonzero_static narrow_copy slice_inverse kthvalue
+    backward register_hook register_post_accumulate_grad_hook storage untyped_storage data_ptr
+    const_data_ptr set resize resize_as resize_as_sparse share_memory as_strided as_strided_copy
+    as_strided_scatter pin_memory to_sparse to_mkldnn numpy module_load apply map map2 is_set_to
+    requires_grad retain_grad detach stride storage_offset empty empty_like new_empty
+    new_empty_strided empty_permuted empty_quantized empty_strided cuda xpu ipu hpu mtia rename
+    rename_ refine_names align_to align_as names unflatten_names has_names is_pinned is_shared
+    is_distributed share_memory_ get_device dim_order data is_inference record_stream reinforce
+    frombuffer from_file from_numpy asarray as_tensor tensor sparse_dim dense_dim coalesce
+    is_coalesced values indices crow_indices col_indices ccol_indices row_indices sparse_mask
+    sparse_resize sparse_resize_and_clear smm sspaddmm hspmm sparse_coo_tensor to_dense
+    to_padded_tensor qscheme q_scale q_zero_point int_repr quantize_per_tensor quantize_per_channel
+    quantize_per_tensor_dynamic quantized_batch_norm quantized_lstm_cell quantized_gru_cell
+    choose_qparams_optimized dequantize fake_quantize_per_tensor_affine
+    fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant q_per_channel_scales
+    q_per_channel_zero_points q_per_channel_axis is_quantized get_num_threads typename type
+    result_type can_cast promote_types is_storage compile vmap cond hash_tensor bfloat16_
+    set_printoptions __array__ __array_wrap__ __dlpack__ __dlpack_device__ __deepcopy__
+    __reduce_ex__ __setstate__ __format__ __repr__ __len__ __bool__ __int__ __float__ __complex__
+    __index__ __long__ __nonzero__ __contains__ __getitem__ __setitem__ tolist item is_same_size
+    is_nonzero ctc_loss miopen_batch_norm multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention cudnn_batch_norm
+    batch_norm_gather_stats sym_float sym_int sym_max sym_min sym_not sym_sqrt grouped_mm scaled_mm
+    scaled_grouped_mm unique unique_consecutive eig symeig solve lstsq matrix_rank chain_matmul
+    has_torch_function linear_cross_entropy sub_ imag real max_unpool1d max_unpool2d max_unpool3d
+    embedding_bag nonzero_static narrow_copy slice_inverse kthvalue
     """.split()
 )
 
@@ -142,7 +156,18 @@ def _usable(name: str) -> bool:
     bare = name.strip("_") if name.startswith("__") else name.removesuffix("_")
     private = name.startswith("_") and not name.startswith("__")
     odd = any(
-        w in name for w in ("cudnn", "mkldnn", "miopen", "fbgemm", "quantize", "sparse", "named", "cufft", "jagged")
+        w in name
+        for w in (
+            "cudnn",
+            "mkldnn",
+            "miopen",
+            "fbgemm",
+            "quantize",
+            "sparse",
+            "named",
+            "cufft",
+            "jagged",
+        )
     )
     return not (private or odd or bare in _SKIPPED or name in _SKIPPED)
 
@@ -195,7 +220,9 @@ def signatures(home: str, name: str) -> list[list[Parameter]]:
         if read is None or any(p.kind is p.VAR_POSITIONAL for p in read.parameters.values()):
             continue
         ps = [
-            p for p in read.parameters.values() if p.name not in ("out", "_stacklevel") and p.kind is not p.VAR_KEYWORD
+            p
+            for p in read.parameters.values()
+            if p.name not in ("out", "_stacklevel") and p.kind is not p.VAR_KEYWORD
         ]
         return [[Parameter(p.name, _guess(p), p.kind is p.KEYWORD_ONLY, p.default) for p in ps]]
     return lines
@@ -209,19 +236,37 @@ _TENSORS = frozenset(
 def _guess(p: inspect.Parameter) -> str:
     if p.annotation is not p.empty:
         text = str(getattr(p.annotation, "__name__", p.annotation))
-        for word, kind in (("Tensor", "Tensor"), ("bool", "bool"), ("int", "int"), ("float", "float"), ("str", "str")):
+        for word, kind in (
+            ("Tensor", "Tensor"),
+            ("bool", "bool"),
+            ("int", "int"),
+            ("float", "float"),
+            ("str", "str"),
+        ):
             if word in text:
-                return f"Optional[{kind}]" if "Optional" in str(p.annotation) or p.default is None else kind
+                return (
+                    f"Optional[{kind}]"
+                    if "Optional" in str(p.annotation) or p.default is None
+                    else kind
+                )
     if p.name in _TENSORS:
         return "Tensor" if p.default is p.empty else "Optional[Tensor]"
-    kinds = {bool: "bool", int: "int", float: "float", str: "str", tuple: "List[int]", list: "List[int]"}
+    kinds = {
+        bool: "bool",
+        int: "int",
+        float: "float",
+        str: "str",
+        tuple: "List[int]",
+        list: "List[int]",
+    }
     return kinds.get(type(p.default), "")
 
 
 # ---------------------------------------------------------------- values
 
 _DTYPES = [(torch.float64, 60), (torch.float32, 8), (torch.int64, 8), (torch.bool, 5), (torch.complex128, 5),
-           (torch.float16, 3), (torch.bfloat16, 3), (torch.int32, 3), (torch.uint8, 3), (torch.int16, 1), (torch.int8, 1),
+           (torch.float16, 3), (torch.bfloat16, 3), (torch.int32, 3), (torch.uint8, 3),
+           (torch.int16, 1), (torch.int8, 1),
            (torch.complex64, 1)]  # fmt: skip
 _SIZES = [1, 2, 2, 3, 4, 4, 6, 6, 6, 12]
 
@@ -242,7 +287,8 @@ class Draw:
     def __init__(self, seed: int, ranks: int | None = None) -> None:
         self.seed, self.ranks, self.r = seed, ranks, random.Random(seed)
         self.operands: dict[str, Operand] = {}
-        self.base: tuple[tuple[int, ...], list[str]] | None = None  # the first operand's shape and tokens
+        # the first operand's shape and tokens
+        self.base: tuple[tuple[int, ...], list[str]] | None = None
         self.strided = True  # whether other strides than a contiguous tensor's are
         self.odd = True  # whether NaN, infinities and ties are drawn
         self.axes = self._mesh()
@@ -254,14 +300,17 @@ class Draw:
         if self.ranks == 4:
             sizes: tuple[int, ...] = self.r.choice([(4,), (2, 2), (2, 2)])
         else:
-            sizes = self.r.choice([(1,), (2,), (2,), (3,), (4,), (5,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 1), (6,)])
+            sizes = self.r.choice(
+                [(1,), (2,), (2,), (3,), (4,), (5,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 1), (6,)]
+            )
         return dict(zip("xy", sizes, strict=False))
 
     # ------------------------------------------------------------ layouts
 
     def tokens(self, shape: tuple[int, ...], pad: bool) -> list[str]:
         out = ["."] * len(shape)
-        if self.base is not None and self.chance(0.6):  # as the first operand lies, aligned from the right
+        # as the first operand lies, aligned from the right
+        if self.base is not None and self.chance(0.6):
             sizes, tokens = self.base
             for d in range(1, min(len(shape), len(sizes)) + 1):
                 if shape[-d] == sizes[-d]:
@@ -306,7 +355,8 @@ class Draw:
         value = value.detach().clone().contiguous()
         if able and self.odd and value.numel() and self.chance(0.06):
             value = self._odd(value)
-        strided = self.strided and value.dtype is not torch.int32  # torch.gather reads expanded ones as int64
+        # torch.gather reads expanded ones as int64
+        strided = self.strided and value.dtype is not torch.int32
         prep, value = self._prepared(value) if strided else ("v", value)
         layout, pad = self.place(tuple(value.shape))
         self.operands[name] = Operand(value, layout, prep, wanted, pad)
@@ -316,12 +366,17 @@ class Draw:
         """The same with ties, or with one NaN or infinity."""
         if self.chance(0.5) and not value.is_complex():
             return value.round()
-        at, new = self.r.randrange(value.numel()), self.r.choice([math.nan, math.inf, -math.inf, -0.0])
+        at, new = (
+            self.r.randrange(value.numel()),
+            self.r.choice([math.nan, math.inf, -math.inf, -0.0]),
+        )
         value.view(-1)[at] = new
         return value
 
     def _prepared(self, value: Tensor) -> tuple[str, Tensor]:
-        """A program whose result is ``value`` in other strides, and the tensor ``v`` that it starts from."""
+        """A program whose result is ``value`` in other strides,
+        and the tensor ``v`` that it starts from.
+        """
         if value.ndim >= 2 and self.chance(0.12):
             i, j = self.r.sample(range(value.ndim), 2)
             return f"v.transpose({i}, {j})", value.transpose(i, j).contiguous()
@@ -355,9 +410,20 @@ class Draw:
     def number(self) -> str:
         if self.chance(0.08):
             return self.r.choice(
-                ["inf", "-inf", "nan", "1j", "300", "np.float64(1.5)", "np.float32(0.5)", "np.int64(2)"]
+                [
+                    "inf",
+                    "-inf",
+                    "nan",
+                    "1j",
+                    "300",
+                    "np.float64(1.5)",
+                    "np.float32(0.5)",
+                    "np.int64(2)",
+                ]
             )
-        return self.r.choice(["2", "3", "-1", "0.5", "1.5", "-2.5", "0", "1", "True", "2.0", "1e-3"])
+        return self.r.choice(
+            ["2", "3", "-1", "0.5", "1.5", "-2.5", "0", "1", "True", "2.0", "1e-3"]
+        )
 
 
 # ---------------------------------------------------------------- arguments by name and type
@@ -410,7 +476,13 @@ class ByName:
         value = values(shape, dtype, d.seed * 31 + self.count)
         if dtype is torch.int64 and "ind" in name and self.shape:
             value = value.abs() % max(1, min(self.shape))
-        if self.spd and first and dtype.is_floating_point | dtype.is_complex and value.ndim >= 2 and dtype.itemsize > 2:
+        if (
+            self.spd
+            and first
+            and dtype.is_floating_point | dtype.is_complex
+            and value.ndim >= 2
+            and dtype.itemsize > 2
+        ):
             if value.shape[-1] == value.shape[-2]:
                 value = value @ value.mH + 2 * torch.eye(value.shape[-1], dtype=dtype)
         elif first and d.chance(0.3) and not dtype.is_complex and dtype is not torch.bool:
@@ -419,7 +491,11 @@ class ByName:
 
     def _related(self, name: str) -> tuple[int, ...]:
         d, shape = self.d, self.shape
-        if name in ("index", "indices") and self.name.startswith(("index", "take", "Tensor.index")) and shape:
+        if (
+            name in ("index", "indices")
+            and self.name.startswith(("index", "take", "Tensor.index"))
+            and shape
+        ):
             return (d.r.choice([1, 2, 3, shape[-1]]),)
         what = d.r.random()
         if what < 0.5:
@@ -434,7 +510,11 @@ class ByName:
 
     def dim(self) -> str:
         n = len(self.shape)
-        return str(self.d.r.randrange(-n, n)) if n and self.d.chance(0.96) else str(self.d.r.choice([0, -1, n]))
+        return (
+            str(self.d.r.randrange(-n, n))
+            if n and self.d.chance(0.96)
+            else str(self.d.r.choice([0, -1, n]))
+        )
 
     def ints(self, name: str) -> str:
         d, n = self.d, len(self.shape)
@@ -470,7 +550,10 @@ class ByName:
         elif what < 0.6:
             sizes = [-1]
         elif what < 0.75:
-            sizes = [d.r.choice([2, 3]), *[d.r.choice([3, 4]) if n == 1 else d.r.choice([n, -1]) for n in sizes]]
+            sizes = [
+                d.r.choice([2, 3]),
+                *[d.r.choice([3, 4]) if n == 1 else d.r.choice([n, -1]) for n in sizes],
+            ]
         elif what < 0.85 and sizes:
             sizes[d.r.randrange(len(sizes))] = -1
         return sizes
@@ -482,7 +565,11 @@ class ByName:
                 return "None"
             kind = kind[9:-1]
         if name in ("dtype",) or "ScalarType" in kind:
-            return str(d.r.choice([torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool]))
+            return str(
+                d.r.choice(
+                    [torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool]
+                )
+            )
         if kind == "Tensor":
             return self.tensor(name)
         if kind.startswith("List[") and "Tensor" in kind:
@@ -537,7 +624,16 @@ class ByName:
         out, gap = [], False  # what follows a default that is left out is given by its name
         for p in parameters:
             if p.default is not inspect.Parameter.empty and (
-                p.name in ("device", "layout", "pin_memory", "generator", "memory_format", "names", "requires_grad")
+                p.name
+                in (
+                    "device",
+                    "layout",
+                    "pin_memory",
+                    "generator",
+                    "memory_format",
+                    "names",
+                    "requires_grad",
+                )
                 or self.d.chance(0.55)
             ):
                 gap = self.d.chance(0.97)
@@ -564,19 +660,35 @@ _SQUARE = frozenset(
 _UNEVEN = frozenset(
     "softshrink median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd".split()
 )
-_LEAST = {n: k for k, names in {1: "topk sort cumsum softmax gather scatter index_select chunk split narrow unbind",
-                                2: "transpose t mT adjoint diagonal triu tril layer_norm swapaxes"}.items() for n in names.split()}  # fmt: skip
+_LEAST = {
+    n: k
+    for k, names in {
+        1: "topk sort cumsum softmax gather scatter index_select chunk split narrow unbind",
+        2: "transpose t mT adjoint diagonal triu tril layer_norm swapaxes",
+    }.items()
+    for n in names.split()
+}
 _LETTERS = {
-    "mm": "mk kn", "bmm": "bmk bkn", "matmul": "mk kn|bmk bkn|bmk kn|k km|mk k|k k|cbmk bkn|mk bkn", "dot": "k k",
-    "__matmul__": "mk kn|bmk bkn|bmk kn|mk k", "__rmatmul__": "kn mk|kn bmk", "vdot": "k k", "inner": "mk nk|k k|bmk nk",
-    "mv": "mk k", "outer": "m n", "ger": "m n", "addmm": "mn mk kn|n mk kn", "addmm_": "mn mk kn", "addmv": "m mk k",
-    "addmv_": "m mk k", "addr": "mn m n", "addr_": "mn m n", "addbmm": "mn bmk bkn|n bmk bkn", "addbmm_": "mn bmk bkn",
-    "baddbmm": "bmn bmk bkn|n bmk bkn", "baddbmm_": "bmn bmk bkn", "linear": "mk nk n|bmk nk n|k nk n|bmk nk|mk k",
-    "bilinear": "mi mj oij o|mi mj oij", "cdist": "bmk bnk|mk nk", "kron": "mn ij|m n", "tensordot": "mk kn",
-    "cross": "bc bc", "layer_norm": "bmk k k|bmk mk mk|bk k k", "rms_norm": "bmk k|bk k", "embedding": "bm nk",
-    "multi_dot": "mk kn", "cosine_similarity": "bm bm", "pairwise_distance": "bm bm", "solve": "mm mn|bmm bmn",
-    "lu_solve": "mn mm m", "cholesky_solve": "mn mm", "batch_norm": "bcm c c c c|bc c c c c", "prelu": "bcm c|bcm _",
-    "group_norm": "bcm", "instance_norm": "bcm c c c c|bcm", "cov": "mk|mk", "trapezoid": "bm m|bm bm", "trapz": "bm m",
+    "mm": "mk kn", "bmm": "bmk bkn", "matmul": "mk kn|bmk bkn|bmk kn|k km|mk k|k k|cbmk bkn|mk bkn",
+    "dot": "k k",
+    "__matmul__": "mk kn|bmk bkn|bmk kn|mk k", "__rmatmul__": "kn mk|kn bmk", "vdot": "k k",
+    "inner": "mk nk|k k|bmk nk",
+    "mv": "mk k", "outer": "m n", "ger": "m n", "addmm": "mn mk kn|n mk kn", "addmm_": "mn mk kn",
+    "addmv": "m mk k",
+    "addmv_": "m mk k", "addr": "mn m n", "addr_": "mn m n", "addbmm": "mn bmk bkn|n bmk bkn",
+    "addbmm_": "mn bmk bkn",
+    "baddbmm": "bmn bmk bkn|n bmk bkn", "baddbmm_": "bmn bmk bkn",
+    "linear": "mk nk n|bmk nk n|k nk n|bmk nk|mk k",
+    "bilinear": "mi mj oij o|mi mj oij", "cdist": "bmk bnk|mk nk", "kron": "mn ij|m n",
+    "tensordot": "mk kn",
+    "cross": "bc bc", "layer_norm": "bmk k k|bmk mk mk|bk k k", "rms_norm": "bmk k|bk k",
+    "embedding": "bm nk",
+    "multi_dot": "mk kn", "cosine_similarity": "bm bm", "pairwise_distance": "bm bm",
+    "solve": "mm mn|bmm bmn",
+    "lu_solve": "mn mm m", "cholesky_solve": "mn mm", "batch_norm": "bcm c c c c|bc c c c c",
+    "prelu": "bcm c|bcm _",
+    "group_norm": "bcm", "instance_norm": "bcm c c c c|bcm", "cov": "mk|mk",
+    "trapezoid": "bm m|bm bm", "trapz": "bm m",
     "bucketize": "bm k", "searchsorted": "k bm", "vecdot": "bm bm|m bm", "logaddexp": "bm bm",
 }  # fmt: skip
 
@@ -586,12 +698,25 @@ _LETTERS = {
 
 @cache
 def _database() -> list[Any]:
-    skip = ("masked.", "_", "torch.ops", "jiterator", "svd_lowrank", "pca_lowrank", "sparse", "signal.")
+    skip = (
+        "masked.",
+        "_",
+        "torch.ops",
+        "jiterator",
+        "svd_lowrank",
+        "pca_lowrank",
+        "sparse",
+        "signal.",
+    )
     found = []
     for op in op_db:
         last = op.name.rpartition(".")[2]
         dunder = last.startswith("__")
-        if (op.name.startswith(skip) and not dunder) or last in _RANDOM | {"empty", "empty_like", "new_empty"}:
+        if (op.name.startswith(skip) and not dunder) or last in _RANDOM | {
+            "empty",
+            "empty_like",
+            "new_empty",
+        }:
             continue
         if not dunder and not _usable(last) and last not in _DATABASE_TOO:
             continue
@@ -601,7 +726,8 @@ def _database() -> list[Any]:
 
 
 _DATABASE_TOO = frozenset(
-    "scaled_dot_product_attention embedding_bag max_unpool1d max_unpool2d unique unique_consecutive ctc_loss "
+    "scaled_dot_product_attention embedding_bag max_unpool1d max_unpool2d unique "
+    "unique_consecutive ctc_loss "
     "lu_solve real imag max_unpool3d nonzero_static narrow_copy lstsq matrix_rank chain_matmul item".split()
 )
 
@@ -612,13 +738,19 @@ def _samples(at: int) -> list[Any]:
     torch.manual_seed(0)
     random.seed(0)
     try:
-        found = list(itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=False), 40))
+        found = list(
+            itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=False), 40)
+        )
     except Exception:
         return []
     return [
         s
         for s in found
-        if all(t.numel() <= 3000 for t in optree.tree_leaves((s.input, s.args, s.kwargs)) if isinstance(t, Tensor))
+        if all(
+            t.numel() <= 3000
+            for t in optree.tree_leaves((s.input, s.args, s.kwargs))
+            if isinstance(t, Tensor)
+        )
     ]  # type: ignore[arg-type]
 
 
@@ -627,12 +759,15 @@ def _sampled(d: Draw) -> Call | None:
     op, samples = _database()[at], _samples(at)
     if not samples:
         return None
-    d.strided = not op.name.startswith("native_")  # whose kernels read memory as if it were contiguous
+    # whose kernels read memory as if it were contiguous
+    d.strided = not op.name.startswith("native_")
     d.odd = not op.name.startswith("linalg") and op.name.rpartition(".")[2] not in _SQUARE | _UNEVEN
     s = d.r.choice(samples)
     if s.kwargs.get("dropout_p"):
         return None
-    cast: Any = d.r.choices([None, *[x for x, _ in _DTYPES[1:]]], [80, *[w / 2 for _, w in _DTYPES[1:]]])[0]
+    cast: Any = d.r.choices(
+        [None, *[x for x, _ in _DTYPES[1:]]], [80, *[w / 2 for _, w in _DTYPES[1:]]]
+    )[0]
     one = d.chance(0.3)  # cast one operand alone
 
     def text(v: Any) -> str:
@@ -640,7 +775,9 @@ def _sampled(d: Draw) -> Call | None:
         if isinstance(v, Tensor):
             if v.layout != torch.strided or type(v) is not Tensor:
                 raise LookupError
-            new = v.detach().to(cast) if cast is not None and v.dtype is torch.float64 else v.detach()
+            new = (
+                v.detach().to(cast) if cast is not None and v.dtype is torch.float64 else v.detach()
+            )
             cast = None if one else cast
             return d.operand(new)
         if isinstance(v, torch.Size | list):
@@ -651,7 +788,9 @@ def _sampled(d: Draw) -> Call | None:
             return "..."
         if isinstance(v, slice):
             return f"slice({text(v.start)}, {text(v.stop)}, {text(v.step)})"
-        if v is None or isinstance(v, bool | int | float | complex | str | torch.dtype | torch.memory_format):
+        if v is None or isinstance(
+            v, bool | int | float | complex | str | torch.dtype | torch.memory_format
+        ):
             return repr(v)
         raise LookupError
 
@@ -669,7 +808,13 @@ def _sampled(d: Draw) -> Call | None:
 
 def _homed(name: str) -> tuple[str, str]:
     head, _, last = name.rpartition(".")
-    home = {"": "torch", "nn.functional": "F", "linalg": "torch.linalg", "fft": "torch.fft", "special": "torch.special"}
+    home = {
+        "": "torch",
+        "nn.functional": "F",
+        "linalg": "torch.linalg",
+        "fft": "torch.fft",
+        "special": "torch.special",
+    }
     where = home.get(head, "")
     if where == "torch" and not hasattr(torch, last):
         where = "Tensor" if hasattr(Tensor, last) else ""
@@ -685,8 +830,10 @@ def _names(home: str, name: str, count: int) -> list[str]:
 # ---------------------------------------------------------------- forms
 
 _OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "floor_divide": "//", "remainder": "%", "pow": "**",
-    "matmul": "@", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "floor_divide": "//",
+    "remainder": "%", "pow": "**",
+    "matmul": "@", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "eq": "==",
+    "ne": "!=", "lt": "<", "le": "<=",
     "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "__lshift__": "<<", "__rshift__": ">>",
 }  # fmt: skip
 _NUMPY = {"dim": "axis", "keepdim": "keepdims", "other": "x2"}
@@ -698,7 +845,11 @@ def _spelled(d: Draw, call: Call) -> str:
     if name in _OPERATORS and len(args) == 2 and d.chance(0.5):
         return f"{args[0][1]} {_OPERATORS[name]} {args[1][1]}"
     method = call.home == "Tensor" or (
-        call.home in ("torch", "F") and hasattr(Tensor, name) and args and d.chance(0.4) and not args[0][2]
+        call.home in ("torch", "F")
+        and hasattr(Tensor, name)
+        and args
+        and d.chance(0.4)
+        and not args[0][2]
     )
     prefix = f"{call.home}.{name}"
     if method and args:
@@ -713,46 +864,201 @@ def _spelled(d: Draw, call: Call) -> str:
     while plain < len(args) and not args[plain][2]:
         plain += 1
     named = [n for n, _, _ in args[:plain]]
-    first = next((i for i, n in enumerate(named) if not n), -1)  # what has no name is positional, and what is before it
+    # what has no name is positional, and what is before it
+    first = next((i for i, n in enumerate(named) if not n), -1)
     style = d.r.random()
-    cut = plain if style < 0.5 else d.r.randint(max(0, first + 1), plain) if first + 1 <= plain else plain
+    cut = (
+        plain
+        if style < 0.5
+        else d.r.randint(max(0, first + 1), plain)
+        if first + 1 <= plain
+        else plain
+    )
     parts = [t for _, t, _ in args[:cut]]
     words = [(_NUMPY[n] if n in _NUMPY and d.chance(0.12) else n, t) for n, t, _ in args[cut:] if n]
     d.r.shuffle(words)
     return f"{prefix}({', '.join([*parts, *[f'{n}={t}' for n, t in words]])})"
 
 
-_VIEWS = ["{}.T", "{}[1:]", "{}[..., 1:]", "{}.view(-1)", "{}.unsqueeze(0)", "{}.transpose(0, -1)", "{}[0]", "{}[:, 0]",
-          "{}.detach()", "{}.reshape(-1)", "{}.flatten()", "{}.contiguous()", "{}.chunk(2)[1]", "{}.unbind(-1)[0]", "{}[::2]",
-          "{}.diagonal()", "{}.squeeze()", "{}.movedim(0, -1)", "{}[None]", "{}.narrow(0, 0, 1)", "{}.view_as({})",
-          "{}.select(-1, 0)", "{}.permute(*range({}.ndim))", "{}.real", "{}.mT", "{}.split(1, -1)[-1]", "{}.unflatten(0, (-1, 1))"]  # fmt: skip
-_CHANGES = ["{}.mul_(2)", "{}.add_(1)", "{}.zero_()", "{}.fill_(3)", "{}.neg_()", "{} *= 3", "{}[...] = 5", "{}.copy_({} * 2)",
-            "{}[0] = 7", "{}.clamp_(0, 1)", "{}.masked_fill_({} > 0, 2)", "{}.exp_()", "{}.relu_()", "{}[{} > 0] = 1", "{}.t_()",
-            "{}.add_(a1)", "{}.copy_(a1)", "{}[1:] = a1", "{}.index_fill_(0, torch.tensor([0]), 4)", "{}.sub_({}.sum())",
-            "F.relu({}, inplace=True)", "{}.cumsum_(0)", "{}.lerp_({}, 0.5)", "{}.sort()[0].zero_()", "{}.addcmul_({}, {})"]  # fmt: skip
+_VIEWS = [
+    "{}.T",
+    "{}[1:]",
+    "{}[..., 1:]",
+    "{}.view(-1)",
+    "{}.unsqueeze(0)",
+    "{}.transpose(0, -1)",
+    "{}[0]",
+    "{}[:, 0]",
+    "{}.detach()",
+    "{}.reshape(-1)",
+    "{}.flatten()",
+    "{}.contiguous()",
+    "{}.chunk(2)[1]",
+    "{}.unbind(-1)[0]",
+    "{}[::2]",
+    "{}.diagonal()",
+    "{}.squeeze()",
+    "{}.movedim(0, -1)",
+    "{}[None]",
+    "{}.narrow(0, 0, 1)",
+    "{}.view_as({})",
+    "{}.select(-1, 0)",
+    "{}.permute(*range({}.ndim))",
+    "{}.real",
+    "{}.mT",
+    "{}.split(1, -1)[-1]",
+    "{}.unflatten(0, (-1, 1))",
+]
+_CHANGES = [
+    "{}.mul_(2)",
+    "{}.add_(1)",
+    "{}.zero_()",
+    "{}.fill_(3)",
+    "{}.neg_()",
+    "{} *= 3",
+    "{}[...] = 5",
+    "{}.copy_({} * 2)",
+    "{}[0] = 7",
+    "{}.clamp_(0, 1)",
+    "{}.masked_fill_({} > 0, 2)",
+    "{}.exp_()",
+    "{}.relu_()",
+    "{}[{} > 0] = 1",
+    "{}.t_()",
+    "{}.add_(a1)",
+    "{}.copy_(a1)",
+    "{}[1:] = a1",
+    "{}.index_fill_(0, torch.tensor([0]), 4)",
+    "{}.sub_({}.sum())",
+    "F.relu({}, inplace=True)",
+    "{}.cumsum_(0)",
+    "{}.lerp_({}, 0.5)",
+    "{}.sort()[0].zero_()",
+    "{}.addcmul_({}, {})",
+]
 
 
-_PYTHON = ["len({})", "float({}.sum())", "bool({}.any())", "int({}.sum())", "complex({}.sum())", "list({})", "{}[0].tolist()",
-           "{}.sum().item()", "2 in {}", "-{}", "+{}", "abs({})", "~{}", "2 ** {}", "2 - {}", "2 / {}", "2 // {}", "2 % {}",
-           "2 + {}", "2 * {}", "1.5 - {}", "True + {}", "2 & {}", "2 | {}", "2 ^ {}", "2 << {}", "2 >> {}", "2 < {}",
-           "round({}, 1)", "sum({})", "max({}.flatten())", "[v * 2 for v in {}]", "{}.T", "{}.mT", "{}.H", "{}.mH", "{}.real",
-           "{}.imag", "{}.shape", "{}.ndim", "{}.itemsize", "{}.nbytes", "{}.is_leaf", "{}.is_complex()", "{}.size(-1)",
-           "{}.element_size()", "{}.dim()", "{}.numel()", "np.float64(2) * {}", "{} * np.float64(2)", "{} + np.int64(2)",
-           "copy.copy({})", "copy.deepcopy({}.detach())", "divmod({}, 3)", "{} @ {}", "{}.mT @ {}", "{} == {}", "{} and 1", "not {}",
-           "f'{{}:.3f}'", "torch.tensor(2.0) * {}", "{} * torch.tensor(2)", "torch.ones(1) + {}", "{}.new_tensor([1, 2])",
-           "torch.as_tensor({})", "torch.is_tensor({})", "{}.type(torch.float32)", "{}.to({}.dtype)", "{}.to('cpu')", "{}.cpu()",
-           "reversed({})", "hash({}) == hash({})", "isinstance({}, torch.Tensor)", "{}.is_same_size({})", "bool({} is {})",
-           "{}.dtype", "{}.device.type", "{}.is_contiguous()", "{}.stride(0) >= 0", "{}.data", "{}.grad", "{}.sum().backward()",
-           "torch.result_type({}, 1.5)", "torch.can_cast({}.dtype, torch.float32)", "{}.is_floating_point()", "{}.requires_grad"]  # fmt: skip
-_AUGMENTED = ["+= 2", "-= 1.5", "*= 3", "/= 2", "//= 2", "%= 3", "**= 2", "&= 3", "|= 1", "^= 1", "<<= 1", ">>= 1", "@= {}",
-              "+= {}", "-= {}", "*= {}", "/= {}", "**= {}", "+= np.float64(2)", "*= torch.tensor(2.0)"]  # fmt: skip
+_PYTHON = [
+    "len({})",
+    "float({}.sum())",
+    "bool({}.any())",
+    "int({}.sum())",
+    "complex({}.sum())",
+    "list({})",
+    "{}[0].tolist()",
+    "{}.sum().item()",
+    "2 in {}",
+    "-{}",
+    "+{}",
+    "abs({})",
+    "~{}",
+    "2 ** {}",
+    "2 - {}",
+    "2 / {}",
+    "2 // {}",
+    "2 % {}",
+    "2 + {}",
+    "2 * {}",
+    "1.5 - {}",
+    "True + {}",
+    "2 & {}",
+    "2 | {}",
+    "2 ^ {}",
+    "2 << {}",
+    "2 >> {}",
+    "2 < {}",
+    "round({}, 1)",
+    "sum({})",
+    "max({}.flatten())",
+    "[v * 2 for v in {}]",
+    "{}.T",
+    "{}.mT",
+    "{}.H",
+    "{}.mH",
+    "{}.real",
+    "{}.imag",
+    "{}.shape",
+    "{}.ndim",
+    "{}.itemsize",
+    "{}.nbytes",
+    "{}.is_leaf",
+    "{}.is_complex()",
+    "{}.size(-1)",
+    "{}.element_size()",
+    "{}.dim()",
+    "{}.numel()",
+    "np.float64(2) * {}",
+    "{} * np.float64(2)",
+    "{} + np.int64(2)",
+    "copy.copy({})",
+    "copy.deepcopy({}.detach())",
+    "divmod({}, 3)",
+    "{} @ {}",
+    "{}.mT @ {}",
+    "{} == {}",
+    "{} and 1",
+    "not {}",
+    "f'{{}:.3f}'",
+    "torch.tensor(2.0) * {}",
+    "{} * torch.tensor(2)",
+    "torch.ones(1) + {}",
+    "{}.new_tensor([1, 2])",
+    "torch.as_tensor({})",
+    "torch.is_tensor({})",
+    "{}.type(torch.float32)",
+    "{}.to({}.dtype)",
+    "{}.to('cpu')",
+    "{}.cpu()",
+    "reversed({})",
+    "hash({}) == hash({})",
+    "isinstance({}, torch.Tensor)",
+    "{}.is_same_size({})",
+    "bool({} is {})",
+    "{}.dtype",
+    "{}.device.type",
+    "{}.is_contiguous()",
+    "{}.stride(0) >= 0",
+    "{}.data",
+    "{}.grad",
+    "{}.sum().backward()",
+    "torch.result_type({}, 1.5)",
+    "torch.can_cast({}.dtype, torch.float32)",
+    "{}.is_floating_point()",
+    "{}.requires_grad",
+]
+_AUGMENTED = [
+    "+= 2",
+    "-= 1.5",
+    "*= 3",
+    "/= 2",
+    "//= 2",
+    "%= 3",
+    "**= 2",
+    "&= 3",
+    "|= 1",
+    "^= 1",
+    "<<= 1",
+    ">>= 1",
+    "@= {}",
+    "+= {}",
+    "-= {}",
+    "*= {}",
+    "/= {}",
+    "**= {}",
+    "+= np.float64(2)",
+    "*= torch.tensor(2.0)",
+]
 
 
 def _python(d: Draw) -> tuple[str, str]:
     """What Python's own syntax and protocols ask of a tensor."""
     a = d.operand(values(d.shape(), d.dtype(), d.seed))
     if d.chance(0.35):
-        b = d.operand(values(d.operands[a].value.shape, d.dtype(), d.seed + 1)) if d.chance(0.5) else a
+        b = (
+            d.operand(values(d.operands[a].value.shape, d.dtype(), d.seed + 1))
+            if d.chance(0.5)
+            else a
+        )
         change = d.r.choice(_AUGMENTED)
         return f"b {change}", f"b = {a} * 1\nc = b\nb {change.replace('{}', b)}\nr = (b, c)"
     asked = d.r.choice(_PYTHON)
@@ -761,7 +1067,13 @@ def _python(d: Draw) -> tuple[str, str]:
 
 def _aliased(d: Draw) -> tuple[str, str]:
     """Views of a tensor, then an in-place operation on the last."""
-    a = d.operand(values(d.shape(1), d.r.choice([torch.float64, torch.float64, torch.float64, torch.int64]), d.seed))
+    a = d.operand(
+        values(
+            d.shape(1),
+            d.r.choice([torch.float64, torch.float64, torch.float64, torch.int64]),
+            d.seed,
+        )
+    )
     if d.chance(0.4):
         d.operand(values(d.operands[a].value.shape[d.r.randrange(2) :], torch.float64, d.seed + 1))
     lines, last = [f"b = {a} * 1"], "b"
@@ -784,14 +1096,18 @@ def _indexed(d: Draw) -> tuple[str, str]:
             parts.append(str(d.r.randrange(-max(1, n), max(1, n))))
         elif kind < 0.5:
             lo, hi = sorted((d.r.randrange(-n - 1, n + 1), d.r.randrange(0, n + 2)))
-            parts.append(f"{d.r.choice(['', lo])}:{d.r.choice(['', hi])}{d.r.choice(['', '', ':2'])}")
+            parts.append(
+                f"{d.r.choice(['', lo])}:{d.r.choice(['', hi])}{d.r.choice(['', '', ':2'])}"
+            )
         elif kind < 0.6:
             parts.append("None")
             parts.append(":")
         elif kind < 0.75:
-            i = values((d.r.choice([1, 2, 3]),) if d.chance(0.7) else (), torch.int64, d.seed + 5 + advanced) % max(
-                1, n
-            )
+            i = values(
+                (d.r.choice([1, 2, 3]),) if d.chance(0.7) else (),
+                torch.int64,
+                d.seed + 5 + advanced,
+            ) % max(1, n)
             parts.append(d.operand(i))
             advanced += 1
         elif kind < 0.85:
@@ -808,9 +1124,14 @@ def _indexed(d: Draw) -> tuple[str, str]:
     given = (
         d.number()
         if d.chance(0.5)
-        else d.operand(values(d.shape(0, 1) if d.chance(0.7) else shape[-1:], torch.float64, d.seed + 3))
+        else d.operand(
+            values(d.shape(0, 1) if d.chance(0.7) else shape[-1:], torch.float64, d.seed + 3)
+        )
     )
-    return "Tensor.__setitem__", f"r = {a} * 1\nr[{where}] {d.r.choice(['=', '=', '+=', '*='])} {given}"
+    return (
+        "Tensor.__setitem__",
+        f"r = {a} * 1\nr[{where}] {d.r.choice(['=', '=', '+=', '*='])} {given}",
+    )
 
 
 def draw(seed: int, ranks: int | None = None) -> Case:
@@ -847,10 +1168,12 @@ def _drawn(d: Draw) -> Case | None:
             return None
         name, text = f"{call.home}.{call.name}", _spelled(d, call)
         head = text.partition("(")[0]
-        if head.endswith("_") and not head.endswith("__") and head[:1] == "a":  # in place: not on a leaf
+        # in place: not on a leaf
+        if head.endswith("_") and not head.endswith("__") and head[:1] == "a":
             first = head.partition(".")[0]
             program = f"b = {first} * 1\nr = b{text[len(first) :]}\nr = (r, b)"
-            if ".logical_" in head:  # to torch these have no gradient, and leave the one of what they overwrite
+            # to torch these have no gradient, and leave the one of what they overwrite
+            if ".logical_" in head:
                 d.operands[first].grad = False
             name = f"Tensor.{head.partition('.')[2]}"
         else:
@@ -858,21 +1181,45 @@ def _drawn(d: Draw) -> Case | None:
     if all(o.layout is None for o in d.operands.values()) or len(d.operands) > 9:
         return None
     under = d.r.choices(["", *_UNDER], [90, *[10 / len(_UNDER)] * len(_UNDER)])[0]
-    return Case(d.seed, name, d.axes, program, d.operands, d.chance(0.6), d.chance(0.15), under, d.chance(0.1))
+    return Case(
+        d.seed,
+        name,
+        d.axes,
+        program,
+        d.operands,
+        d.chance(0.6),
+        d.chance(0.15),
+        under,
+        d.chance(0.1),
+    )
 
 
-_UNDER = ["torch.no_grad()", "torch.inference_mode()", "torch.autocast('cpu', torch.bfloat16)", "torch.enable_grad()"]
+_UNDER = [
+    "torch.no_grad()",
+    "torch.inference_mode()",
+    "torch.autocast('cpu', torch.bfloat16)",
+    "torch.enable_grad()",
+]
 
 
 def _with_out(d: Draw, case: Case) -> Case:
     """A share of the calls that return tensors write them to ``out=``."""
-    if "__" in case.name or not case.program.endswith(")") or "\n" in case.program or not d.chance(0.06):
+    if (
+        "__" in case.name
+        or not case.program.endswith(")")
+        or "\n" in case.program
+        or not d.chance(0.06)
+    ):
         return case
     tracked = [o for o in case.operands.values() if o.grad]
     found = dense(case)
     count = len(found.results) - len(case.operands)
     wanted = found.results[:count]
-    if found.kind != "value" or not 1 <= count <= 3 or not all(isinstance(t, Tensor) for t in wanted):
+    if (
+        found.kind != "value"
+        or not 1 <= count <= 3
+        or not all(isinstance(t, Tensor) for t in wanted)
+    ):
         return case
     outs = []
     for t in wanted:
@@ -883,7 +1230,8 @@ def _with_out(d: Draw, case: Case) -> Case:
     before = case.program
     given = outs[0] if count == 1 else f"({', '.join(outs)})"
     case.program = f"{case.program[:-1]}, out={given})"
-    written = dense(case)  # which is not what the call gives: triu of transposed out=, ihfft2, seen in torch 2.13
+    # which is not what the call gives: triu of transposed out=, ihfft2, seen in torch 2.13
+    written = dense(case)
     if written.kind == "value" and _differ(written.results[:count], wanted):
         case.program = before
     return case
@@ -894,7 +1242,14 @@ def _with_out(d: Draw, case: Case) -> Case:
 
 def _run(case: Case, placed: dict[str, Any], whole: Any, cotangent: Any) -> Outcome:
     """The program on ``placed``; ``whole`` turns a result into a plain tensor."""
-    scope: dict[str, Any] = {"torch": torch, "F": F, "inf": math.inf, "nan": math.nan, "np": np, "copy": copy}
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "F": F,
+        "inf": math.inf,
+        "nan": math.nan,
+        "np": np,
+        "copy": copy,
+    }
     leaves = [placed[n] for n, o in case.operands.items() if o.grad]
     for n, o in case.operands.items():
         scope[n] = eval(o.prep, {"v": placed[n]})
@@ -921,14 +1276,21 @@ def _run(case: Case, placed: dict[str, Any], whole: Any, cotangent: Any) -> Outc
     again = [g for g in grads if g is not None and g.requires_grad and g.numel()]
     if case.second and again:
         seconds = torch.autograd.grad(
-            again, leaves, [cotangent(g, 9 + k, case.flat) for k, g in enumerate(again)], allow_unused=True
+            again,
+            leaves,
+            [cotangent(g, 9 + k, case.flat) for k, g in enumerate(again)],
+            allow_unused=True,
         )
         outcome.seconds = [None if g is None else whole(g) for g in seconds]
     return outcome
 
 
 def _cotangent(x: Tensor, k: int, flat: bool) -> Tensor:
-    return values((), x.dtype, 77 + k).expand(x.shape) if flat else values(tuple(x.shape), x.dtype, 77 + k)
+    return (
+        values((), x.dtype, 77 + k).expand(x.shape)
+        if flat
+        else values(tuple(x.shape), x.dtype, 77 + k)
+    )
 
 
 def dense(case: Case) -> Outcome:
@@ -942,7 +1304,8 @@ def _dense(case: Case) -> Outcome:
     placed = {n: o.value.clone().requires_grad_(o.grad) for n, o in case.operands.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack, for each device
+        # torch.manual_seed formats the stack, for each device
+        torch.default_generator.manual_seed(0)
         try:
             return _run(case, placed, _copied, _cotangent)
         except Exception as e:
@@ -985,7 +1348,9 @@ def ours(case: Case) -> Outcome:
         try:
             for n, o in case.operands.items():
                 v = o.value.clone()
-                placed[n] = (v if o.layout is None else sl.shard(v, o.layout, pad=o.pad)).requires_grad_(o.grad)
+                placed[n] = (
+                    v if o.layout is None else sl.shard(v, o.layout, pad=o.pad)
+                ).requires_grad_(o.grad)
         except sl.ShardError as e:  # a layout that this shape cannot have
             return Outcome("refused", f"placing: {e}")
         if case.implicit:
@@ -996,7 +1361,9 @@ def ours(case: Case) -> Outcome:
         try:
             outcome = _run(case, placed, _whole, _sharded_cotangent)
         except sl.ShardError as e:
-            outcome = Outcome("refused", f"{type(e).__name__}: {e}", fix=_fix_fault(e, placed, case))
+            outcome = Outcome(
+                "refused", f"{type(e).__name__}: {e}", fix=_fix_fault(e, placed, case)
+            )
         except Exception as e:
             outcome = Outcome("raised", _where(e))
         outcome.moved = trace.bytes
@@ -1004,14 +1371,20 @@ def ours(case: Case) -> Outcome:
 
 
 def _fix_fault(e: sl.ShardError, placed: dict[str, Any], case: Case) -> str:
-    """Run the fix with the operands it names, where their types tell which they are; what is wrong with it."""
+    """Run the fix with the operands it names, where their types
+    tell which they are; what is wrong with it.
+    """
     if why := fault(e.fix):
         return f"{e.fix}: {why}"
     free = names(e.fix)
     texts = {n: sl.typeof(t) for n, t in placed.items() if isinstance(t, sl.ShardedTensor)}
     scope: dict[str, Any] = dict(MODULES)
     for label in free:
-        owners = [n for n, text in texts.items() if text == e.operands.get(label, e.operands.get("tensor"))]
+        owners = [
+            n
+            for n, text in texts.items()
+            if text == e.operands.get(label, e.operands.get("tensor"))
+        ]
         if len(owners) != 1 or case.operands[owners[0]].prep != "v":
             return ""
         scope[label] = placed[owners[0]].detach()
@@ -1028,7 +1401,10 @@ def _fix_fault(e: sl.ShardError, placed: dict[str, Any], case: Case) -> str:
 def _where(e: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(e.__traceback__) if "/shardlib/" in f.filename]
     at = (
-        f" at {frames[-1].filename.rpartition('/shardlib/')[2]}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+        f" at {frames[-1].filename.rpartition('/shardlib/')[2]}:{frames[-1].lineno} "
+        f"{frames[-1].name}"
+        if frames
+        else ""
     )
     return f"{type(e).__name__}: {str(e)[:300]}{at}"
 
@@ -1051,16 +1427,25 @@ def _alike(got: Tensor, want: Tensor, least: float = 0.0, vague: bool = False) -
         return "" if torch.equal(got, want) else "values differ"
     wide = torch.complex128 if want.dtype.is_complex else torch.float64
     a, b = got.resolve_conj().to(wide), want.resolve_conj().to(wide)
-    if b.is_complex():  # NaN and infinity are one: torch's own kernels differ in which part has which
-        a, b = (torch.view_as_real(t.where(t.isfinite(), complex(math.nan, math.nan))) for t in (a, b))
+    # NaN and infinity are one: torch's own kernels differ in which part has which
+    if b.is_complex():
+        a, b = (
+            torch.view_as_real(t.where(t.isfinite(), complex(math.nan, math.nan))) for t in (a, b)
+        )
     finite = b[b.isfinite()]
     scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
     if vague:
         a, b = (t.where(t.isfinite(), math.nan) for t in (a, b))
-    if torch.allclose(a, b, rtol=0, atol=max(least, _TOLERANCE[want.dtype]) * scale, equal_nan=True):
+    if torch.allclose(
+        a, b, rtol=0, atol=max(least, _TOLERANCE[want.dtype]) * scale, equal_nan=True
+    ):
         return ""
     odd = (a.isnan() != b.isnan()).any() or (a.isinf() != b.isinf()).any()
-    return "nan or inf differ" if odd else f"values differ by {float((a - b).abs().nan_to_num().max()):.2g}"
+    return (
+        "nan or inf differ"
+        if odd
+        else f"values differ by {float((a - b).abs().nan_to_num().max()):.2g}"
+    )
 
 
 def _differ(got: list[Any], want: list[Any], least: float = 0.0, vague: bool = False) -> str:
@@ -1068,7 +1453,9 @@ def _differ(got: list[Any], want: list[Any], least: float = 0.0, vague: bool = F
         return f"{len(got)} results for {len(want)}"
     for a, b in zip(got, want, strict=True):
         if isinstance(b, Tensor) != isinstance(a, Tensor):
-            if (b is None and not torch.count_nonzero(a)) or (a is None and not torch.count_nonzero(b)):
+            if (b is None and not torch.count_nonzero(a)) or (
+                a is None and not torch.count_nonzero(b)
+            ):
                 continue  # no gradient, and a gradient of zeros
             return f"{type(a).__name__} for {type(b).__name__}"
         if isinstance(b, Tensor):
@@ -1081,7 +1468,11 @@ def _differ(got: list[Any], want: list[Any], least: float = 0.0, vague: bool = F
     return ""
 
 
-_LIMITS = ("Could this error message be improved", "INTERNAL ASSERT", "is a view and is being modified inplace")
+_LIMITS = (
+    "Could this error message be improved",
+    "INTERNAL ASSERT",
+    "is a view and is being modified inplace",
+)
 """What torch says where it fails, though nothing is wrong with the call."""
 
 
@@ -1096,7 +1487,9 @@ def judge(got: Outcome, want: Outcome, name: str = "") -> str:
             return ""
         return f"accepts: torch raises {want.error.splitlines()[0][:200]}"
     # a gradient has passed through the least exact of the operands and results
-    least = max((_TOLERANCE.get(t.dtype, 0.0) for t in want.results if isinstance(t, Tensor)), default=0.0)
+    least = max(
+        (_TOLERANCE.get(t.dtype, 0.0) for t in want.results if isinstance(t, Tensor)), default=0.0
+    )
     for what in ("results", "grads", "seconds"):
         found: tuple[Any, Any] = getattr(got, what), getattr(want, what)
         if why := _differ(*found, least, what != "results" or "_mean" in name):
@@ -1124,7 +1517,9 @@ def hunt(seeds: Any, seconds: float = math.inf) -> Iterator[tuple[Case, str, Out
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--count", type=int, default=2000)
     p.add_argument("--start", type=int, default=0)
     p.add_argument("--seed", type=int)
@@ -1149,7 +1544,8 @@ def main() -> int:
                 print(f"[{key[1]}] {case.name}\n  {case.text()}\n    -> {wrong}", flush=True)
             found[key] = found.get(key, 0) + 1
     print(
-        f"{a.count} calls of {len(ran)} functions in {time.monotonic() - start:.0f} s: {kinds}; {len(found)} faults",
+        f"{a.count} calls of {len(ran)} functions in {time.monotonic() - start:.0f} s: {kinds}; "
+        f"{len(found)} faults",
         file=sys.stderr,
     )
     return bool(found)

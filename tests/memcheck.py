@@ -1,11 +1,13 @@
 """Every proof of a declaration under a memory checker: ``make memcheck``.
 
-A declaration that is wrong may hand a kernel a block that is smaller than what it reads, and torch's kernels do not
-all check.  So each tensor is put against a page that may not be touched (guard.c): a load or a store past its end, by
-any kernel, vectorised or not, ends the process, and the declaration is named.  All proofs run twice, for the second
-time with an untouchable page before each tensor.  Found as well: use of freed memory, writes beside a block, and
-elements read before they are written (new memory is NaN).  Not found: a read inside the memory of another rank of the
-simulation, which lies in the same tensor, for all ranks but the last; so the proofs run on two real ranks too.
+A declaration that is wrong may hand a kernel a block that is smaller than what it reads, and
+torch's kernels do not all check.  So each tensor is put against a page that may not be touched
+(guard.c): a load or a store past its end, by any kernel, vectorised or not, ends the process, and
+the declaration is named.  All proofs run twice, for the second time with an untouchable page before
+each tensor.  Found as well: use of freed memory, writes beside a block, and elements read before
+they are written (new memory is NaN).  Not found: a read inside the memory of another rank of the
+simulation, which lies in the same tensor, for all ranks but the last; so the proofs run on two real
+ranks too.
 
     python -m tests.memcheck [samples of each operator]
 
@@ -41,8 +43,12 @@ def guard(on: int) -> None:
     ctypes.CDLL(None).guard(on)
 
 
-def apart(work: Callable[[Callable[[str], Any]], None], on: int, stacks: bool = True) -> tuple[int, list[str]]:
-    """Run ``work`` in a process of its own under guard: the signal that ended it, and the lines that it told."""
+def apart(
+    work: Callable[[Callable[[str], Any]], None], on: int, stacks: bool = True
+) -> tuple[int, list[str]]:
+    """Run ``work`` in a process of its own under guard: the signal
+    that ended it, and the lines that it told.
+    """
     ours, theirs = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -54,7 +60,9 @@ def apart(work: Callable[[Callable[[str], Any]], None], on: int, stacks: bool = 
         try:
             work(lambda line: os.write(theirs, f"{line}\n".encode()))
         except BaseException as e:
-            os.write(theirs, f"crash {type(e).__name__}: {str(e)[:300]}".replace("\n", " ").encode())
+            os.write(
+                theirs, f"crash {type(e).__name__}: {str(e)[:300]}".replace("\n", " ").encode()
+            )
         finally:
             os._exit(0)
     os.close(theirs)
@@ -83,7 +91,9 @@ def written_beside(tell: Any) -> None:
 
 
 def wrongly_declared(tell: Any) -> None:
-    """segment_reduce as if each segment had one row: the second rank's segments have more rows than its block."""
+    """segment_reduce as if each segment had one row: the second
+    rank's segments have more rows than its block.
+    """
     rows, lengths = torch.rand(4, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 3])
     with sl.simulate(x=2):
         given = {"lengths": sl.shard(lengths, "x"), "unsafe": True}
@@ -102,7 +112,9 @@ def every_call(samples: int) -> dict[str, list[tuple[Any, Any, Any]]]:
     out = db.declared_calls(samples, SEED)
     for name, declared in DECLARED.items():
         if declared.functions:
-            out.setdefault(name, []).extend((declared.functions[0], args, {}) for args in tried(name))
+            out.setdefault(name, []).extend(
+                (declared.functions[0], args, {}) for args in tried(name)
+            )
     return out
 
 
@@ -115,7 +127,11 @@ def proved(name: str, tell: Callable[[str], Any]) -> None:
         shown = [list(x.shape) if isinstance(x, torch.Tensor) else x for x in call[1]]
         tell(f"call {shown}".replace("\n", " "))
         for found in db.proofs(name, *call):
-            tell(found.kind if found.kind in ("equal", "refused") else f"{found.kind} {found.note}".replace("\n", " "))
+            tell(
+                found.kind
+                if found.kind in ("equal", "refused")
+                else f"{found.kind} {found.note}".replace("\n", " ")
+            )
 
 
 def proved_on_ranks(name: str, on: int) -> list[str]:
@@ -126,7 +142,11 @@ def proved_on_ranks(name: str, on: int) -> list[str]:
         for split in db.alone(name, *call):
             if split.mesh == {"x": 2}:
                 found = db.judge(split)
-                told.append(found.kind if found.kind in ("equal", "refused") else f"{found.kind} {found.note}")
+                told.append(
+                    found.kind
+                    if found.kind in ("equal", "refused")
+                    else f"{found.kind} {found.note}"
+                )
     guard(0)
     return told
 
@@ -145,7 +165,9 @@ class Report:
         self.held |= {name} if "equal" in found else set()
         new = [f"{name}: {t}" for t in told if t.startswith(("wrong", "crash"))]
         if died:
-            new.append(f"{name}: {died} in {next((t for t in reversed(told) if t.startswith('call')), '')}")
+            new.append(
+                f"{name}: {died} in {next((t for t in reversed(told) if t.startswith('call')), '')}"
+            )
         print(*new, sep="\n", end="\n" if new else "", flush=True)
         self.wrong += new
 
@@ -156,7 +178,9 @@ class Report:
 
 def main() -> None:
     torch.set_num_threads(1)
-    missed = [fault.__name__ for fault, on in PLANTED if apart(fault, on, stacks=False)[0] not in FAULTS]
+    missed = [
+        fault.__name__ for fault, on in PLANTED if apart(fault, on, stacks=False)[0] not in FAULTS
+    ]
     print(f"planted faults: {len(PLANTED)}, not found: {', '.join(missed) or 'none'}", flush=True)
     CALLS.update(every_call(int((sys.argv[1:] or ["4"])[0])))
     wrong = len(missed)
@@ -183,7 +207,10 @@ if __name__ == "__main__":
     if not hasattr(ctypes.CDLL(None), "guard"):
         with tempfile.TemporaryDirectory() as folder:
             library, source = str(Path(folder) / "guard.so"), str(Path(__file__).parent / "guard.c")
-            subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
+            subprocess.run(
+                ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source],
+                check=True,
+            )
             again = [sys.executable, "-m", "tests.memcheck", *sys.argv[1:]]
             sys.exit(subprocess.run(again, env=os.environ | {"LD_PRELOAD": library}).returncode)
     main()

@@ -21,7 +21,9 @@ def meshes(draw: Any, most: int = 24) -> dict[str, int]:
 
 
 @st.composite
-def layouts(draw: Any, ndim: int | None = None, special: bool = True, partial: bool = True) -> Layout:
+def layouts(
+    draw: Any, ndim: int | None = None, special: bool = True, partial: bool = True
+) -> Layout:
     """A layout of ``ndim`` dimensions (0 to 5 if None) over the axes a, b, c, d."""
     ndim = draw(st.integers(0, 5)) if ndim is None else ndim
     axes = draw(st.permutations(AXES))[: draw(st.integers(0, 4))]
@@ -54,7 +56,9 @@ def only(layout: Layout, mesh: dict[str, int]) -> Layout:
 
 
 @st.composite
-def shape_for(draw: Any, chosen: list[Layout], mesh: dict[str, int], zero: bool = True) -> tuple[int, ...]:
+def shape_for(
+    draw: Any, chosen: list[Layout], mesh: dict[str, int], zero: bool = True
+) -> tuple[int, ...]:
     """A shape that every one of the layouts divides."""
     shape = []
     for d in range(len(chosen[0].dims)):
@@ -74,15 +78,24 @@ def spellings(draw: Any) -> Layout:
         p, q, *rest = draw(st.permutations(AXES))
         partial = tuple(rest[: draw(st.integers(0, 2))])
         return Layout(
-            (Dim((p,)), Dim((q,))), partial, draw(st.sampled_from("ab")), draw(st.sampled_from([None, 0, 1, 2]))
+            (Dim((p,)), Dim((q,))),
+            partial,
+            draw(st.sampled_from("ab")),
+            draw(st.sampled_from([None, 0, 1, 2])),
         )
     layout = draw(layouts())
-    return Layout(layout.dims, layout.partial, "", draw(st.none() | st.integers(0, len(layout.dims))))
+    return Layout(
+        layout.dims, layout.partial, "", draw(st.none() | st.integers(0, len(layout.dims)))
+    )
 
 
 @st.composite
-def skewable(draw: Any, count: int, most: int, partial: bool) -> tuple[list[Layout], dict[str, int]]:
-    """Layouts of a matrix, at least one of them skewed, and a mesh with a square of two of its axes."""
+def skewable(
+    draw: Any, count: int, most: int, partial: bool
+) -> tuple[list[Layout], dict[str, int]]:
+    """Layouts of a matrix, at least one of them skewed, and
+    a mesh with a square of two of its axes.
+    """
     q = draw(st.integers(1, min(4, math.isqrt(most))))
     sizes = [q, q, *([draw(st.integers(1, most // q**2))] if draw(st.booleans()) else [])]
     names = draw(st.permutations(AXES[: len(sizes)]))
@@ -101,7 +114,12 @@ def skewable(draw: Any, count: int, most: int, partial: bool) -> tuple[list[Layo
 
 @st.composite
 def placed(
-    draw: Any, count: int = 1, most: int = 24, most_elements: int = 3000, skew: bool = False, **kwargs: Any
+    draw: Any,
+    count: int = 1,
+    most: int = 24,
+    most_elements: int = 3000,
+    skew: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """(layouts..., shape, mesh): layouts of one rank and a shape all of them divide.
 

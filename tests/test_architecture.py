@@ -10,7 +10,11 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_every_file_that_is_named_exists() -> None:
-    named = {p for p in re.findall(r"`([\w./]+)`", PAGE) if p.startswith(("shardlib/", "tests/", "docs/"))}
+    named = {
+        p
+        for p in re.findall(r"`([\w./]+)`", PAGE)
+        if p.startswith(("shardlib/", "tests/", "docs/"))
+    }
     assert len(named) > 25
     assert not [p for p in sorted(named) if not (ROOT / p).exists()]
     links = re.findall(r"\]\(([\w./-]+\.md)\)", PAGE)

@@ -24,7 +24,8 @@ def values() -> dict[str, Tensor]:
 def _attends(d: dict[str, Tensor]) -> Tensor:
     h = d["x"].unsqueeze(1)
     return F.multi_head_attention_forward(
-        h, h, h, 16, 2, torch.cat([d["w"], d["w"][:16]]), None, None, None, False, 0.0, d["w"][:16], None,
+        h, h, h, 16, 2, torch.cat([d["w"], d["w"][:16]]), None, None, None, False, 0.0, d["w"][:16],
+        None,
         training=False, need_weights=False,
     )[0]  # fmt: skip
 
@@ -50,14 +51,43 @@ FUNCTIONS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "attention of modules": _attends,
 }
 PLACES = [
-    {"a": "x y", "b": "x y", "x": "x .", "w": "y .", "c": "y", "img": "x ...", "k": "...", "q": "x y . ."},
-    {"a": "x y", "b": "y .", "x": "x .", "w": ". .", "c": ".", "img": "x ...", "k": "...", "q": "x . . ."},
-    {"a": "x .", "b": ". y", "x": ". .", "w": ". .", "c": ".", "img": "...", "k": "...", "q": ". x . ."},
+    {
+        "a": "x y",
+        "b": "x y",
+        "x": "x .",
+        "w": "y .",
+        "c": "y",
+        "img": "x ...",
+        "k": "...",
+        "q": "x y . .",
+    },
+    {
+        "a": "x y",
+        "b": "y .",
+        "x": "x .",
+        "w": ". .",
+        "c": ".",
+        "img": "x ...",
+        "k": "...",
+        "q": "x . . .",
+    },
+    {
+        "a": "x .",
+        "b": ". y",
+        "x": ". .",
+        "w": ". .",
+        "c": ".",
+        "img": "...",
+        "k": "...",
+        "q": ". x . .",
+    },
 ]
 
 
 def differences() -> list[str]:
-    """Functions whose dtypes, values or gradients are not those of plain autocast, on the mesh in scope."""
+    """Functions whose dtypes, values or gradients are not those
+    of plain autocast, on the mesh in scope.
+    """
     wrong = []
     for name, f in FUNCTIONS.items():
         dense = {n: v.clone().requires_grad_() for n, v in values().items()}
@@ -88,7 +118,9 @@ def differences() -> list[str]:
 
 
 def far(a: Any, b: Tensor) -> float:
-    return float((sl.unshard(a.detach()).double() - b.detach().double()).abs().max() / b.detach().abs().max())
+    return float(
+        (sl.unshard(a.detach()).double() - b.detach().double()).abs().max() / b.detach().abs().max()
+    )
 
 
 def test_functions_compute_in_torchs_dtypes() -> None:
@@ -124,7 +156,9 @@ def test_training_under_autocast_follows_dense(recipe: str, inside: bool) -> Non
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    axes, rows = ({"data": 2, "x": 2}, "data .") if recipe == "megatron1d" else ({"x": 2, "y": 2}, "x y")
+    axes, rows = (
+        ({"data": 2, "x": 2}, "data .") if recipe == "megatron1d" else ({"x": 2, "y": 2}, "x y")
+    )
     with sl.simulate(**axes):
         apply, params = sl.parallelize(m, getattr(sl.recipes, recipe)(m), inputs={"input": rows})
 
@@ -150,5 +184,9 @@ def test_training_under_autocast_follows_dense(recipe: str, inside: bool) -> Non
 def test_autocast_of_another_device_changes_nothing() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.ones(4, 4), "x .")
-        with torch.autocast("cuda", HALF) if torch.cuda.is_available() else torch.autocast("cpu", HALF, enabled=False):
+        with (
+            torch.autocast("cuda", HALF)
+            if torch.cuda.is_available()
+            else torch.autocast("cpu", HALF, enabled=False)
+        ):
             assert (a @ sl.shard(torch.ones(4, 4), "...")).dtype == torch.float32

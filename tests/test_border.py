@@ -19,7 +19,11 @@ def _dtensor_round_trips() -> list[bool]:
         a = sl.shard(torch.arange(64.0).reshape(8, 8), text).requires_grad_()
         d = sl.dtensor.to_dtensor(a)
         back = sl.dtensor.from_dtensor(d)
-        out += [d.to_local().data_ptr() == a.raw.data_ptr(), back.sharding == a.sharding, back.shape == a.shape]
+        out += [
+            d.to_local().data_ptr() == a.raw.data_ptr(),
+            back.sharding == a.sharding,
+            back.shape == a.shape,
+        ]
         (sl.dtensor.from_dtensor(d) * 2).sum().backward() if not a.sharding.partial else None
         out.append(a.sharding.partial != () or bool((sl.unshard(a.grad) == 2).all()))
     leaf = torch.distributed.tensor.distribute_tensor(
@@ -28,20 +32,30 @@ def _dtensor_round_trips() -> list[bool]:
         [torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)],
     ).requires_grad_()
     (sl.dtensor.from_dtensor(leaf) * 3).sum().backward()
-    out.append(leaf.grad.placements == leaf.placements and bool((leaf.grad.full_tensor() == 3).all()))
+    out.append(
+        leaf.grad.placements == leaf.placements and bool((leaf.grad.full_tensor() == 3).all())
+    )
     moved = sl.reshard(leaf, ". x")
-    out += [type(moved) is type(leaf), sl.typeof(moved) == "f32[8, 8@x]", bool((sl.unshard(moved) == 1).all())]
+    out += [
+        type(moved) is type(leaf),
+        sl.typeof(moved) == "f32[8, 8@x]",
+        bool((sl.unshard(moved) == 1).all()),
+    ]
     return out
 
 
 def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def _refused(kind: str) -> str:
     mesh = sl.current_mesh().device_mesh
     x = distribute_tensor(_random(8, 6), mesh, [Shard(0), Replicate()])
-    given = {"norm": lambda: x.norm(), "average": lambda: x.mean(), "largest": lambda: x.amax()}[kind]()
+    given = {"norm": lambda: x.norm(), "average": lambda: x.mean(), "largest": lambda: x.amax()}[
+        kind
+    ]()
     assert any(p.is_partial() for p in given.placements), "torch pends no reduction here any more"
     try:
         sl.dtensor.from_dtensor(given)
@@ -50,14 +64,20 @@ def _refused(kind: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize(("kind", "name"), [("norm", "norm"), ("average", "avg"), ("largest", "max")])
-def test_a_pending_reduction_that_is_no_sum_is_refused_by_name(pool: Any, kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("norm", "norm"), ("average", "avg"), ("largest", "max")]
+)
+def test_a_pending_reduction_that_is_no_sum_is_refused_by_name(
+    pool: Any, kind: str, name: str
+) -> None:
     for text in pool.run(_refused, kind, x=2, y=2):
         assert name in text.splitlines()[0].lower() and "full_tensor" in text
 
 
 def _crossing(layout: str, into: str) -> list[torch.Tensor]:
-    """The gradient of w through the border, and the same from dense; ``into``: where the loss is computed."""
+    """The gradient of w through the border, and the same from
+    dense; ``into``: where the loss is computed.
+    """
     w, x = _random(8, 4), _random(6, 8)
     dense = w.clone().requires_grad_()
     ((x @ dense).sin() * (dense.sum() + 1)).sum().backward()
@@ -70,7 +90,9 @@ def _crossing(layout: str, into: str) -> list[torch.Tensor]:
         loss.full_tensor().backward()
         got = sl.unshard(mine.grad)
     else:
-        there = distribute_tensor(w, mesh.device_mesh, sl.dtensor.to_dtensor(mine).placements).requires_grad_()
+        there = distribute_tensor(
+            w, mesh.device_mesh, sl.dtensor.to_dtensor(mine).placements
+        ).requires_grad_()
         here, x = sl.dtensor.from_dtensor(there), sl.dtensor.from_dtensor(data)
         with sl.implicit():
             ((x @ here).sin() * (here.sum() + 1)).sum().backward()
@@ -81,7 +103,10 @@ def _crossing(layout: str, into: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("layout", "into"),
-    [*((lay, into) for lay in (". .", ". y", "y .") for into in ("dtensor", "shardlib")), (". . + sum(y)", "dtensor")],
+    [
+        *((lay, into) for lay in (". .", ". y", "y .") for into in ("dtensor", "shardlib")),
+        (". . + sum(y)", "dtensor"),
+    ],
 )
 def test_gradients_cross_the_border(pool: Any, layout: str, into: str) -> None:
     for got, want in pool.run(_crossing, layout, into, x=2, y=2):
@@ -95,7 +120,9 @@ def _deferred() -> list[torch.Tensor]:
     def loss(v: Any) -> Any:
         there = sl.dtensor.to_dtensor(v)
         data = distribute_tensor(x, there.device_mesh, [Shard(0), Replicate()])
-        return sl.dtensor.from_dtensor((data @ there).sin().sum().redistribute(placements=[Replicate()] * 2))
+        return sl.dtensor.from_dtensor(
+            (data @ there).sin().sum().redistribute(placements=[Replicate()] * 2)
+        )
 
     dense = w.clone().requires_grad_()
     (x @ dense).sin().sum().backward()
@@ -116,7 +143,9 @@ def _of_other_blocks() -> str:
     mesh = sl.current_mesh().device_mesh
     inner = _random(4, 6).as_subclass(_Nested)
     try:
-        sl.dtensor.from_dtensor(DTensor.from_local(inner, mesh, [Shard(0), Replicate()], run_check=False))
+        sl.dtensor.from_dtensor(
+            DTensor.from_local(inner, mesh, [Shard(0), Replicate()], run_check=False)
+        )
     except sl.errors.Unsupported as e:
         return str(e)
     return "accepted"

@@ -1,4 +1,6 @@
-"""A seeded sample of the fuzz: drawn calls equal dense or are refused, alike on simulated and real ranks."""
+"""A seeded sample of the fuzz: drawn calls equal dense or are
+refused, alike on simulated and real ranks.
+"""
 
 from typing import Any
 
@@ -23,12 +25,22 @@ def test_drawn_calls_equal_dense_or_are_refused(part: int) -> None:
 
 
 def _answers(seeds: list[int]) -> list[tuple[str, ...]]:
-    """What is wrong with each case on this rank, and how it came out: value or error, bytes moved."""
+    """What is wrong with each case on this rank, and how it
+    came out: value or error, bytes moved.
+    """
     found = []
     for seed in seeds:
         case = draw(seed, ranks=4)
         got = ours(case)
-        found.append((case.text(), judge(got, dense(case)), got.kind, got.error.partition(" at ")[0], str(got.moved)))
+        found.append(
+            (
+                case.text(),
+                judge(got, dense(case)),
+                got.kind,
+                got.error.partition(" at ")[0],
+                str(got.moved),
+            )
+        )
     return found
 
 
@@ -38,7 +50,9 @@ def test_real_ranks_answer_as_simulated_ones_do(pool: Any, axes: dict[str, int])
     with sl.simulate(**axes):
         simulated = _answers(seeds)
     found = []
-    for want, *ranks in zip(simulated, *pool.run(_answers, seeds, seconds=150, **axes), strict=True):
+    for want, *ranks in zip(
+        simulated, *pool.run(_answers, seeds, seconds=150, **axes), strict=True
+    ):
         wrong = next((got for got in ranks if got[1] or got[2:] != want[2:]), None)
         if wrong is not None:
             found.append(f"{want[0]}\n    -> {wrong[1:]}\n    simulated {want[1:]}")

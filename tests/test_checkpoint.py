@@ -29,17 +29,31 @@ def test_the_order_of_names_means_nothing(pool: Any, tmp_path: Any) -> None:
 def test_trees_and_their_numbers_come_back(tmp_path: Any) -> None:
     path = tmp_path / "all.safetensors"
     with sl.simulate(data=2, x=2):
-        params = {"w": sl.shard(torch.arange(8.0).reshape(4, 2), "x ."), "b": sl.shard(torch.ones(2), ".")}
+        params = {
+            "w": sl.shard(torch.arange(8.0).reshape(4, 2), "x ."),
+            "b": sl.shard(torch.ones(2), "."),
+        }
         tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(0.1))
         _, state = tx.update(params, tx.init(params), params)
-        held = {"params": params, "state": state, "step": 7, "rate": 0.5, "note": "first", "nothing": None}
+        held = {
+            "params": params,
+            "state": state,
+            "step": 7,
+            "rate": 0.5,
+            "note": "first",
+            "nothing": None,
+        }
         sl.save(path, held)
         blank = optree.tree_map(
-            lambda v: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None, held, none_is_leaf=True
+            lambda v: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None,
+            held,
+            none_is_leaf=True,
         )
         found = sl.load(path, blank)
         for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(held), strict=True):
-            assert torch.equal(sl.unshard(a), sl.unshard(b)) if isinstance(a, torch.Tensor) else a == b
+            assert (
+                torch.equal(sl.unshard(a), sl.unshard(b)) if isinstance(a, torch.Tensor) else a == b
+            )
         assert found["step"] == 7 and found["nothing"] is None
 
 

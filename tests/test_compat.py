@@ -1,4 +1,6 @@
-"""torch.compile around and inside what shardlib runs is right; what it compiles elsewhere it still compiles."""
+"""torch.compile around and inside what shardlib runs is right; what
+it compiles elsewhere it still compiles.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +13,17 @@ from torch import Tensor, nn
 import shardlib as sl
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-RULES = [("*a.weight", "x ."), ("*a.bias", "x"), ("*n.*", "x"), ("*b.weight", ". x"), ("*b.bias", ".")]
+RULES = [
+    ("*a.weight", "x ."),
+    ("*a.bias", "x"),
+    ("*n.*", "x"),
+    ("*b.weight", ". x"),
+    ("*b.bias", "."),
+]
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore::UserWarning:torch"
+)
 
 
 class Net(nn.Module):
@@ -49,7 +59,9 @@ def compiled(backend: str, few: bool = False) -> list[str]:
         "product": (lambda z: z @ z.T, X @ X.T),
         "closure": (lambda _: (x * 3).exp(), (X * 3).exp()),
         "shard_map": (
-            sl.shard_map(lambda v: v.exp() * sl.psum(v.sum(0), "x"), in_layouts="x .", out_layouts="x ."),
+            sl.shard_map(
+                lambda v: v.exp() * sl.psum(v.sum(0), "x"), in_layouts="x .", out_layouts="x ."
+            ),
             X.exp() * X.sum(0),
         ),
     }

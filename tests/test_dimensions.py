@@ -69,7 +69,9 @@ def test_what_is_added_is_one_stream_and_what_is_multiplied_in_between_is_not() 
     for name, dim in (("qkv.weight", 1), ("out.weight", 0), ("out.bias", 0)):
         assert [root(a) for a in leaves(found.params[name][dim])] == [stream]
     heads = {id(a) for a in leaves(found.params["out.weight"][1])}
-    assert heads < {id(a) for a in leaves(found.params["qkv.weight"][0])} and id(stream) not in heads
+    assert (
+        heads < {id(a) for a in leaves(found.params["qkv.weight"][0])} and id(stream) not in heads
+    )
     assert [(r.name, r.kind) for r in found.reads] == [
         ("table.weight", "lookup"),
         ("qkv.weight", "product"),
@@ -85,16 +87,21 @@ class Shared(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(16, n) for n in (16, 8, 8, 16))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        q, k, v = (f(hidden).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(hidden).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         out = self.o(out.transpose(1, 2).flatten(2))
-        return out if bool(out.isfinite().all()) else hidden  # so that it cannot run on shapes alone
+        # so that it cannot run on shapes alone
+        return out if bool(out.isfinite().all()) else hidden
 
 
 def test_fewer_heads_of_keys_are_heads_where_the_kernel_shares_them() -> None:
     found = trace_dimensions(Shared(), {"hidden": torch.randn(2, 6, 16)})
     roles = kinds(found)
-    assert {n: roles.of(found.params[f"{n}.weight"][0]) for n in "qkv"} == dict.fromkeys("qkv", "inner")
+    assert {n: roles.of(found.params[f"{n}.weight"][0]) for n in "qkv"} == dict.fromkeys(
+        "qkv", "inner"
+    )
 
 
 def test_the_run_changes_nothing() -> None:
@@ -130,8 +137,14 @@ def test_a_module_nobody_knows_inputs_of_is_refused_and_the_example_helps() -> N
     with pytest.raises(sl.errors.Unsupported, match="what feeds what in Odd is not known"):
         trace_dimensions(Odd())
     found = trace_dimensions(Odd(), (torch.zeros(2, 4),))
-    assert [(r.name, r.inputs, r.outputs) for r in found.reads] == [("a", (0,), (1,)), ("b", (0,), (1,))]
+    assert [(r.name, r.inputs, r.outputs) for r in found.reads] == [
+        ("a", (0,), (1,)),
+        ("b", (0,), (1,)),
+    ]
     with sl.simulate(x=2), pytest.warns(UserWarning, match="roles are guessed by names and shapes"):
         assert sl.recipes.megatron1d(Odd()) == [("a", "..."), ("b", "...")]
     with sl.simulate(x=2):
-        assert sl.recipes.megatron1d(Odd(), inputs=(torch.zeros(2, 4),)) == [("a", ". x"), ("b", "x .")]
+        assert sl.recipes.megatron1d(Odd(), inputs=(torch.zeros(2, 4),)) == [
+            ("a", ". x"),
+            ("b", "x ."),
+        ]

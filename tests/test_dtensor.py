@@ -1,4 +1,6 @@
-"""The border to DTensor: what crosses it keeps its value and its gradient, and what cannot is refused by name."""
+"""The border to DTensor: what crosses it keeps its value and its
+gradient, and what cannot is refused by name.
+"""
 
 from typing import Any
 
@@ -21,7 +23,10 @@ def _replicated_cotangent() -> list[bool]:
     with sl.dtensor.rules(), sl.trace() as t:
         (a @ b).sum().backward()
     kinds = set(t.by_kind())
-    p, q = sl.dtensor.from_dtensor(a.detach()).requires_grad_(), sl.dtensor.from_dtensor(b.detach()).requires_grad_()
+    p, q = (
+        sl.dtensor.from_dtensor(a.detach()).requires_grad_(),
+        sl.dtensor.from_dtensor(b.detach()).requires_grad_(),
+    )
     (p @ q).sum().backward()
     return [
         list(a.grad.placements) == where, list(b.grad.placements) == where, kinds == {"pbroadcast", "preduce"},

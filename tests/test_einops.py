@@ -12,15 +12,32 @@ from tests.ops.cases import close, r
 from tests.workers import Pool
 
 X = r(4, 6, 12)
-LOCAL: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {  # f, layout, layout of the result
+# f, layout, layout of the result
+LOCAL: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
     "heads apart": (lambda x: einops.rearrange(x, "b s (h d) -> b h s d", h=4), "x . y", "x y . ."),
-    "heads joined": (lambda x: einops.rearrange(x, "b s (h d) -> (b s) h d", h=4), "x . y", "x y ."),
+    "heads joined": (
+        lambda x: einops.rearrange(x, "b s (h d) -> (b s) h d", h=4),
+        "x . y",
+        "x y .",
+    ),
     "transposed": (lambda x: einops.rearrange(x, "b s c -> c b s"), "x . y", "y x ."),
     "new dimension": (lambda x: einops.rearrange(x, "b s c -> b 1 s c"), "x . y", "x . . y"),
-    "mean over a whole dimension": (lambda x: einops.reduce(x, "b s c -> b c", "mean"), "x . y", "x y"),
+    "mean over a whole dimension": (
+        lambda x: einops.reduce(x, "b s c -> b c", "mean"),
+        "x . y",
+        "x y",
+    ),
     "sum over split ones": (lambda x: einops.reduce(x, "b s c -> s", "sum"), "x . y", "."),
-    "maximum of windows": (lambda x: einops.reduce(x, "b (s two) c -> b s c", "max", two=2), "x . y", "x . y"),
-    "product over a split one": (lambda x: einops.reduce(x, "b s c -> b s", "prod"), "x . y", "x ."),
+    "maximum of windows": (
+        lambda x: einops.reduce(x, "b (s two) c -> b s c", "max", two=2),
+        "x . y",
+        "x . y",
+    ),
+    "product over a split one": (
+        lambda x: einops.reduce(x, "b s c -> b s", "prod"),
+        "x . y",
+        "x .",
+    ),
     "repeated": (lambda x: einops.repeat(x, "b s c -> b n s c", n=3), "x . y", "x . . y"),
     "repeated inside": (lambda x: einops.repeat(x, "b s c -> b (s n) c", n=2), "x . y", "x . y"),
     "einsum": (lambda x: einops.einsum(x, x, "b s c, b t c -> b s t"), "x . y", "x . ."),

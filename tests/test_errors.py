@@ -42,7 +42,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("plain in a product", lambda: s("rows .", 4, 4) @ torch.ones(4, 4), "PlainTensor", "a plain tensor met a sharded one", {"t": lambda: torch.ones(4, 4)}),
     ("plain has no layout", lambda: sl.layout_of(torch.ones(4)), "PlainTensor", "no layout", {"x": lambda: torch.ones(4)}),
     ("columns split over x's rows", lambda: s("(rows y) .", 4, 4) @ s(". rows", 4, 4), "ImplicitCommunication", "rows splits w's columns and x", {"x": lambda: s("(rows y) .", 4, 4), "w": lambda: s(". rows", 4, 4)}),
-    ("a product asked for elsewhere", lambda: sl.matmul(s("rows y", 4, 4), s("rows y", 4, 4), out="y rows"), "NoRule", "gives rows y, not y rows", {"x": lambda: s("rows y", 4, 4), "w": lambda: s("rows y", 4, 4)}),
+    ("a product asked for elsewhere", lambda: sl.matmul(s("rows y", 4, 4), s("rows y", 4, 4), out="y rows"), "NoImplementation", "gives rows y, not y rows", {"x": lambda: s("rows y", 4, 4), "w": lambda: s("rows y", 4, 4)}),
     ("a product on an unknown axis", lambda: sl.matmul(s("rows y", 4, 4), s("rows y", 4, 4), out="row y"), "UnknownAxis", "did you mean 'rows'?", {}),
     ("a rule that does not divide", lambda: sl.parallelize(torch.nn.Linear(3, 5), [("weight", "y ."), ("*", "...")]), "UnevenSplit", "the rule of parameter 'weight' does not fit it: dimension 0 of size 5", {"module": lambda: torch.nn.Linear(3, 5), "rules": lambda: [("bias", "...")]}),
     ("a rule of other dimensions", lambda: sl.parallelize(torch.nn.Linear(3, 5), [("*", ". .")]), "RankMismatch", "the rule of parameter 'bias' does not fit it", {"module": lambda: torch.nn.Linear(3, 5), "rules": lambda: [("weight", "...")]}),
@@ -75,9 +75,9 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("shard_map of another layout", lambda: sl.shard_map(lambda v: v, in_layouts="rows", out_layouts="rows")(s(".", 4)), "ShardError", "laid out ., not rows", {"x": lambda: s(".", 4)}),
     ("attention over an unknown algorithm", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rnig"), "ShardError", "unknown algorithm 'rnig'", QKV),
     ("an algorithm that is no engine", lambda: sl.ring_attention(*[ring()] * 3, algorithm=("rsa", 2)), "ShardError", "an algorithm is a name or an engine", QKV),
-    ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm=sl.ops.attention.engines.DoubleRing(3)), "NoRule", "an inner ring of 3 does not divide", QKV),
-    ("a bias that Ulysses would drop", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(4, 4), algorithm="ulysses"), "NoRule", "rows change places", QKV),
-    ("USP over one axis", lambda: sl.ring_attention(*[ring()] * 3, algorithm="usp"), "NoRule", "split over two axes", QKV),
+    ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm=sl.ops.attention.engines.DoubleRing(3)), "NoImplementation", "an inner ring of 3 does not divide", QKV),
+    ("a bias that Ulysses would drop", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(4, 4), algorithm="ulysses"), "NoImplementation", "rows change places", QKV),
+    ("USP over one axis", lambda: sl.ring_attention(*[ring()] * 3, algorithm="usp"), "NoImplementation", "split over two axes", QKV),
     ("an unknown kernel", lambda: sl.ring_attention(*[ring()] * 3, kernel="fast"), "ShardError", "unknown kernel 'fast'", QKV),
     ("a kernel of another device", lambda: sl.ring_attention(*[ring()] * 3, kernel="flash"), "Unsupported", "it runs on CUDA", QKV),
     ("a kernel without dropout", lambda: sl.ring_attention(*[ring()] * 3, kernel="cpu", dropout=0.1), "Unsupported", "need the math block", QKV),
@@ -102,8 +102,12 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "says", "names"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
-def test_errors_name_the_culprit_and_their_fix_runs(call: Any, error: str, says: str, names: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("call", "error", "says", "names"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
+)
+def test_errors_name_the_culprit_and_their_fix_runs(
+    call: Any, error: str, says: str, names: dict[str, Any]
+) -> None:
     with sl.simulate(rows=2, y=2):
         with pytest.raises(sl.ShardError) as caught:
             call()
@@ -132,7 +136,10 @@ def test_bad_input_changes_nothing() -> None:
 
 def test_meshes_that_do_not_fit_the_world_are_refused_both_ways(pool: Any) -> None:
     for larger, smaller in pool.run(_wrong_worlds, x=4):
-        assert "needs 8 ranks, 4 processes are running" in larger and "torchrun --nproc-per-node 8" in larger
+        assert (
+            "needs 8 ranks, 4 processes are running" in larger
+            and "torchrun --nproc-per-node 8" in larger
+        )
         assert "needs 2 ranks, 4 processes are running" in smaller
 
 
@@ -167,5 +174,10 @@ def test_every_field_is_on_the_error() -> None:
     with sl.simulate(x=2), pytest.raises(sl.ShardError) as caught:
         s("x", 5)
     e = caught.value
-    assert e.op == "shard" and e.operands["layout"] == "x" and dict(e.mesh) == {"x": 2} and "pad=True" in e.fix
+    assert (
+        e.op == "shard"
+        and e.operands["layout"] == "x"
+        and dict(e.mesh) == {"x": 2}
+        and "pad=True" in e.fix
+    )
     assert str(e).splitlines()[0].startswith("shard: dimension 0 of size 5")

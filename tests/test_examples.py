@@ -20,7 +20,9 @@ def test_the_corpus_is_real_text_and_batches_are_the_same_everywhere() -> None:
 def test_the_corpus_splits_without_overlap_and_a_short_one_says_so() -> None:
     text = load("stdlib", most=100_000)
     train, valid = split(text, 0.25)
-    assert (len(train), len(valid)) == (75_000, 25_000) and torch.equal(torch.cat([train, valid]), text)
+    assert (len(train), len(valid)) == (75_000, 25_000) and torch.equal(
+        torch.cat([train, valid]), text
+    )
     with pytest.raises(ValueError, match="10 bytes has no window of 16"):
         next(batches(text[:10], 1, 16))
 
@@ -51,10 +53,16 @@ def test_the_model_has_about_a_million_parameters_and_a_tied_head() -> None:
     assert len(generate(lambda i: m(i), b"ab", 3, 8)) == 5
 
 
-def test_the_demo_trains_to_the_single_process_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_to_the_single_process_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The whole demo, small, on 4 launched processes: sharded, alone, compared, saved, drawn."""
-    train_gpt: Any = pytest.importorskip("examples.train_gpt", reason="the demo draws with matplotlib")
-    pytest.importorskip("matplotlib", reason="the demo draws with matplotlib, which the test extra leaves out")
+    train_gpt: Any = pytest.importorskip(
+        "examples.train_gpt", reason="the demo draws with matplotlib"
+    )
+    pytest.importorskip(
+        "matplotlib", reason="the demo draws with matplotlib, which the test extra leaves out"
+    )
     small = [
         "--mesh",
         "data=1,x=2,y=2",
@@ -71,7 +79,11 @@ def test_the_demo_trains_to_the_single_process_loss(tmp_path: Path, capsys: pyte
     ]
     assert train_gpt.main([*small, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "largest difference over 6 steps" in said and "memory per rank" in said and "pbroadcast" in said
+    assert (
+        "largest difference over 6 steps" in said
+        and "memory per rank" in said
+        and "pbroadcast" in said
+    )
     assert {p.name for p in tmp_path.iterdir()} == {"loss.png", "layouts.png", "gpt.safetensors"}
 
 
@@ -79,7 +91,20 @@ def test_the_demo_with_dropout_is_one_curve_for_every_mesh() -> None:
     import examples.train_gpt as demo
 
     args = demo.parse(
-        ["--steps", "4", "--batch", "4", "--ctx", "16", "--layers", "1", "--embed", "16", "--dropout", "0.2"]
+        [
+            "--steps",
+            "4",
+            "--batch",
+            "4",
+            "--ctx",
+            "16",
+            "--layers",
+            "1",
+            "--embed",
+            "16",
+            "--dropout",
+            "0.2",
+        ]
     )
     curves = []
     for axes in ({"data": 1, "x": 1, "y": 1}, {"data": 2, "x": 2, "y": 2}):
@@ -95,8 +120,12 @@ def _losses(demo: Any, args: Any) -> list[float]:
     tx = sl.optim.zero(demo.optimizer(args), axis="data")
     state, out = tx.init(params), []
     torch.manual_seed(0)
-    for _, (ids, targets) in zip(range(args.steps), batches(load(), args.batch, args.ctx), strict=False):
-        loss, grads = sl.value_and_grad(lambda p, i=ids, t=targets: apply(p, i, t), pending="data")(params)
+    for _, (ids, targets) in zip(
+        range(args.steps), batches(load(), args.batch, args.ctx), strict=False
+    ):
+        loss, grads = sl.value_and_grad(lambda p, i=ids, t=targets: apply(p, i, t), pending="data")(
+            params
+        )
         updates, state = tx.update(grads, state, params)
         params = sl.optim.apply_updates(params, updates)
         out.append(loss.item())
@@ -104,7 +133,9 @@ def _losses(demo: Any, args: Any) -> list[float]:
 
 
 def test_four_processes_hold_what_one_cannot() -> None:
-    """Under one cap: the allocator stops a single process, and the ring of four trains as the dense module does."""
+    """Under one cap: the allocator stops a single process, and the ring
+    of four trains as the dense module does.
+    """
     from examples.long_sequence import train
 
     length, shape = 8192, (1, 32)

@@ -1,4 +1,6 @@
-"""Stacks of experts split over mesh axes: dense values and gradients, own rows alone, what moves is foretold."""
+"""Stacks of experts split over mesh axes: dense values and
+gradients, own rows alone, what moves is foretold.
+"""
 
 import os
 from typing import Any
@@ -71,11 +73,15 @@ PLACES: dict[str, tuple[dict[str, int], str, str]] = {  # mesh, the experts' axe
 
 
 def gap(module: nn.Module, axes: str, place: str, run: Any = None) -> float:
-    """Largest relative difference of the output and of any gradient, of parameters and of the input."""
+    """Largest relative difference of the output and of any
+    gradient, of parameters and of the input.
+    """
     want_x = HIDDEN.clone().requires_grad_()
     module.zero_grad()
     want = module(want_x)
-    cotangent = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(2))
+    cotangent = torch.randn(
+        want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(2)
+    )
     (want * cotangent).sum().backward()
     apply, params = sl.parallelize(module, [("experts.*", f"{axes} ..."), ("*", "...")])
     x = sl.shard(HIDDEN, place).requires_grad_()
@@ -84,9 +90,14 @@ def gap(module: nn.Module, axes: str, place: str, run: Any = None) -> float:
     with sl.implicit(2**20):  # the router and the head take features that are split
         out = (run or apply)(params, x)
         (out * sl.shard(cotangent, out.sharding)).sum().backward()
-    pairs = [(out, want), (x.grad, want_x.grad)] + [(params[n].grad, p.grad) for n, p in module.named_parameters()]
+    pairs = [(out, want), (x.grad, want_x.grad)] + [
+        (params[n].grad, p.grad) for n, p in module.named_parameters()
+    ]
     return max(
-        float((sl.unshard(a).detach() - b.detach()).abs().max() / b.detach().abs().max().clamp(min=1e-3))
+        float(
+            (sl.unshard(a).detach() - b.detach()).abs().max()
+            / b.detach().abs().max().clamp(min=1e-3)
+        )
         for a, b in pairs
     )
 
@@ -133,7 +144,9 @@ def test_a_module_of_split_experts_trains_as_dense() -> None:
         loss.backward()
         assert torch.allclose(loss, want, rtol=1e-12)
         for n, p in model.named_parameters():
-            assert torch.allclose(sl.unshard(p.grad), module.get_parameter(n).grad, rtol=1e-10, atol=1e-12), n
+            assert torch.allclose(
+                sl.unshard(p.grad), module.get_parameter(n).grad, rtol=1e-10, atol=1e-12
+            ), n
 
 
 class Fed(nn.Module):
@@ -149,7 +162,9 @@ class Fed(nn.Module):
 
 
 def moved(axes: str, place: str) -> list[Any]:
-    """(bytes, messages) of a call and of its gradient, each foretold, then counted on the mesh in scope."""
+    """(bytes, messages) of a call and of its gradient, each
+    foretold, then counted on the mesh in scope.
+    """
     rules = [("mixture.experts.*", f"{axes} ..."), ("*", "...")]
     apply, params = sl.parallelize(Fed(), rules, inputs={"hidden": place})
     for v in params.values():
@@ -168,7 +183,8 @@ def test_what_moves_is_foretold() -> None:
     with sl.simulate(x=2):
         told, counted, told_back, back = moved("x", ". .")
         assert told == counted == (rows, 2)  # an all-reduce of [T, D] over two ranks
-        assert told_back == back == (rows + numbers, 4)  # and of hidden's and of the weights' gradients
+        # and of hidden's and of the weights' gradients
+        assert told_back == back == (rows + numbers, 4)
     with sl.simulate(x=4):
         told, counted, told_back, back = moved("x", "x .")
         assert told == counted
@@ -195,7 +211,9 @@ def test_real_ranks_equal_dense_and_move_what_simulated_ones_do(pool: Any) -> No
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_whole_experts_of_transformers_run_on_each_ranks_own_rows(implementation: str) -> None:
-    """Values and gradients are dense's, and nothing moves but the sums of the parameters' gradients."""
+    """Values and gradients are dense's, and nothing moves
+    but the sums of the parameters' gradients.
+    """
     config("Mixtral")
     block = mixture("Mixtral", implementation).module.get_submodule("model.layers.0.mlp")
     dtype = next(block.parameters()).dtype
@@ -220,8 +238,15 @@ def test_whole_experts_of_transformers_run_on_each_ranks_own_rows(implementation
 def config(name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sizes = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
-    return getattr(transformers, f"{name}Config")(**{**SMALL, **TEXT, "num_key_value_heads": 2, **sizes, **more})
+    sizes = {
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 16,
+    }
+    return getattr(transformers, f"{name}Config")(
+        **{**SMALL, **TEXT, "num_key_value_heads": 2, **sizes, **more}
+    )
 
 
 def mixture(name: str, implementation: str) -> models.Dense:
@@ -235,15 +260,25 @@ def mixture(name: str, implementation: str) -> models.Dense:
     if implementation != "grouped_mm":  # its kernel takes no fp64
         module = module.double()
     inputs = {"input_ids": torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(0))}
-    return models.Dense(module, inputs, *models._run(module, inputs), 1e-5 if implementation == "grouped_mm" else 2e-6)
+    return models.Dense(
+        module,
+        inputs,
+        *models._run(module, inputs),
+        1e-5 if implementation == "grouped_mm" else 2e-6,
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Olmoe", "GptOss"])
-def test_mixtures_under_recipes_with_split_experts_equal_dense(name: str, implementation: str) -> None:
+def test_mixtures_under_recipes_with_split_experts_equal_dense(
+    name: str, implementation: str
+) -> None:
     config(name)
     want = mixture(name, implementation)
-    for recipe, mesh, axes in (("megatron1d", {"data": 2, "x": 2}, "x"), ("ddp", {"data": 4}, "data")):
+    for recipe, mesh, axes in (
+        ("megatron1d", {"data": 2, "x": 2}, "x"),
+        ("ddp", {"data": 4}, "data"),
+    ):
         with sl.simulate(**mesh):
             rules = getattr(sl.recipes, recipe)(want.module, experts=axes)
             apply, params = sl.parallelize(want.module, rules, inputs={"input_ids": rules.tokens})

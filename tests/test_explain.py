@@ -43,8 +43,15 @@ def test_a_plan_for_512_ranks_needs_none_of_them() -> None:
     m = GPT(GPTConfig(vocab=256, ctx=8, layers=2, heads=8, embed=512))
     with sl.simulate(x=1, y=1, z=1):
         rules = sl.recipes.cube3d(m)
-        apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
-        said = sl.explain(apply, params, (torch.zeros(64, 8, dtype=torch.long),) * 2, mesh={"x": 8, "y": 8, "z": 8})
+        apply, params = sl.parallelize(
+            m, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+        )
+        said = sl.explain(
+            apply,
+            params,
+            (torch.zeros(64, 8, dtype=torch.long),) * 2,
+            mesh={"x": 8, "y": 8, "z": 8},
+        )
         assert all(p.mesh.size == 1 for p in params.values()), "the parameters stay where they are"
     text = str(said)
     assert "x=8 y=8 z=8" in text and "2 x linear" in text and "lower bound" in text
@@ -55,16 +62,24 @@ def test_a_product_alone_is_priced_by_its_rule() -> None:
     with sl.simulate(x=2, y=2):
         a, b = sl.shard(torch.ones(8, 8), "x y"), sl.shard(torch.ones(8, 8), "x y")
         price = dict(sl.why("matmul", a, b).verdicts)["summa"]
-        said = sl.explain(lambda p: p["a"] @ p["b"], {"a": a.requires_grad_(), "b": b.requires_grad_()})
+        said = sl.explain(
+            lambda p: p["a"] @ p["b"], {"a": a.requires_grad_(), "b": b.requires_grad_()}
+        )
     (row,) = [r for r in said.rows if r.algorithm]
-    assert isinstance(price, sl.extend.Match) and row.algorithm == "summa" and row.at.startswith("test_explain.py:")
+    assert (
+        isinstance(price, sl.extend.Match)
+        and row.algorithm == "summa"
+        and row.at.startswith("test_explain.py:")
+    )
     assert said.forward.bytes == price.forward.bytes and said.backward.bytes == price.backward.bytes
     assert row.memory == price.forward.memory and said.memory == row.memory
 
 
 def test_without_gradients_nothing_is_said_of_them() -> None:
     with sl.simulate(x=2):
-        apply, params = sl.parallelize(nn.Linear(4, 4), [("weight", ". x"), ("bias", ".")], inputs={"input": ". x"})
+        apply, params = sl.parallelize(
+            nn.Linear(4, 4), [("weight", ". x"), ("bias", ".")], inputs={"input": ". x"}
+        )
         said = sl.explain(apply, params, torch.empty(2, 4), backward=False)
     assert said.backward.bytes == 0 and said.forward.bytes > 0
 
@@ -73,7 +88,9 @@ def test_mistakes_say_what_to_do() -> None:
     with sl.simulate(x=2):
         apply = sl.parallelize(nn.Linear(4, 4), [("*", "...")])[0]
         with pytest.raises(sl.ShardError, match="no parameter is sharded"):
-            sl.explain(apply, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, torch.empty(2, 4))
+            sl.explain(
+                apply, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, torch.empty(2, 4)
+            )
         with pytest.raises(sl.ShardError, match="does not divide"):
             sl.explain(apply, sl.shard({"weight": torch.ones(4, 4)}, "x ."), mesh={"x": 3})
 
@@ -83,22 +100,35 @@ def test_expecting_other_communication_fails_with_what_ran() -> None:
         x = torch.ones(4)
         with sl.expect_comm(all_gather=1, psum=2, bytes=48, messages=5):
             sl.all_gather(x, "x"), sl.psum(x, "x"), sl.psum(x, "x")
-        with pytest.raises(sl.errors.UnexpectedComm, match="1 psum, not 0") as caught, sl.expect_comm():
+        with (
+            pytest.raises(sl.errors.UnexpectedComm, match="1 psum, not 0") as caught,
+            sl.expect_comm(),
+        ):
             sl.psum(x, "x")
         assert caught.value.fix == "sl.expect_comm(psum=1)"
-        with pytest.raises(AssertionError, match="16 bytes, not 8"), sl.expect_comm(psum=1, bytes=8):
+        with (
+            pytest.raises(AssertionError, match="16 bytes, not 8"),
+            sl.expect_comm(psum=1, bytes=8),
+        ):
             sl.psum(x, "x")
-        with pytest.raises(AssertionError, match="0 all_gather, not 1"), sl.expect_comm(all_gather=1):
+        with (
+            pytest.raises(AssertionError, match="0 all_gather, not 1"),
+            sl.expect_comm(all_gather=1),
+        ):
             pass
 
 
 def step_memory() -> tuple[int, int]:
-    """(on paper, counted here): bytes alive at the most in a training step of a GPT on a ring, beside its parameters."""
+    """(on paper, counted here): bytes alive at the most in a training step
+    of a GPT on a ring, beside its parameters.
+    """
     from shardlib.live import Live
 
     model = GPT(GPTConfig(ctx=256, layers=2, heads=4, embed=32))
     rules = sl.recipes.ring(model)
-    apply, params = sl.parallelize(model, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+    apply, params = sl.parallelize(
+        model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+    )
     ids = torch.zeros(2, 256, dtype=torch.int64)
     step = sl.value_and_grad(lambda p: apply(p, ids, ids))
     with sl.algorithm(attention="ring"):

@@ -79,6 +79,8 @@ def test_registered_before_or_after_the_others_the_results_are_the_same(
 def test_every_schedule_is_one() -> None:
     with sl.simulate(x=2, y=2):
         a, b = sl.shard(torch.ones(8, 8), "x y"), sl.shard(torch.ones(8, 8), "y x")
-        found: dict[str, Any] = dict(sl.why("matmul", a, a).verdicts) | dict(sl.why("matmul", a, b).verdicts)
+        found: dict[str, Any] = dict(sl.why("matmul", a, a).verdicts) | dict(
+            sl.why("matmul", a, b).verdicts
+        )
     runs = [m.run for m in found.values() if isinstance(m, sl.extend.Match)]
     assert len(runs) >= 3 and all(isinstance(run, sl.extend.Schedule) for run in runs)

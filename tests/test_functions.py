@@ -1,4 +1,6 @@
-"""A user's torch.autograd.Function on sharded values is the Function on the dense ones, gradients included."""
+"""A user's torch.autograd.Function on sharded values is the
+Function on the dense ones, gradients included.
+"""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +17,9 @@ F64 = torch.float64
 
 
 class Gate(torch.autograd.Function):
-    """Inputs and an output saved, an attribute on ctx, an int and None returned, a default argument."""
+    """Inputs and an output saved, an attribute on ctx, an
+    int and None returned, a default argument.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, k: float = 2.0) -> Any:
@@ -54,7 +58,9 @@ class Affine(torch.autograd.Function):
 
 
 class Chosen(torch.autograd.Function):
-    """An output that is not differentiable, one that is not used, and no gradients made of nothing."""
+    """An output that is not differentiable, one that is not
+    used, and no gradients made of nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -151,7 +157,8 @@ def straight(p: Any, x: Tensor) -> Tensor:
 
 USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gate": gate, "affine": affine, "chosen": chosen, "dirty": dirty, "straight": straight,
-    "once": lambda p, x: Once.apply(x * p["v"]).sum(), "cubed": lambda p, x: Cubed.apply(x, p["v"]).sum(),
+    "once": lambda p, x: Once.apply(x * p["v"]).sum(), "cubed": lambda p,
+    x: Cubed.apply(x, p["v"]).sum(),
 }  # fmt: skip
 PLACES = [("x .", "...", ". ."), (". x", "x", ". x"), (". .", "...", ". .")]  # of x, v and w
 
@@ -159,7 +166,9 @@ PLACES = [("x .", "...", ". ."), (". x", "x", ". x"), (". .", "...", ". .")]  # 
 def numbers() -> tuple[dict[str, Tensor], Tensor]:
     g = torch.Generator().manual_seed(0)
     p = {"v": (6,), "w": (8, 6), "b": (8,)}
-    return {n: torch.randn(s, dtype=F64, generator=g) for n, s in p.items()}, torch.randn(4, 6, dtype=F64, generator=g)
+    return {n: torch.randn(s, dtype=F64, generator=g) for n, s in p.items()}, torch.randn(
+        4, 6, dtype=F64, generator=g
+    )
 
 
 def once_more(x: Tensor, v: Tensor) -> Tensor:
@@ -170,7 +179,9 @@ def once_more(x: Tensor, v: Tensor) -> Tensor:
 
 
 def differences() -> list[str]:
-    """Uses whose loss or gradients are not the dense ones, on the mesh in scope, deferred or not."""
+    """Uses whose loss or gradients are not the dense ones, on
+    the mesh in scope, deferred or not.
+    """
     plain, x = numbers()
     wrong = []
 
@@ -195,7 +206,11 @@ def differences() -> list[str]:
     for lx, lv, _ in PLACES:
         params = {"x": sl.shard(x, lx), "v": sl.shard(plain["v"], lv)}
         for pending in ((), "x", "y"):
-            compare(f"twice {lx} {pending}", sl.grad(lambda p: once_more(**p), pending=pending)(params), want)
+            compare(
+                f"twice {lx} {pending}",
+                sl.grad(lambda p: once_more(**p), pending=pending)(params),
+                want,
+            )
     return wrong
 
 
@@ -231,8 +246,12 @@ def test_blocks_inside_shard_map_keep_their_graph() -> None:
     Cubed.apply(xd, vd).sum().backward()
     with sl.simulate(x=2, y=2):
         xs, vs = sl.shard(x, "x .").requires_grad_(), sl.shard(plain["v"], "...").requires_grad_()
-        sl.shard_map(Cubed.apply, in_layouts=("x .", "."), out_layouts="x .")(xs, vs).sum().backward()
-        assert torch.allclose(sl.unshard(xs.grad), xd.grad) and torch.allclose(sl.unshard(vs.grad), vd.grad)
+        sl.shard_map(Cubed.apply, in_layouts=("x .", "."), out_layouts="x .")(
+            xs, vs
+        ).sum().backward()
+        assert torch.allclose(sl.unshard(xs.grad), xd.grad) and torch.allclose(
+            sl.unshard(vs.grad), vd.grad
+        )
 
 
 def test_padded_values_and_plain_operands_get_their_gradients() -> None:
@@ -241,9 +260,14 @@ def test_padded_values_and_plain_operands_get_their_gradients() -> None:
     xd, vd = x.clone().requires_grad_(), plain["v"].clone().requires_grad_()
     Cubed.apply(xd, vd).sum().backward()
     with sl.simulate(x=2):
-        xs, vs = sl.shard(x, "x .", pad=True).requires_grad_(), sl.shard(plain["v"], ".").requires_grad_()
+        xs, vs = (
+            sl.shard(x, "x .", pad=True).requires_grad_(),
+            sl.shard(plain["v"], ".").requires_grad_(),
+        )
         Cubed.apply(xs, vs).sum().backward()
-        assert torch.allclose(sl.unshard(xs.grad), xd.grad) and torch.allclose(sl.unshard(vs.grad), vd.grad)
+        assert torch.allclose(sl.unshard(xs.grad), xd.grad) and torch.allclose(
+            sl.unshard(vs.grad), vd.grad
+        )
 
 
 class Cut(nn.Module):
@@ -261,12 +285,18 @@ def in_a_module() -> float:
     module = Cut().double()
     dense, v = copy.deepcopy(module), plain["v"].clone().requires_grad_()
     (dense(x, v) ** 2).sum().backward()
-    rules = [("first.weight", "x ."), ("first.bias", "x"), ("second.weight", ". x"), ("second.bias", ".")]
+    rules = [
+        ("first.weight", "x ."),
+        ("first.bias", "x"),
+        ("second.weight", ". x"),
+        ("second.bias", "."),
+    ]
     apply, params = sl.parallelize(module, rules, inputs={"h": "data ."})
     ours = plain["v"].clone().requires_grad_()
     _, grads = sl.value_and_grad(lambda p: (apply(p, x, ours) ** 2).sum())(params)
     errors = [
-        float((sl.unshard(grads[n]) - p.grad).abs().max() / p.grad.abs().max()) for n, p in dense.named_parameters()
+        float((sl.unshard(grads[n]) - p.grad).abs().max() / p.grad.abs().max())
+        for n, p in dense.named_parameters()
     ]
     (apply(params, x, ours) ** 2).sum().backward()
     return max(*errors, float((ours.grad - v.grad).abs().max() / v.grad.abs().max()))
@@ -324,7 +354,9 @@ RULES = [("a.weight", "x ."), ("a.bias", "x"), ("n.*", "x"), ("b.weight", ". x")
 def hooked() -> tuple[Net, list[Any]]:
     torch.manual_seed(1)
     net, log = Net().double(), []
-    net.a.register_full_backward_hook(lambda m, gi, go: log.extend([*[g for g in gi if g is not None], *go]))
+    net.a.register_full_backward_hook(
+        lambda m, gi, go: log.extend([*[g for g in gi if g is not None], *go])
+    )
     net.n.register_full_backward_pre_hook(lambda m, go: (log.extend(go), (go[0] * 3,))[1])
     net.b.register_full_backward_hook(lambda m, gi, go: (log.extend([*gi, *go]), (gi[0] * 2,))[1])
     return net, log
@@ -340,11 +372,19 @@ def module_hooks() -> list[str]:
         ours, seen = hooked()
         apply, params = sl.parallelize(ours, RULES, inputs={"h": "data ."})
         given = x.clone().requires_grad_()
-        grads = sl.grad(lambda p, given=given, apply=apply: apply(p, given).square().sum(), pending=pending)(params)
+        grads = sl.grad(
+            lambda p, given=given, apply=apply: apply(p, given).square().sum(), pending=pending
+        )(params)
         seen.clear()
         apply(params, given).square().sum().backward()
-        pairs = [(grads[n], p.grad) for n, p in net.named_parameters()] + list(zip(seen, log, strict=True))
-        wrong += [str(i) for i, (a, b) in enumerate(pairs) if not torch.allclose(sl.unshard(a), b, atol=1e-12)]
+        pairs = [(grads[n], p.grad) for n, p in net.named_parameters()] + list(
+            zip(seen, log, strict=True)
+        )
+        wrong += [
+            str(i)
+            for i, (a, b) in enumerate(pairs)
+            if not torch.allclose(sl.unshard(a), b, atol=1e-12)
+        ]
     return wrong
 
 

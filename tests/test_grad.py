@@ -1,4 +1,6 @@
-"""Gradients as values: hooks, setters, inputs, frozen leaves, and second derivatives of all that has a first."""
+"""Gradients as values: hooks, setters, inputs, frozen leaves, and
+second derivatives of all that has a first.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,8 @@ from tests.ops.cases import close, r
 
 X, C = r(4, 6, seed=1), r(4, 6, seed=2)
 TARGETS = torch.randint(0, 6, (4,), generator=torch.Generator().manual_seed(3))
-ROWS = [("data x", "x"), ("data .", "."), (". x", "x"), (". .", ".")]  # of a matrix and of a vector of its columns
+# of a matrix and of a vector of its columns
+ROWS = [("data x", "x"), ("data .", "."), (". x", "x"), (". .", ".")]
 
 
 def whole(x: Any) -> Tensor:
@@ -104,7 +107,8 @@ def test_a_plain_module_of_sharded_parameters_trains_moves_and_loads(dtype: torc
             m.load_state_dict({"weight": sl.shard(C, "x ."), "bias": state["bias"]})
 
 
-# ---------------------------------------------------------------- values placed, frozen and asked for
+# ---------------------------------------------------------------- values placed, frozen and asked
+# for
 
 
 class Net(nn.Module):
@@ -125,7 +129,9 @@ def net() -> Net:
 
 
 def upstream() -> float:
-    """A plain encoder before ``apply``: how far its gradients are from dense, whatever ``inputs=`` says."""
+    """A plain encoder before ``apply``: how far its gradients
+    are from dense, whatever ``inputs=`` says.
+    """
     torch.manual_seed(2)
     encoder, worst = nn.Linear(6, 6).double(), 0.0
     net()(encoder(X)).square().sum().backward()
@@ -134,7 +140,13 @@ def upstream() -> float:
         encoder.zero_grad()
         apply, params = sl.parallelize(net(), RULES, inputs=inputs)
         apply(params, encoder(X)).square().sum().backward()
-        worst = max(worst, *(float((p.grad - w).abs().max()) for p, w in zip(encoder.parameters(), want, strict=True)))
+        worst = max(
+            worst,
+            *(
+                float((p.grad - w).abs().max())
+                for p, w in zip(encoder.parameters(), want, strict=True)
+            ),
+        )
     return worst
 
 
@@ -145,17 +157,24 @@ def test_inputs_that_apply_places_get_their_gradients(pool: Any) -> None:
 
 
 def frozen(stage: bool) -> tuple[float, int, int]:
-    """Three steps of AdamW with one matrix frozen: distance from torch's, bytes of a step, of one with all trained."""
+    """Three steps of AdamW with one matrix frozen: distance from torch's,
+    bytes of a step, of one with all trained.
+    """
     m, d = net(), net()
     for one in (m, d):
         one.a.weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in d.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in d.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
+    )
     apply, params = sl.parallelize(m, RULES, inputs={"h": "data ."})
     tx = sl.optim.adamw(1e-2, weight_decay=0.1)
     tx = sl.optim.zero(tx, "data") if stage else tx
     state = tx.init(params)
     if stage:
-        trained = sum(p.raw.numel() for p in params.values() if p.requires_grad) // params["b.bias"].raw[..., 0].numel()
+        trained = (
+            sum(p.raw.numel() for p in params.values() if p.requires_grad)
+            // params["b.bias"].raw[..., 0].numel()
+        )
         assert trained > 0
     else:
         assert state.mu["a.weight"] is None and state.nu["a.weight"] is None
@@ -164,7 +183,9 @@ def frozen(stage: bool) -> tuple[float, int, int]:
             optimizer.zero_grad()
             d(X).square().sum().backward()
             optimizer.step()
-            grads = sl.grad(lambda p: apply(p, X).square().sum(), pending="data" if stage else ())(params)
+            grads = sl.grad(lambda p: apply(p, X).square().sum(), pending="data" if stage else ())(
+                params
+            )
             assert grads["a.weight"] is None
             updates, state = tx.update(grads, state, params)
             assert updates["a.weight"] is None
@@ -174,7 +195,10 @@ def frozen(stage: bool) -> tuple[float, int, int]:
     free = {n: p.detach() for n, p in params.items()}
     with sl.trace() as every:
         sl.grad(lambda p: apply(p, X).square().sum(), pending="data" if stage else ())(free)
-    error = max(float((sl.unshard(params[n].detach()) - p.detach()).abs().max()) for n, p in d.named_parameters())
+    error = max(
+        float((sl.unshard(params[n].detach()) - p.detach()).abs().max())
+        for n, p in d.named_parameters()
+    )
     return error, int(t.bytes), int(every.bytes)
 
 
@@ -247,13 +271,17 @@ def far(a: Any, b: Any) -> float:
 
 
 def second() -> list[str]:
-    """Functions whose penalised gradient is not the dense one, or that refuse it, on the mesh in scope."""
+    """Functions whose penalised gradient is not the dense one,
+    or that refuse it, on the mesh in scope.
+    """
     wrong = []
     for name, f in SECOND.items():
         dense = [v.clone().requires_grad_() for v in (X, C[0], C[1])]
         penalty(f, *dense, TARGETS).backward()
         for lx, lw in ROWS:
-            ours = [sl.shard(v, lay).requires_grad_() for v, lay in ((X, lx), (C[0], lw), (C[1], lw))]
+            ours = [
+                sl.shard(v, lay).requires_grad_() for v, lay in ((X, lx), (C[0], lw), (C[1], lw))
+            ]
             penalty(f, *ours, sl.shard(TARGETS, lx.split()[0])).backward()
             for a, b in zip(ours, dense, strict=True):
                 if b.grad is not None and not far(a.grad, b.grad) < 1e-12:
@@ -285,7 +313,9 @@ def test_second_derivatives_on_processes(pool: Any) -> None:
 
 
 def narrow(dtype: torch.dtype, layout: str, weight: str, bias: str) -> tuple[float, float]:
-    """A penalty through a biased product in half precision: our error and the dense one's, against fp64."""
+    """A penalty through a biased product in half precision: our
+    error and the dense one's, against fp64.
+    """
 
     def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         loss = (F.linear(x, w, b).float() ** 2).sum()
@@ -298,17 +328,24 @@ def narrow(dtype: torch.dtype, layout: str, weight: str, bias: str) -> tuple[flo
     want = torch.autograd.grad(sum((g**2).sum() for g in g64), exact)
     dense = [v.to(dtype).requires_grad_() for v in values]
     f(*dense).backward()
-    ours = [sl.shard(v.to(dtype), lay).requires_grad_() for v, lay in zip(values, (layout, weight, bias), strict=True)]
+    ours = [
+        sl.shard(v.to(dtype), lay).requires_grad_()
+        for v, lay in zip(values, (layout, weight, bias), strict=True)
+    ]
     f(*ours).backward()
     scale = [float(w.abs().max()) for w in want]
     return tuple(
-        max(float((whole(t.grad).double() - w).abs().max()) / s for t, w, s in zip(found, want, scale, strict=True))
+        max(
+            float((whole(t.grad).double() - w).abs().max()) / s
+            for t, w, s in zip(found, want, scale, strict=True)
+        )
         for found in (ours, dense)
     )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
-    "places", [("x .", "...", "..."), ("x .", "y .", "y"), ("x y", ". y", "..."), (". .", "x .", "x")]
+    "places",
+    [("x .", "...", "..."), ("x .", "y .", "y"), ("x y", ". y", "..."), (". .", "x .", "x")],
 )
 def test_half_precision_penalties_are_as_exact_as_dense_ones(places: tuple[str, str, str]) -> None:
     with sl.simulate(x=2, y=2):
@@ -316,7 +353,8 @@ def test_half_precision_penalties_are_as_exact_as_dense_ones(places: tuple[str, 
         assert got < max(2 * dense, 0.02), (got, dense)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own forward mode compiles with it
+# torch's own forward mode compiles with it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.ones(4), "x")

@@ -74,8 +74,10 @@ ORDER = [  # each may import from those before it
 ]
 
 OPTIONAL = {"matplotlib", "numpy", "transformers"}  # imported inside functions only
-DTENSORS_OWN = {"_local_tensor", "_spec", "_op_dispatcher", "_redistribute"}  # whatever the object is called
-DOCUMENTED = {"_make_wrapper_subclass"}  # torch's docs name it for wrapper subclasses; same since 1.11
+# whatever the object is called
+DTENSORS_OWN = {"_local_tensor", "_spec", "_op_dispatcher", "_redistribute"}
+# torch's docs name it for wrapper subclasses; same since 1.11
+DOCUMENTED = {"_make_wrapper_subclass"}
 
 KINDS = {"dist", "stacked", "record"}  # of meshes
 
@@ -115,7 +117,11 @@ def imported(module: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                here = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
+                here = (
+                    module.split(".")
+                    if MODULES[module].name == "__init__.py"
+                    else module.split(".")[:-1]
+                )
                 base = ".".join([*here[: len(here) - node.level + 1], *base.split(".")]).rstrip(".")
             for a in node.names:
                 yield f"{base}.{a.name}", a.asname or a.name
@@ -126,7 +132,9 @@ def parse(module: str) -> ast.Module:
 
 
 def private_torch(module: str, tree: ast.Module) -> list[str]:
-    """Dotted names below torch with a private part, through whatever alias, and DTensor's own attributes."""
+    """Dotted names below torch with a private part, through
+    whatever alias, and DTensor's own attributes.
+    """
     found, bound = [], {"torch": "torch"}
     for target, name in imported(module, tree):
         if target.split(".")[0] == "torch":
@@ -143,7 +151,9 @@ def private_torch(module: str, tree: ast.Module) -> list[str]:
             if isinstance(inner, ast.Name) and inner.id in bound:
                 found.append(".".join([bound[inner.id], *reversed(chain)]))
     private = re.compile(r"^_(?!_)")
-    return sorted({t for t in found if any(private.match(p) and p not in DOCUMENTED for p in t.split("."))})
+    return sorted(
+        {t for t in found if any(private.match(p) and p not in DOCUMENTED for p in t.split("."))}
+    )
 
 
 @pytest.mark.parametrize("module", BELOW)
@@ -195,10 +205,16 @@ def test_optional_packages_are_imported_in_functions_only(module: str) -> None:
 
 
 def kinds_asked(tree: ast.AST) -> list[str]:
-    """Where code asks what kind a mesh is: ``mesh.kind``, a comparison with a kind's name, a back end by name."""
+    """Where code asks what kind a mesh is: ``mesh.kind``, a
+    comparison with a kind's name, a back end by name.
+    """
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "kind" and ast.unparse(node.value).endswith(("mesh", "m")):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "kind"
+            and ast.unparse(node.value).endswith(("mesh", "m"))
+        ):
             found.append(node)
         if isinstance(node, ast.Compare) and any(
             isinstance(c, ast.Constant) and c.value in KINDS for c in ast.walk(node)
@@ -209,9 +225,13 @@ def kinds_asked(tree: ast.AST) -> list[str]:
     return [f"{n.lineno}: {ast.unparse(n)}" for n in found]
 
 
-@pytest.mark.parametrize("module", [m for m in BELOW if m.split(".")[1] not in ("collectives", "mesh")])
+@pytest.mark.parametrize(
+    "module", [m for m in BELOW if m.split(".")[1] not in ("collectives", "mesh")]
+)
 def test_nobody_asks_what_kind_a_mesh_is(module: str) -> None:
-    """But those who make meshes and back ends: others ask ``lead``, ``played``, ``storage``, ``holds_values``."""
+    """But those who make meshes and back ends: others ask ``lead``,
+    ``played``, ``storage``, ``holds_values``.
+    """
     assert kinds_asked(parse(module)) == []
 
 
@@ -237,7 +257,11 @@ def test_no_path_of_one_machine() -> None:
     local = re.compile(r"""(?<![\w.:/-])/(home|root|work|Users|tmp)/""")
     folders = ("shardlib", "tests", "examples", "benchmarks", "docs", ".ci")
     files = [*ROOT.glob("*"), *(p for folder in folders for p in (ROOT / folder).rglob("*"))]
-    texts = {p for p in files if p.is_file() and (p.suffix in (".py", ".md", ".toml") or p.name in ("Makefile", "run"))}
+    texts = {
+        p
+        for p in files
+        if p.is_file() and (p.suffix in (".py", ".md", ".toml") or p.name in ("Makefile", "run"))
+    }
     for path in texts - {Path(__file__)}:
         hits = [line for line in path.read_text().splitlines() if local.search(line)]
         assert not hits, (path, hits)

@@ -1,4 +1,6 @@
-"""Values drawn on shards: one set for every layout and mesh, spread as the modules' own code spreads them."""
+"""Values drawn on shards: one set for every layout and mesh,
+spread as the modules' own code spreads them.
+"""
 
 import math
 from typing import Any
@@ -24,7 +26,11 @@ class Parts(nn.Module):
         self.embed = nn.Embedding(12, 8, padding_idx=3)
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
         self.b.weight = self.a.weight
-        self.norm, self.attend, self.conv = nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2), nn.Conv1d(8, 8, 3)
+        self.norm, self.attend, self.conv = (
+            nn.BatchNorm1d(8),
+            nn.MultiheadAttention(8, 2),
+            nn.Conv1d(8, 8, 3),
+        )
         self.rnn = nn.LSTM(8, 8)
         self.register_buffer("steps", torch.arange(8), persistent=False)
 
@@ -34,7 +40,9 @@ class Parts(nn.Module):
 
 MODELS: dict[str, Any] = {
     "parts": Parts,
-    "llama": lambda: AutoModel.from_config(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **SMALL)),
+    "llama": lambda: AutoModel.from_config(
+        LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **SMALL)
+    ),
     "gpt2": lambda: AutoModel.from_config(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0)
     ),
@@ -48,7 +56,8 @@ def rules(model: nn.Module, split: str) -> list[tuple[str, str]]:
     """``split`` where every split dimension divides by 4, whole elsewhere."""
     lay = sl.Layout.parse(split)
     fits = [
-        (n, p.ndim >= len(lay.dims) and all(p.shape[i] % 4 == 0 for i in (0, -1))) for n, p in model.named_parameters()
+        (n, p.ndim >= len(lay.dims) and all(p.shape[i] % 4 == 0 for i in (0, -1)))
+        for n, p in model.named_parameters()
     ]
     return [(n, split if fit else "...") for n, fit in fits]
 
@@ -75,7 +84,9 @@ def test_values_are_the_same_on_every_mesh_and_as_the_constructor_spreads_them(n
         assert torch.equal(b, want[n]), n
     for n, p in dense.named_parameters():
         if p.std() == 0 or p.numel() < 64:
-            assert (p.std() == 0) == (want[n].std() == 0) and (p.std() != 0 or torch.equal(p, want[n])), n
+            assert (p.std() == 0) == (want[n].std() == 0) and (
+                p.std() != 0 or torch.equal(p, want[n])
+            ), n
         else:
             assert abs(want[n].mean() - p.mean()) < 6 * p.std() / math.sqrt(p.numel()), n
             assert 0.75 < want[n].std() / p.std() < 1.33, n
@@ -106,7 +117,9 @@ class _Largest(TorchDispatchMode):
 
 
 def largest() -> tuple[int, int]:
-    """(largest allocation, a block of the largest parameter) while layers of 16 MiB are initialised."""
+    """(largest allocation, a block of the largest
+    parameter) while layers of 16 MiB are initialised.
+    """
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2048, 2048), nn.Embedding(2048, 2048, padding_idx=0))
     with _Largest() as seen:
@@ -128,7 +141,9 @@ def test_a_seed_of_its_own_leaves_the_stream_alone() -> None:
         a, b = initialised("parts", "x ...", None), initialised("parts", "x ...", None)
         torch.manual_seed(0)
         c = initialised("parts", "x ...", None)
-        assert not torch.equal(a["a.weight"], b["a.weight"]) and torch.equal(a["a.weight"], c["a.weight"])
+        assert not torch.equal(a["a.weight"], b["a.weight"]) and torch.equal(
+            a["a.weight"], c["a.weight"]
+        )
 
 
 def test_a_padded_parameter_draws_its_true_elements() -> None:
@@ -136,9 +151,16 @@ def test_a_padded_parameter_draws_its_true_elements() -> None:
         model = nn.Embedding(10, 6, padding_idx=2)
     with sl.simulate(x=1):
         want = sl.unshard(sl.init(model, [("*", "...")], 1)[1]["weight"])
-    for axes, split in (({"x": 4}, "x ."), ({"x": 3, "y": 2}, "y x"), ({"x": 4}, ". x"), ({"x": 7}, "x .")):
+    for axes, split in (
+        ({"x": 4}, "x ."),
+        ({"x": 3, "y": 2}, "y x"),
+        ({"x": 4}, ". x"),
+        ({"x": 7}, "x ."),
+    ):
         with sl.simulate(**axes):
-            assert torch.equal(sl.unshard(sl.init(model, [("*", split)], 1, pad=True)[1]["weight"]), want)
+            assert torch.equal(
+                sl.unshard(sl.init(model, [("*", split)], 1, pad=True)[1]["weight"]), want
+            )
     assert (want[2] == 0).all() and (want[[0, 1, 3]] != 0).all()
 
 
@@ -161,7 +183,10 @@ def test_a_models_own_function_has_the_last_word() -> None:
         model = Hooked()
     with sl.simulate(x=2):
         _, params = sl.init(model, [("up.weight", "x ."), ("*", "...")], 0)
-        assert sl.unshard(params["up.weight"]).std() > 50 and (sl.unshard(params["up.bias"]) == 0).all()
+        assert (
+            sl.unshard(params["up.weight"]).std() > 50
+            and (sl.unshard(params["up.bias"]) == 0).all()
+        )
         assert (sl.unshard(params["norm.weight"]) == 1).all()
 
 
@@ -175,7 +200,9 @@ def test_what_has_no_value_is_named_and_the_fix_runs() -> None:
         with pytest.raises(UnknownParameter, match="scale, steps") as caught:
             sl.init(model, [("*", "...")])
         fix = caught.value.fix.replace("fill={", "fill={'steps': torch.arange(8), ")
-        apply, params = eval(fix, {"sl": sl, "torch": torch, "module": model, "rules": [("*", "...")]})
+        apply, params = eval(
+            fix, {"sl": sl, "torch": torch, "module": model, "rules": [("*", "...")]}
+        )
         assert apply(params, torch.ones(4, 8)).shape == (4, 8)
         with pytest.raises(UnknownParameter, match="matches no parameter or buffer"):
             sl.init(model, [("*", "...")], fill={"nothing": nn.init.zeros_})

@@ -12,17 +12,21 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "test_planning.py": "cost",
     "ops/attention/test_masks.py": "masks",  # the public names
     "test_explain.py": "live",  # the peak on paper is the peak of a step
-    "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",  # torch's database
+    # torch's database
+    "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",
     "ops/matmul/test_once.py": "ops/matmul/streamed",
     "ops/attention/test_op.py": (  # every engine on every mask, layout and ring
         "ops/attention/aligned ops/attention/case ops/attention/function ops/attention/transfers "
-        "ops/attention/engines/allgather ops/attention/engines/double_ring ops/attention/engines/pass_q "
+        "ops/attention/engines/allgather ops/attention/engines/double_ring "
+        "ops/attention/engines/pass_q "
         "ops/attention/engines/routes ops/attention/engines/rsa"
     ),
 }
 MODULES = [
-    p.relative_to(ROOT / "shardlib").with_suffix("") for p in (ROOT / "shardlib").rglob("*.py") if p.stem != "__init__"
+    p.relative_to(ROOT / "shardlib").with_suffix("")
+    for p in (ROOT / "shardlib").rglob("*.py")
+    if p.stem != "__init__"
 ]
 
 
@@ -33,9 +37,13 @@ def own(module: Path) -> Path:
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_a_module_has_a_test_of_its_name_or_is_listed(module: Path) -> None:
     listed = [test for test, modules in ELSEWHERE.items() if module.as_posix() in modules.split()]
-    assert own(module).exists() != bool(listed), f"{module}: write {own(module)} or list it (once): {listed}"
+    assert own(module).exists() != bool(listed), (
+        f"{module}: write {own(module)} or list it (once): {listed}"
+    )
 
 
 def test_what_is_listed_exists() -> None:
     assert all((ROOT / "tests" / test).exists() for test in ELSEWHERE)
-    assert {m for modules in ELSEWHERE.values() for m in modules.split()} <= {m.as_posix() for m in MODULES}
+    assert {m for modules in ELSEWHERE.values() for m in modules.split()} <= {
+        m.as_posix() for m in MODULES
+    }

@@ -1,4 +1,6 @@
-"""Modules of Hugging Face transformers, unmodified, under every recipe: outputs and every gradient are dense's."""
+"""Modules of Hugging Face transformers, unmodified, under every
+recipe: outputs and every gradient are dense's.
+"""
 
 import os
 import random
@@ -23,8 +25,19 @@ MESHES = {
     "tesseract": {"d": 2, "x": 2, "y": 2},
     "cube3d": {"x": 2, "y": 2, "z": 2},
 }
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = {
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IDS = torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(8, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -48,7 +61,9 @@ def gpt2() -> nn.Module:
 
 
 def llama(keys: int) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=keys, **SMALL, **TEXT))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_key_value_heads=keys, **SMALL, **TEXT)
+    )
 
 
 def bert() -> nn.Module:
@@ -106,13 +121,17 @@ def gap(model: str, recipe: str, **more: Tensor) -> tuple[float, float]:
     module = make().double().eval()
     answer = "loss" if "labels" in more else "logits"
     want = getattr(module(**inputs, **more), answer)
-    cotangent = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
+    cotangent = torch.randn(
+        want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1)
+    )
     (want * cotangent).sum().backward()
     dense = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     rules = RECIPES[recipe](module)
     places = {"input_ids": rules.tokens, "pixel_values": f"{batch_of(rules.tokens)} ..."}
-    places = {n: places[n] for n in inputs} | {n: f"{batch_of(rules.labels)} ." for n in more if n == "labels"}
+    places = {n: places[n] for n in inputs} | {
+        n: f"{batch_of(rules.labels)} ." for n in more if n == "labels"
+    }
     apply, params = sl.parallelize(module, rules, inputs=places)
 
     def loss(p: Any) -> tuple[Tensor, Tensor]:
@@ -121,13 +140,18 @@ def gap(model: str, recipe: str, **more: Tensor) -> tuple[float, float]:
 
     (_, logits), grads = sl.value_and_grad(loss, has_aux=True)(params)
     assert all(grads[n].sharding == params[n].sharding for n in params)
-    assert all(torch.equal(before[n], p) for n, p in module.named_parameters()), "the module changed"
+    assert all(torch.equal(before[n], p) for n, p in module.named_parameters()), (
+        "the module changed"
+    )
     assert any(p.sharding.axes for p in params.values()) or "(s)" in rules.tokens or recipe == "ddp"
     top = max(float(g.abs().max()) for g in dense.values())
     errors = [
-        float((sl.unshard(grads[n]) - g).abs().max()) / max(float(g.abs().max()), 1e-3 * top) for n, g in dense.items()
+        float((sl.unshard(grads[n]) - g).abs().max()) / max(float(g.abs().max()), 1e-3 * top)
+        for n, g in dense.items()
     ]
-    return float((sl.unshard(logits).detach() - want.detach()).abs().max() / want.detach().abs().max()), max(errors)
+    return float(
+        (sl.unshard(logits).detach() - want.detach()).abs().max() / want.detach().abs().max()
+    ), max(errors)
 
 
 def batch_of(text: str) -> str:
@@ -164,7 +188,13 @@ def test_dropout_draws_the_same_under_every_recipe() -> None:
     def logits(recipe: str, seed: int = 5, **mesh: int) -> Tensor:
         torch.manual_seed(0)
         config = transformers.GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=64,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
         )
         module = transformers.GPT2LMHeadModel(config).double().train()
         assert config.attn_pdrop > 0
@@ -189,19 +219,31 @@ def test_every_matrix_of_a_cube_is_split_over_all_of_it() -> None:
                 assert set(p.sharding.axes) == {"x", "y", "z"}, name
 
 
-SAMPLE = ["llama + LoRA", "mixtral (batched_mm)", "nn.LSTM", "nn.TransformerEncoder", "ResNet (training)", "gemma3"]
+SAMPLE = [
+    "llama + LoRA",
+    "mixtral (batched_mm)",
+    "nn.LSTM",
+    "nn.TransformerEncoder",
+    "ResNet (training)",
+    "gemma3",
+]
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers
+# peft asks transformers
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("module", SAMPLE)
 def test_a_module_of_the_zoo_equals_dense(module: str) -> None:
-    """A drawn part of benchmarks/models.py: each equals dense, some of them inside ``sl.implicit``."""
+    """A drawn part of benchmarks/models.py: each equals dense,
+    some of them inside ``sl.implicit``.
+    """
     if PACKAGES.get(module) == "peft":
         pytest.importorskip("peft", reason="peft is not installed")
     drawn = random.Random(module).sample(list(models.MESHES), 2)
     want = models.dense(module)
     cells = [models.cell(module, recipe, want) for recipe in drawn]
-    assert all(c.state in ("equal", "implicit") for c in cells), [(c.recipe, c.state, c.why) for c in cells]
+    assert all(c.state in ("equal", "implicit") for c in cells), [
+        (c.recipe, c.state, c.why) for c in cells
+    ]
 
 
 def test_real_processes_equal_dense(pool8: Any) -> None:

@@ -16,7 +16,10 @@ def test_checkpoint_recomputes_with_the_same_rule(pool: Any) -> None:
 
 
 def _checkpointed() -> float:
-    a, b = (torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    a, b = (
+        torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+        for s in (1, 2)
+    )
     x, w = a.clone().requires_grad_(), b.clone().requires_grad_()
     (x @ w).square().sum().backward()
     gaps = []
@@ -27,7 +30,10 @@ def _checkpointed() -> float:
     p, q = (distribute_tensor(t, mesh, [Shard(0), Shard(1)]).requires_grad_() for t in (a, b))
     with sl.dtensor.rules():
         checkpoint(lambda s, t: s @ t, p, q, use_reentrant=False).square().sum().backward()
-    gaps += [(p.grad.full_tensor() - x.grad).abs().max(), (q.grad.full_tensor() - w.grad).abs().max()]
+    gaps += [
+        (p.grad.full_tensor() - x.grad).abs().max(),
+        (q.grad.full_tensor() - w.grad).abs().max(),
+    ]
     return float(max(gaps))
 
 

@@ -1,4 +1,5 @@
-"""Every class of torch.nn, its batch split over data and its weights whole, in training and in evaluation.
+"""Every class of torch.nn, its batch split over data and its
+weights whole, in training and in evaluation.
 
 Results and the gradients of all parameters, by name, and of all inputs equal dense.
 """
@@ -17,7 +18,8 @@ from tests.database import close
 
 BATCH = 4
 
-# ---------------------------------------------------------------- the classes, and how each is made and called
+# ---------------------------------------------------------------- the classes, and how each is made
+# and called
 
 
 def real(*shape: int) -> torch.Tensor:
@@ -51,13 +53,16 @@ Case = tuple[
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, *given: Any, inputs: Callable[[], tuple[Any, ...]], at: int = 0, **named: Any) -> None:
+def case(
+    name: str, *given: Any, inputs: Callable[[], tuple[Any, ...]], at: int = 0, **named: Any
+) -> None:
     CASES[name] = (lambda: getattr(nn, name)(*given, **named), inputs, at)
 
 
 for _name in """
-    CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU
-    Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink PReLU RReLU Dropout AlphaDropout FeatureAlphaDropout GLU
+    CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish ReLU
+    ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink PReLU RReLU Dropout
+    AlphaDropout FeatureAlphaDropout GLU
 """.split():
     case(_name, inputs=lambda: (real(BATCH, 6),))
 for _name in ("Softmax", "Softmin", "LogSoftmax"):
@@ -106,7 +111,17 @@ for _name in ("RNN", "LSTM", "GRU"):
     case(_name, 6, 5, inputs=lambda: (real(3, BATCH, 6),), at=1)
     case(f"{_name}Cell", 6, 5, inputs=lambda: (real(BATCH, 6),))
 case("MultiheadAttention", 8, 2, batch_first=True, inputs=lambda: (real(BATCH, 3, 8),) * 3)
-case("Transformer", 8, 2, 1, 1, 12, 0.0, batch_first=True, inputs=lambda: (real(BATCH, 3, 8), real(BATCH, 2, 8)))
+case(
+    "Transformer",
+    8,
+    2,
+    1,
+    1,
+    12,
+    0.0,
+    batch_first=True,
+    inputs=lambda: (real(BATCH, 3, 8), real(BATCH, 2, 8)),
+)
 for _name, _count in (("TransformerEncoder", 1), ("TransformerDecoder", 2)):
     _args = lambda n=_count: tuple(real(BATCH, 3, 8) for _ in range(n))  # noqa: E731
     _layer = lambda name=_name: getattr(nn, name + "Layer")(8, 2, 12, 0.0, batch_first=True)  # noqa: E731
@@ -118,7 +133,11 @@ case("BCELoss", inputs=lambda: (unit(BATCH, 6), unit(BATCH, 6)))
 case("BCEWithLogitsLoss", inputs=lambda: (real(BATCH, 6), unit(BATCH, 6)))
 case("MultiLabelSoftMarginLoss", inputs=lambda: (real(BATCH, 6), ids(2, BATCH, 6).double()))
 case("MultiLabelMarginLoss", inputs=lambda: (real(BATCH, 6), ids(6, BATCH, 6)))
-case("KLDivLoss", reduction="batchmean", inputs=lambda: (real(BATCH, 6).log_softmax(-1), unit(BATCH, 6)))
+case(
+    "KLDivLoss",
+    reduction="batchmean",
+    inputs=lambda: (real(BATCH, 6).log_softmax(-1), unit(BATCH, 6)),
+)
 case("PoissonNLLLoss", inputs=lambda: (real(BATCH, 6), unit(BATCH, 6)))
 case("GaussianNLLLoss", inputs=lambda: (real(BATCH, 6), real(BATCH, 6), unit(BATCH, 6)))
 case("SoftMarginLoss", inputs=lambda: (real(BATCH, 6), sign(BATCH, 6)))
@@ -129,7 +148,13 @@ for _name in ("NLLLoss", "CrossEntropyLoss", "MultiMarginLoss"):
     case(_name, inputs=lambda: (real(BATCH, 6), ids(6, BATCH)))
 for _name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
     case(_name, inputs=lambda: (real(BATCH, 6), real(BATCH, 6), real(BATCH, 6)))
-case("AdaptiveLogSoftmaxWithLoss", 6, 8, [3, 5], inputs=lambda: (real(BATCH, 6), torch.tensor([0, 4, 6, 2])))
+case(
+    "AdaptiveLogSoftmaxWithLoss",
+    6,
+    8,
+    [3, 5],
+    inputs=lambda: (real(BATCH, 6), torch.tensor([0, 4, 6, 2])),
+)
 
 
 def ctc() -> tuple[torch.Tensor, ...]:
@@ -142,8 +167,8 @@ case("LinearCrossEntropyLoss", 6, 5, inputs=lambda: (real(BATCH, 6), ids(5, BATC
 
 APART = frozenset(
     """
-    Module Container Sequential ModuleList ModuleDict ParameterList ParameterDict DataParallel RNNBase RNNCellBase
-    SyncBatchNorm NLLLoss2d
+    Module Container Sequential ModuleList ModuleDict ParameterList ParameterDict DataParallel
+    RNNBase RNNCellBase SyncBatchNorm NLLLoss2d
     """.split()
 )  # containers, abstract bases, wrappers of processes, and the old name of NLLLoss
 
@@ -193,7 +218,9 @@ def whole(x: Any) -> torch.Tensor:
     return (sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x).detach()
 
 
-def sharded(name: str, training: bool, ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def sharded(
+    name: str, training: bool, ranks: int
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Results and gradients by name on so many simulated ranks, the batch split over them."""
     net, args, layouts = made(name, training)
     with sl.simulate(data=ranks):
@@ -202,7 +229,9 @@ def sharded(name: str, training: bool, ranks: int) -> tuple[list[torch.Tensor], 
         torch.manual_seed(5)
         out = leaves(apply(params, *values))
         derive(out)
-        return [whole(x) for x in out], graded({**params, **{f"input {i}": x for i, x in enumerate(values)}})
+        return [whole(x) for x in out], graded(
+            {**params, **{f"input {i}": x for i, x in enumerate(values)}}
+        )
 
 
 def dense(name: str, training: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -211,7 +240,9 @@ def dense(name: str, training: bool) -> tuple[list[torch.Tensor], dict[str, torc
     out = leaves(net(*values))
     derive(out)
     named = dict(net.named_parameters())
-    return [whole(x) for x in out], graded({**named, **{f"input {i}": x for i, x in enumerate(values)}})
+    return [whole(x) for x in out], graded(
+        {**named, **{f"input {i}": x for i, x in enumerate(values)}}
+    )
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +251,9 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def derive(out: list[torch.Tensor]) -> None:
-    """Backward from every result, each weighted by its own values, so that no softmax's gradient is zero."""
+    """Backward from every result, each weighted by its own
+    values, so that no softmax's gradient is zero.
+    """
     with_graph = [x for x in out if x.requires_grad]
     if with_graph:
         sum((x * x).sum() for x in with_graph).backward()  # type: ignore[union-attr]
@@ -228,7 +261,11 @@ def derive(out: list[torch.Tensor]) -> None:
 
 def graded(named: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The gradients that are not zero, by name."""
-    found = {n: whole(x.grad) for n, x in named.items() if isinstance(x, torch.Tensor) and x.grad is not None}
+    found = {
+        n: whole(x.grad)
+        for n, x in named.items()
+        if isinstance(x, torch.Tensor) and x.grad is not None
+    }
     return {n: g for n, g in found.items() if g.any()}
 
 

@@ -1,4 +1,5 @@
-"""torch's own operator database on sharded operands: equal to dense, or refused and listed with a reason.
+"""torch's own operator database on sharded operands: equal to
+dense, or refused and listed with a reason.
 
 Here a seeded sample, and every operator of the list; ``make operators`` runs all of it.
 """
@@ -26,11 +27,15 @@ def sample(most: int, seed: int = SEED) -> list[str]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_call_equals_dense_or_is_listed(part: int) -> None:
-    """A sample of the operators with a few calls each; all calls where these do not say what the list says."""
+    """A sample of the operators with a few calls each; all calls
+    where these do not say what the list says.
+    """
     found = {}
     for name in sample(100)[part::PARTS]:
         tally = db.tally(name, 3, SEED)
-        found[name] = tally if not db.differences({name: tally}) else db.tally(name, db.SAMPLES, SEED)
+        found[name] = (
+            tally if not db.differences({name: tally}) else db.tally(name, db.SAMPLES, SEED)
+        )
     assert not db.differences(found)
 
 
@@ -41,7 +46,9 @@ def test_what_is_listed_as_refused_is(name: str) -> None:
 
 def test_every_reason_is_of_an_operator() -> None:
     refused = db.listed()
-    assert not [n for of in refused.values() for n, why in of.items() if n not in db.entries() or not why]
+    assert not [
+        n for of in refused.values() for n, why in of.items() if n not in db.entries() or not why
+    ]
 
 
 # ---------------------------------------------------------------- real ranks
@@ -60,7 +67,9 @@ def outcomes(calls: list[db.Call]) -> list[tuple[str, str, Any]]:
 
 
 def importable(call: db.Call) -> bool:
-    """Whether a process that has not loaded the database can be sent the call: it holds a function of torch's."""
+    """Whether a process that has not loaded the database can be sent
+    the call: it holds a function of torch's.
+    """
     try:
         sent = pickle.dumps(call)
         pickle.loads(sent)  # some dtypes are written and not read back
@@ -71,7 +80,12 @@ def importable(call: db.Call) -> bool:
 
 def test_real_ranks_answer_as_simulated_ones(pool: Pool) -> None:
     """Call by call the same outcome and the same counted bytes."""
-    calls = [c for name in sample(80, SEED + 1) for c in db.calls(name, 1, SEED, [{"x": 2, "y": 2}]) if importable(c)]
+    calls = [
+        c
+        for name in sample(80, SEED + 1)
+        for c in db.calls(name, 1, SEED, [{"x": 2, "y": 2}])
+        if importable(c)
+    ]
     with sl.simulate(x=2, y=2):
         want = outcomes(calls)
     assert len(calls) > 20
@@ -84,7 +98,8 @@ def test_real_ranks_answer_as_simulated_ones(pool: Pool) -> None:
 X, Y = torch.rand(6, 6, 6, dtype=torch.float64), torch.rand(6, 6, 6, dtype=torch.float64) + 1
 N = torch.randint(1, 5, (6, 6, 6))
 IMAGE = torch.rand(6, 6, 4, 4, dtype=torch.float64)
-UNREACHED: dict[str, list[tuple[Any, ...]]] = {  # calls of declared functions that the database's calls do not reach
+# calls of declared functions that the database's calls do not reach
+UNREACHED: dict[str, list[tuple[Any, ...]]] = {
     "_upsample_bicubic2d_aa": [(IMAGE, [8, 8], False)],
     "_upsample_bilinear2d_aa": [(IMAGE, [8, 8], False)],
     "_upsample_nearest_exact2d": [(IMAGE, [8, 8])],
@@ -129,14 +144,18 @@ UNREACHED: dict[str, list[tuple[Any, ...]]] = {  # calls of declared functions t
 
 
 def tried(name: str) -> list[tuple[Any, ...]]:
-    """Calls of a declared name: those written here, or else of one or two operands of several dtypes."""
+    """Calls of a declared name: those written here, or else
+    of one or two operands of several dtypes.
+    """
     if name in UNREACHED:
         return UNREACHED[name]
     return [(X,), (X, Y), (N, N + 1), (N, 2)]
 
 
 def proved(calls: dict[str, Any]) -> set[str]:
-    """The names whose labelled dimensions were split, with results and gradients as dense; none may differ."""
+    """The names whose labelled dimensions were split, with results
+    and gradients as dense; none may differ.
+    """
     out, wrong = set(), []
     for name, several in calls.items():
         for function, args, kwargs in several:
@@ -148,7 +167,9 @@ def proved(calls: dict[str, Any]) -> set[str]:
 
 
 def test_every_labelled_dimension_may_be_split_alone() -> None:
-    """Of declared functions that a sample of the database reaches; all of them by ``make operators``."""
+    """Of declared functions that a sample of the database
+    reaches; all of them by ``make operators``.
+    """
     names = sample(60, SEED + 2)
     assert len(proved(db.declared_calls(2, SEED, names))) > 20
 

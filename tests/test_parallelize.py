@@ -48,7 +48,9 @@ def test_inputs_are_placed_by_name_or_position_and_misspelt_ones_are_refused() -
         apply, params = sl.parallelize(Loose(), [("*", "...")], inputs=places)
         for out in (apply(params, x), apply(params, hidden=x), apply(params, x, x, x)):
             assert sl.layout_of(out) == sl.Layout.parse("data .")
-        with pytest.raises(sl.errors.RuleLint, match=r"no argument 'hiden'; did you mean 'hidden'\?"):
+        with pytest.raises(
+            sl.errors.RuleLint, match=r"no argument 'hiden'; did you mean 'hidden'\?"
+        ):
             sl.parallelize(Loose(), [("*", "...")], inputs={"hiden": "data ."})
         compiled = torch.compile(nn.Linear(4, 4), backend="eager")
         with pytest.raises(sl.errors.RuleLint, match="did you mean 'input'"):
@@ -170,11 +172,15 @@ UNFIT: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("case", UNFIT)
-def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(case: str, meta: bool) -> None:
+def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(
+    case: str, meta: bool
+) -> None:
     rules, says = UNFIT[case]
     module = nn.Linear(4, 5, device="meta" if meta else None)
     with sl.simulate(x=2):
-        with pytest.raises(sl.ShardError, match=f"^parallelize: the rule of parameter 'weight' .*{says}") as caught:
+        with pytest.raises(
+            sl.ShardError, match=f"^parallelize: the rule of parameter 'weight' .*{says}"
+        ) as caught:
             sl.parallelize(module, rules)
         fix = caught.value.fix
         if case == "one that others share":  # the bias, of 5 too, is next
@@ -187,9 +193,16 @@ def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(case: s
 
 @pytest.mark.parametrize("layout", ["q .", "x x", "(x .", None, ("x", None)])
 def test_an_inputs_layout_that_cannot_be_names_the_input_and_the_fix_runs(layout: Any) -> None:
-    space: dict[str, Any] = {"sl": sl, "module": nn.Linear(4, 5), "rules": [("*", "...")], "inputs": {"input": layout}}
+    space: dict[str, Any] = {
+        "sl": sl,
+        "module": nn.Linear(4, 5),
+        "rules": [("*", "...")],
+        "inputs": {"input": layout},
+    }
     with sl.simulate(x=2):
-        with pytest.raises(sl.ShardError, match=r"^parallelize: the layout of input 'input'") as caught:
+        with pytest.raises(
+            sl.ShardError, match=r"^parallelize: the layout of input 'input'"
+        ) as caught:
             sl.parallelize(space["module"], space["rules"], inputs=space["inputs"])
         eval(caught.value.fix, space)
         space["inputs"] = [("input", "x .")]
@@ -212,7 +225,8 @@ GOOD = [("*.weight", "..."), ("*.bias", ".")]
 def test_rules_match_by_glob_regex_and_function_in_order() -> None:
     with sl.simulate(x=2):
         _, p = sl.parallelize(
-            MLP, [("0.weight", "x ."), (re.compile(r"^2\.w"), ". x"), (lambda n, t: t.ndim == 1, ".")]
+            MLP,
+            [("0.weight", "x ."), (re.compile(r"^2\.w"), ". x"), (lambda n, t: t.ndim == 1, ".")],
         )
     assert [str(v.sharding) for v in p.values()] == ["x .", ".", ". x", "."]
 
@@ -230,7 +244,10 @@ def test_logical_names_resolve_by_axes() -> None:
 LINT = [
     ([("0.*", "...")], "no rule matches parameter '2.weight'"),
     ([*GOOD, ("3.wieght", ".")], "rule '3.wieght' matches no parameter"),
-    ([("*", "..."), ("0.weight", "x .")], "rule '0.weight' is never reached: an earlier rule takes 0.weight"),
+    (
+        [("*", "..."), ("0.weight", "x .")],
+        "rule '0.weight' is never reached: an earlier rule takes 0.weight",
+    ),
     ([*GOOD, (lambda n, t: n == "3.weight", ".")], "matches no parameter"),
 ]
 
@@ -255,7 +272,9 @@ def test_misspelt_and_missing_parameters_are_named() -> None:
         apply, params = sl.parallelize(module, GOOD)
         x = torch.ones(2, 4)
         wrong = {("0.wieght" if n == "0.weight" else n): p for n, p in params.items()}
-        with pytest.raises(sl.ShardError, match=r"no parameter '0.wieght'; did you mean '0.weight'") as caught:
+        with pytest.raises(
+            sl.ShardError, match=r"no parameter '0.wieght'; did you mean '0.weight'"
+        ) as caught:
             apply(wrong, x)
         exec(caught.value.fix, {"params": wrong})
         assert apply(wrong, x).shape == (2, 4)
@@ -309,7 +328,10 @@ def test_meta_modules_materialise_shard_by_shard(tmp_path: Any) -> None:
         _, values = sl.parallelize(real, sl.recipes.optimus2d(real))
         sl.save(tmp_path / "a.safetensors", values)
         apply, blank = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": "x ."})
-        assert blank["wte.weight"].local.shape == (16, 8) and sl.unshard(blank["wte.weight"]).isnan().all()
+        assert (
+            blank["wte.weight"].local.shape == (16, 8)
+            and sl.unshard(blank["wte.weight"]).isnan().all()
+        )
         params = sl.load(tmp_path / "a.safetensors", like=blank)
         assert torch.equal(sl.unshard(apply(params, IDS)), sl.unshard(apply(values, IDS)))
     with sl.record(x=2):

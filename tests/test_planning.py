@@ -40,7 +40,9 @@ def test_no_grid_moves_less_than_the_bound(m: int, k: int, n: int, p: int) -> No
         ((512, 512, 512), (8, 8, 8)),
     ],
 )
-def test_the_matching_grid_attains_the_bound(shape: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+def test_the_matching_grid_attains_the_bound(
+    shape: tuple[int, int, int], grid: tuple[int, int, int]
+) -> None:
     assert float(cube_words(*shape, *grid)) == pytest.approx(
         sl.planning.lower_bound(*shape, math.prod(grid)), rel=1e-12
     )
@@ -51,8 +53,14 @@ class Block(nn.Module):
 
     def __init__(self, h: int, **where: Any) -> None:
         super().__init__()
-        self.c_attn, self.out_proj = nn.Linear(h, 3 * h, bias=False, **where), nn.Linear(h, h, bias=False, **where)
-        self.fc_in, self.fc2 = nn.Linear(h, 4 * h, bias=False, **where), nn.Linear(4 * h, h, bias=False, **where)
+        self.c_attn, self.out_proj = (
+            nn.Linear(h, 3 * h, bias=False, **where),
+            nn.Linear(h, h, bias=False, **where),
+        )
+        self.fc_in, self.fc2 = (
+            nn.Linear(h, 4 * h, bias=False, **where),
+            nn.Linear(4 * h, h, bias=False, **where),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.out_proj(self.c_attn(x).chunk(3, -1)[0])
@@ -61,8 +69,12 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 12, 16, 64, 512])
 @pytest.mark.parametrize("tokens_per_rank", [256, 1024, 4096])
-def test_one_grid_serves_a_whole_block_within_116_percent_of_the_bound(ranks: int, tokens_per_rank: int) -> None:
-    """Counted by running a Transformer block's forward on shapes alone, on the grid that ``choose`` says."""
+def test_one_grid_serves_a_whole_block_within_116_percent_of_the_bound(
+    ranks: int, tokens_per_rank: int
+) -> None:
+    """Counted by running a Transformer block's forward on shapes
+    alone, on the grid that ``choose`` says.
+    """
     h, tokens = 9216, tokens_per_rank * ranks
     shapes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
     free = sl.planning.Link(alpha=0.0, beta=1.0)
@@ -78,8 +90,11 @@ def test_one_grid_serves_a_whole_block_within_116_percent_of_the_bound(ranks: in
     assert y.sharding == x.sharding
     assert best.best.cost.bytes == 2 * t.bytes  # a step with all that is gathered saved
     bound = sum(sl.planning.lower_bound(tokens, i, o, ranks) for i, o in shapes)
-    freely = sum(min(cube_words(tokens, i, o, *g) for g in factorizations(ranks)) for i, o in shapes)
-    bar = max(1.16, float(freely) / bound)  # 9 ranks and tokens as many as h: no grid of 1s, 3s and 9s comes nearer
+    freely = sum(
+        min(cube_words(tokens, i, o, *g) for g in factorizations(ranks)) for i, o in shapes
+    )
+    # 9 ranks and tokens as many as h: no grid of 1s, 3s and 9s comes nearer
+    bar = max(1.16, float(freely) / bound)
     assert bar == 1.16 or (ranks, tokens_per_rank) == (9, 1024)
     assert float(t.bytes) / 4 <= bar * bound * (1 + 1e-12), (best.best, float(t.bytes) / 4 / bound)
 
@@ -129,10 +144,17 @@ def test_an_mlp_may_have_roles_of_its_own(grid: tuple[int, int, int], mlp: str) 
         with sl.trace() as t:
             out = apply(params, placed)
             got = [out, *torch.autograd.grad(out, leaves, sl.shard(g, placed.sharding))]
-        assert out.sharding == placed.sharding and [p.sharding for p in got[2:]] == [p.sharding for p in leaves[1:]]
+        assert out.sharding == placed.sharding and [p.sharding for p in got[2:]] == [
+            p.sharding for p in leaves[1:]
+        ]
         for ours, dense in zip(got, want, strict=True):
             assert float(((sl.unshard(ours) - dense).norm() / dense.norm()).detach()) < 1e-12
-    layers = [Layer(h, 3 * h), Layer(h, h, True), Layer(h, 4 * h, False, True), Layer(4 * h, h, True, True)]
+    layers = [
+        Layer(h, 3 * h),
+        Layer(h, h, True),
+        Layer(h, 4 * h, False, True),
+        Layer(4 * h, h, True, True),
+    ]
     cost = step_cost(layers, m, k, n, "", batch, 8, 12, mlp)
     kinds = {"all_gather", "psum_scatter"}
     assert sum((e.bytes for e in t.events if e.kind in kinds), Fraction(0)) == cost.bytes
@@ -163,7 +185,11 @@ def test_saying_plainly_that_two_axes_do() -> None:
 def test_less_memory_means_fewer_operands_saved() -> None:
     mlp = [(1024, 4096), (4096, 1024)]
     rich, poor = (sl.choose(mlp, 8, batch=1024, sequence=4, memory=b) for b in (None, 56e6))
-    assert rich.save == "xw" and poor.save == "" and poor.best.cost.memory <= 56e6 < rich.best.cost.memory
+    assert (
+        rich.save == "xw"
+        and poor.save == ""
+        and poor.best.cost.memory <= 56e6 < rich.best.cost.memory
+    )
 
 
 def test_what_cannot_be_placed_says_so_and_the_fix_runs() -> None:
@@ -198,7 +224,9 @@ def test_a_link_that_is_slow_to_start_prefers_fewer_messages() -> None:
     with sl.simulate(x=3, y=3) as mesh:
         a, b = sl.shard(torch.zeros(9, 9), "x y"), sl.shard(torch.zeros(9, 9), "x y")
         prices = {
-            n: m.cost for n, m in sl.why("matmul", a, b).verdicts if isinstance(m, sl.extend.Match) and not m.gathered
+            n: m.cost
+            for n, m in sl.why("matmul", a, b).verdicts
+            if isinstance(m, sl.extend.Match) and not m.gathered
         }
         for axis in mesh.names:
             mesh.links[axis] = sl.planning.Link(alpha=1.0, beta=0.0)

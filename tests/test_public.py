@@ -28,11 +28,13 @@ MODULES = {
     "collectives": """Event Pending Stacked Trace all_gather all_to_all axis_index axis_size expect_comm pbroadcast
         pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
     "dtensor": "from_dtensor rules to_dtensor",
-    "errors": """AxisReused BadArgument ImplicitCommunication LayoutSyntax MeshError NoMesh NoRule NotExpressible
-        OutOfRange PartialEscape PlainTensor RankMismatch RuleLint ShardError UnevenSplit UnexpectedComm UnknownAxis
+    "errors": """AxisReused BadArgument ImplicitCommunication LayoutSyntax MeshError NoMesh NoImplementation NotExpressible
+        OutOfRange PartialEscape PlainTensor RankMismatch RuleLint ShardError UnevenSplit
+        UnexpectedComm UnknownAxis
         UnknownParameter Unsupported lettered mesh_text user_line""",
     "extend": """At AttentionCase Cost Engine Job LocalQueries Mask Match MatmulCase Move Moves Plan Relation Run
-        Schedule add_sink algorithm gathered local_queries moving positions register_engine remove scattered started
+        Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
+        scattered started
         summing sums_like viewed""",
     "masks": "ALiBi Bias Causal Documents Full Mask Padding Prefix Window mask_mod",
     "optim": """Transform adam adamw apply_updates chain clip_by_global_norm global_norm identity lion masked scale
@@ -85,9 +87,13 @@ def test_a_family_is_its_layout_of_activations() -> None:
             double = sl.shard_map(lambda t: 2 * t, in_layouts=family, out_layouts=family)
             assert torch.equal(sl.unshard(double(sl.shard(x, family))), 2 * x)
             linear = torch.nn.Linear(8, 8, bias=False)
-            apply, params = sl.parallelize(linear, [("*", family.weight.T)], inputs={"input": family})
+            apply, params = sl.parallelize(
+                linear, [("*", family.weight.T)], inputs={"input": family}
+            )
             assert torch.allclose(sl.unshard(apply(params, x)), linear(x))
-            with pytest.raises(sl.errors.LayoutSyntax, match=r"for activations, .act, and one for weights") as e:
+            with pytest.raises(
+                sl.errors.LayoutSyntax, match=r"for activations, .act, and one for weights"
+            ) as e:
                 sl.parallelize(linear, [("weight", family)])
             eval(e.value.fix, {"sl": sl, "module": linear, "rules": [("weight", family)]})
 
@@ -122,7 +128,9 @@ def test_what_is_no_layout_is_refused_with_the_line_to_write(given: Any, fix: st
             with pytest.raises(sl.errors.LayoutSyntax, match="is no layout: ") as e:
                 call()
             assert e.value.fix == line
-            assert torch.equal(sl.unshard(eval(line, {"sl": sl, "x": x if "sl.shard" in line else whole})), x)
+            assert torch.equal(
+                sl.unshard(eval(line, {"sl": sl, "x": x if "sl.shard" in line else whole})), x
+            )
         linear = torch.nn.Linear(4, 4, bias=False)
         for refused in (
             lambda: sl.matmul(whole, whole, given if given is not None else ()),
@@ -150,5 +158,7 @@ def test_every_mesh_is_a_context(tmp_path: Path) -> None:
         "    assert sl.current_mesh() is mesh\n"
         "print(sl.typeof(a), sl.unshard(a + a).tolist())\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout == "f32[4@x] [2.0, 2.0, 2.0, 2.0]\n", done.stderr

@@ -1,4 +1,6 @@
-"""One key for all ranks: it follows torch.manual_seed, can be saved, and is what recomputation draws from again."""
+"""One key for all ranks: it follows torch.manual_seed, can be saved,
+and is what recomputation draws from again.
+"""
 
 import datetime
 from typing import Any
@@ -55,7 +57,9 @@ def test_ranks_that_seed_and_draw_apart_draw_the_same(pool: Any) -> None:
 
 
 def parts_of_the_job() -> list[torch.Tensor]:
-    """Rows of the grid as meshes of their own, whose stream is their own; a generator that each rank has seeded."""
+    """Rows of the grid as meshes of their own, whose stream is their
+    own; a generator that each rank has seeded.
+    """
     rank, whole = dist.get_rank(), sl.current_mesh()
     torch.manual_seed(7 + rank // 2)
     a = draw("x y")
@@ -74,7 +78,9 @@ def test_a_part_of_the_job_has_a_stream_of_its_own(pool: Any) -> None:
 
     with sl.simulate(x=2):
         zero = torch.Generator().manual_seed(0)
-        named = sl.unshard(torch.empty_like(sl.shard(torch.zeros(4, 4), "x .")).normal_(generator=zero))
+        named = sl.unshard(
+            torch.empty_like(sl.shard(torch.zeros(4, 4), "x .")).normal_(generator=zero)
+        )
     for rank, got in enumerate(pool.run(parts_of_the_job, x=2, y=2)):
         want = [*here(7), named, *here(7 + rank // 2)]
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -207,7 +213,10 @@ def gradients(keep: bool, reentrant: bool, nested: bool) -> tuple[torch.Tensor, 
             return checkpoint(inner, h, use_reentrant=reentrant) + h  # type: ignore[operator]
         return inner(h) + h
 
-    a, b = (region(x * 1) if keep else checkpoint(region, x * 1, use_reentrant=reentrant) for _ in range(2))
+    a, b = (
+        region(x * 1) if keep else checkpoint(region, x * 1, use_reentrant=reentrant)
+        for _ in range(2)
+    )
     torch.manual_seed(4)
     between = draw()
     ((a + 2 * b) * sl.shard(torch.rand(4, 4), "x y")).sum().backward()  # type: ignore[operator]
@@ -217,7 +226,9 @@ def gradients(keep: bool, reentrant: bool, nested: bool) -> tuple[torch.Tensor, 
 def compared() -> None:
     for reentrant in (False, True):
         for nested in (False, True):
-            for got, want in zip(gradients(False, reentrant, nested), gradients(True, reentrant, nested), strict=True):
+            for got, want in zip(
+                gradients(False, reentrant, nested), gradients(True, reentrant, nested), strict=True
+            ):
                 assert torch.equal(got, want)
 
 
@@ -257,7 +268,9 @@ class _Path(torch.nn.Module):
 
 
 def _paths(spread: bool) -> list[Any]:
-    """Three calls; with ``spread`` each rank's generator stands elsewhere, and does so afterwards."""
+    """Three calls; with ``spread`` each rank's generator
+    stands elsewhere, and does so afterwards.
+    """
     torch.manual_seed(0)
     model = _Path()
     apply, params = sl.parallelize(model, [("*", "...")], inputs={"x": "data ."})

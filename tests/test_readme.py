@@ -12,7 +12,9 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[b.split("\n")[0] + str(i) for i, b in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[b.split("\n")[0] + str(i) for i, b in enumerate(BLOCKS)]
+)
 def test_blocks_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()

@@ -17,18 +17,28 @@ def gap(recipe: str, pending: str | tuple = (), **options: Any) -> float:
     before = {n: p.detach().clone() for n, p in m.named_parameters()}
     rules = getattr(sl.recipes, recipe)(m, **options)
     apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
-    got, found = sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS.roll(-1, 1)), pending=pending)(params)
+    got, found = sl.value_and_grad(
+        lambda p: apply(p, IDS, targets=IDS.roll(-1, 1)), pending=pending
+    )(params)
     errors = [abs(float(got.item() - loss.item()))]
     for n, g in grads.items():
         assert found[n].sharding.dims == params[n].sharding.dims
         errors.append(float((sl.unshard(found[n]) - g).abs().max() / g.abs().max()))
-    assert all(torch.equal(before[n], p.detach()) for n, p in m.named_parameters()), "the module changed"
+    assert all(torch.equal(before[n], p.detach()) for n, p in m.named_parameters()), (
+        "the module changed"
+    )
     return max(errors)
 
 
 @pytest.mark.parametrize(
     "axes",
-    [{"x": 2, "y": 2}, {"data": 2, "x": 2, "y": 2}, {"data": 2, "x": 1, "y": 4}, {"x": 4, "y": 1}, {"x": 1, "y": 1}],
+    [
+        {"x": 2, "y": 2},
+        {"data": 2, "x": 2, "y": 2},
+        {"data": 2, "x": 1, "y": 4},
+        {"x": 4, "y": 1},
+        {"x": 1, "y": 1},
+    ],
 )
 def test_a_gpt_in_2d_blocks_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
@@ -44,7 +54,9 @@ def test_a_gpt_in_columns_and_rows_equals_dense(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"x": 4}, {"data": 2, "x": 2}])
-def test_a_gpt_whose_weights_are_gathered_for_their_products_equals_dense(axes: dict[str, int]) -> None:
+def test_a_gpt_whose_weights_are_gathered_for_their_products_equals_dense(
+    axes: dict[str, int],
+) -> None:
     with sl.simulate(**axes):
         assert gap("fsdp") < 1e-12
     with sl.simulate(data=4):
@@ -64,13 +76,16 @@ def test_fsdp_gathers_each_weight_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("axes", [{"x": 2}, {"data": 2, "x": 4}])
-def test_a_gpt_with_its_residual_split_along_the_sequence_equals_dense(axes: dict[str, int]) -> None:
+def test_a_gpt_with_its_residual_split_along_the_sequence_equals_dense(
+    axes: dict[str, int],
+) -> None:
     with sl.simulate(**axes):
         assert gap("megatron1d", sequence=True) < 1e-12
 
 
 @pytest.mark.parametrize(
-    "axes", [{"d": 2, "x": 2, "y": 2}, {"d": 1, "x": 2, "y": 2}, {"data": 2, "d": 2, "x": 1, "y": 2}]
+    "axes",
+    [{"d": 2, "x": 2, "y": 2}, {"d": 1, "x": 2, "y": 2}, {"data": 2, "d": 2, "x": 1, "y": 2}],
 )
 def test_a_gpt_in_a_plane_per_depth_equals_dense(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
@@ -116,7 +131,9 @@ def test_simulated_and_real_ranks_count_the_same(pool: Any) -> None:
 def traffic() -> tuple[Any, ...]:
     m, where = GPT(CONFIG), "x ."
     with sl.trace() as t:
-        apply, params = sl.parallelize(m, sl.recipes.optimus2d(m), inputs={"idx": where, "targets": where})
+        apply, params = sl.parallelize(
+            m, sl.recipes.optimus2d(m), inputs={"idx": where, "targets": where}
+        )
         sl.value_and_grad(lambda p: apply(p, IDS, targets=IDS))(params)
     return t.bytes, t.messages, tuple(sorted(t.by_kind().items()))
 
@@ -133,7 +150,9 @@ def test_dropout_gives_the_same_loss_under_every_layout() -> None:
     ]:
         with sl.simulate(**axes):
             rules = getattr(sl.recipes, recipe)(m)
-            apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens, "targets": rules.labels})
+            apply, params = sl.parallelize(
+                m, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+            )
             torch.manual_seed(5)
             losses.append(apply(params, IDS, IDS).item())
     assert max(losses) - min(losses) < 1e-12

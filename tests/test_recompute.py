@@ -84,7 +84,9 @@ WAYS |= {
     "nested": partial(nested, reentrant=False),
     "nested reentrant": partial(nested, reentrant=True),
     "sequential": lambda net, h: checkpoint_sequential(net.blocks, 2, h, use_reentrant=False),
-    "selective": partial(each, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _keeps)),
+    "selective": partial(
+        each, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _keeps)
+    ),
 }
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
@@ -106,7 +108,9 @@ def gap(got: Any, want: dict[str, Tensor]) -> float:
 
 
 def checkpointed() -> list[str]:
-    """Ways to checkpoint whose gradients are not the dense ones: deferred, interleaved, by ``.backward()``, twice."""
+    """Ways to checkpoint whose gradients are not the dense ones:
+    deferred, interleaved, by ``.backward()``, twice.
+    """
     wrong = []
 
     def note(what: str, error: float) -> None:
@@ -134,7 +138,10 @@ def checkpointed() -> list[str]:
         if way == "selective":  # torch allows one backward
             continue
         out.backward()
-        note(f"{way} again", gap({n: p.grad for n, p in leaves.items()}, {n: 2 * g for n, g in want.items()}))
+        note(
+            f"{way} again",
+            gap({n: p.grad for n, p in leaves.items()}, {n: 2 * g for n, g in want.items()}),
+        )
     return wrong
 
 
@@ -191,7 +198,11 @@ def test_a_region_under_autocast_recomputes_in_its_dtypes() -> None:
 def live() -> int:
     """Bytes of all plain tensors that are alive."""
     gc.collect()
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) is Tensor
+    }
     return sum(held.values())
 
 
@@ -214,7 +225,9 @@ def test_checkpointing_holds_fewer_bytes_after_forward(pool: Any) -> None:
 
 
 def models() -> list[str]:
-    """transformers' gradient_checkpointing_enable: how far GPT-2 and Llama are from dense, both modes."""
+    """transformers' gradient_checkpointing_enable: how far
+    GPT-2 and Llama are from dense, both modes.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -222,8 +235,18 @@ def models() -> list[str]:
     def made(kind: str) -> nn.Module:
         torch.manual_seed(0)
         if kind == "gpt2":
-            config = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0,
-                                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+            config = GPT2Config(
+                vocab_size=64,
+                n_positions=8,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
             return GPT2LMHeadModel(config).double().train()
         return LlamaForCausalLM(
             LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -238,12 +261,13 @@ def models() -> list[str]:
         for reentrant in (False, True):
             m = made(kind)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # newer transformers have another name for it
+                # newer transformers have another name for it
+                warnings.simplefilter("ignore", FutureWarning)
                 m.gradient_checkpointing_enable({"use_reentrant": reentrant})
             rules = sl.recipes.megatron1d(m)
             apply, params = sl.parallelize(m, rules, inputs={"input_ids": "data ."})
             calls: list[int] = []
-            m.get_submodule(
+            apply.module.get_submodule(
                 "transformer.h.0.mlp" if kind == "gpt2" else "model.layers.0.mlp"
             ).register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
             run = partial(apply, input_ids=ids, use_cache=False)
@@ -263,7 +287,9 @@ def test_transformers_checkpointing_inside_apply(pool: Any) -> None:
 
 
 def test_what_one_thread_is_inside_of_another_is_not() -> None:
-    """``apply`` lets plain tensors meet sharded ones, in its own thread only; meshes are each thread's own."""
+    """``apply`` lets plain tensors meet sharded ones, in its own
+    thread only; meshes are each thread's own.
+    """
     entered, left, said = threading.Event(), threading.Event(), []
 
     class Waits(nn.Linear):

@@ -10,7 +10,10 @@ from benchmarks import rig
 
 
 def test_a_ratio_pairs_repetitions() -> None:
-    rows = [rig.Row(n, s, 10 * s) for n, s in (("a", 1.0), ("b", 2.0), ("a", 9.0), ("b", 3.0), ("a", 4.0), ("b", 2.0))]
+    rows = [
+        rig.Row(n, s, 10 * s)
+        for n, s in (("a", 1.0), ("b", 2.0), ("a", 9.0), ("b", 3.0), ("a", 4.0), ("b", 2.0))
+    ]
     assert rig.ratio(rows, "a", "b") == 2.0 and rig.ratio(rows, "b", "a", "sent") == 0.5
 
 

@@ -1,4 +1,6 @@
-"""Recipes know roles from structure: names play no part, and what cannot be split is left whole and named."""
+"""Recipes know roles from structure: names play no part, and what
+cannot be split is left whole and named.
+"""
 
 from typing import Any
 
@@ -20,30 +22,43 @@ IDS = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
 
 
 def gap(module: nn.Module, recipe: str, *, rules: Any = None, **options: Any) -> float:
-    """Largest relative difference of the output and of any gradient, on the mesh in scope, as written."""
+    """Largest relative difference of the output and of any
+    gradient, on the mesh in scope, as written.
+    """
     module = module.double()
     want = module(IDS)
-    cotangent = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
+    cotangent = torch.randn(
+        want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1)
+    )
     module.zero_grad()
     (want * cotangent).sum().backward()
     found = getattr(sl.recipes, recipe)(module, **options)
-    apply, params = sl.parallelize(module, found if rules is None else rules(found), inputs={"ids": found.tokens})
+    apply, params = sl.parallelize(
+        module, found if rules is None else rules(found), inputs={"ids": found.tokens}
+    )
 
     def loss(p: Any) -> tuple[Tensor, Tensor]:
         out = apply(p, IDS)
         return (out * sl.shard(cotangent, out.sharding)).sum(), out
 
     (_, out), grads = sl.value_and_grad(loss, has_aux=True)(params)
-    errors = [float((sl.unshard(out).detach() - want.detach()).abs().max() / want.detach().abs().max())]
+    errors = [
+        float((sl.unshard(out).detach() - want.detach()).abs().max() / want.detach().abs().max())
+    ]
     for n, p in module.named_parameters():
         wanted = torch.zeros_like(p) if p.grad is None else p.grad
-        errors.append(float((sl.unshard(grads[n]) - wanted).abs().max() / max(float(wanted.abs().max()), 1e-3)))
+        errors.append(
+            float(
+                (sl.unshard(grads[n]) - wanted).abs().max() / max(float(wanted.abs().max()), 1e-3)
+            )
+        )
     return max(errors)
 
 
 @pytest.mark.parametrize("recipe", MESHES)
 @pytest.mark.parametrize(
-    ("cut", "keys"), [("3 heads", 4), ("heads 3", 4), ("grouped", 2), ("slices", 2), ("slices", 4), ("split", 2)]
+    ("cut", "keys"),
+    [("3 heads", 4), ("heads 3", 4), ("grouped", 2), ("slices", 2), ("slices", 4), ("split", 2)],
 )
 def test_fused_weights_in_every_order_equal_dense(cut: str, keys: int, recipe: str) -> None:
     with sl.simulate(**MESHES[recipe]):
@@ -63,7 +78,11 @@ def test_fused_weights_in_every_order_equal_dense(cut: str, keys: int, recipe: s
 def test_the_order_of_a_fused_weight_is_in_its_layout(cut: str, keys: int, token: str) -> None:
     with sl.simulate(x=2):
         rules = dict(r[:2] for r in sl.recipes.megatron1d(Fused(cut, keys=keys)))
-    assert rules["qkv.weight"] == f"{token} ." and rules["qkv.bias"] == token and rules["out.weight"] == ". x"
+    assert (
+        rules["qkv.weight"] == f"{token} ."
+        and rules["qkv.bias"] == token
+        and rules["out.weight"] == ". x"
+    )
 
 
 def test_heads_that_do_not_divide_are_whole_and_named() -> None:
@@ -83,7 +102,9 @@ class Wild(nn.Module):
         self.o_proj = nn.Embedding(vocabulary, 32)
         self.q_norm = nn.LayerNorm(32)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))})
+            nn.ModuleDict(
+                {"mlp": nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))}
+            )
             for _ in range(2)
         )
         self.fc1 = nn.Linear(32, vocabulary, bias=False)
@@ -101,7 +122,9 @@ def test_numbers_stay_apart_where_roles_differ() -> None:
     with sl.simulate(x=2):
         rules = dict(r[:2] for r in sl.recipes.megatron1d(Wild()))
     assert rules["blocks.*.mlp.0.weight"] == "x ." and rules["blocks.*.mlp.2.weight"] == ". x"
-    assert rules["o_proj.weight"] == "x ." and rules["q_norm.weight"] == "." and rules["scale"] == "."
+    assert (
+        rules["o_proj.weight"] == "x ." and rules["q_norm.weight"] == "." and rules["scale"] == "."
+    )
     assert rules["idle"] == "..."
 
 
@@ -132,7 +155,9 @@ def test_rules_before_a_recipes_own_go_first() -> None:
 
 
 class Adapted(nn.Module):
-    """A projection with a low-rank adapter beside it, q and k normalised per head, one head of keys."""
+    """A projection with a low-rank adapter beside it, q and
+    k normalised per head, one head of keys.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +171,10 @@ class Adapted(nn.Module):
         x = self.e(ids)
         rows, length = ids.shape
         q = (self.q(x) + 2 * self.b(self.a(x))).view(rows, length, 4, 8).transpose(1, 2)
-        k, v = (f(x).view(rows, length, 1, 8).transpose(1, 2).expand(rows, 4, length, 8) for f in (self.k, self.v))
+        k, v = (
+            f(x).view(rows, length, 1, 8).transpose(1, 2).expand(rows, 4, length, 8)
+            for f in (self.k, self.v)
+        )
         seen = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True)
         return x + self.o(seen.transpose(1, 2).reshape(rows, length, 32))
 
@@ -168,7 +196,9 @@ def test_an_error_inside_a_module_names_its_parameters_and_a_rule_that_helps() -
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(16, 32)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), Sorted()) for _ in range(2))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 32), Sorted()) for _ in range(2)
+            )
 
         def forward(self, ids: Tensor) -> Tensor:
             x = self.table(ids)
@@ -184,7 +214,9 @@ def test_an_error_inside_a_module_names_its_parameters_and_a_rule_that_helps() -
             apply(params, IDS)
         space = {"rules": rules}
         exec(caught.value.operands["or"], space)
-        apply, params = sl.parallelize(module, [r for r in space["rules"] if not r[0].startswith("*.0")])
+        apply, params = sl.parallelize(
+            module, [r for r in space["rules"] if not r[0].startswith("*.0")]
+        )
         assert torch.equal(sl.unshard(apply(params, IDS)), module(IDS))
 
 
@@ -198,7 +230,11 @@ class Untied(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.table, self.up, self.down = nn.Embedding(vocabulary, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.table, self.up, self.down = (
+            nn.Embedding(vocabulary, 16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
         self.head = nn.Linear(16, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -213,16 +249,24 @@ def test_a_vocabulary_that_does_not_divide_is_whole_and_named_or_padded(recipe: 
     want.backward()
     with sl.simulate(**MESHES[recipe]):
         rules = getattr(sl.recipes, recipe)(module)
-        assert all("pad=True" in rules.left[n] for n in ("table.weight", "head.weight", "head.bias"))
+        assert all(
+            "pad=True" in rules.left[n] for n in ("table.weight", "head.weight", "head.bias")
+        )
         for pad in (False, True):
-            apply, params = sl.parallelize(module, [("down.bias", "."), *rules], inputs={"ids": rules.tokens}, pad=pad)
+            apply, params = sl.parallelize(
+                module, [("down.bias", "."), *rules], inputs={"ids": rules.tokens}, pad=pad
+            )
             for n in ("table.weight", "head.weight", "head.bias"):
-                assert ("padded" in sl.typeof(params[n])) == pad and params[n].shape == module.get_parameter(n).shape
+                assert ("padded" in sl.typeof(params[n])) == pad and params[
+                    n
+                ].shape == module.get_parameter(n).shape
             if recipe == "cube3d" and not pad:
                 continue  # whole logits lie as tokens do
             ids = sl.shard(IDS, rules.labels)
             loss, grads = sl.value_and_grad(
-                lambda p, apply=apply, ids=ids: F.cross_entropy(apply(p, IDS).view(-1, 17), ids.view(-1))
+                lambda p, apply=apply, ids=ids: F.cross_entropy(
+                    apply(p, IDS).view(-1, 17), ids.view(-1)
+                )
             )(params)
             assert abs(float(loss.item() - want.item())) < 1e-12
             for n, p in module.named_parameters():

@@ -12,7 +12,13 @@ def test_pictures_show_every_contiguous_piece_and_its_owners() -> None:
         fused = sl.visualize(sl.shard(torch.zeros(12, 4), "(3 y) ."))
         assert fused.count("| 0,2") == 3 and fused.count("| 1,3") == 3
         skewed = sl.visualize(sl.shard(torch.zeros(4, 4), "x y skew a")).splitlines()
-        assert skewed[1].split() == ["|", "0", "|", "1", "|"] and skewed[4].split() == ["|", "3", "|", "2", "|"]
+        assert skewed[1].split() == ["|", "0", "|", "1", "|"] and skewed[4].split() == [
+            "|",
+            "3",
+            "|",
+            "2",
+            "|",
+        ]
         assert "0,1,2,3" in sl.visualize(sl.shard(torch.zeros(()), ""))
         with pytest.raises(sl.ShardError, match="one or two dimensions"):
             sl.visualize(sl.shard(torch.zeros(2, 2, 2), "x ..."))

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 import shardlib as sl
 
 
-@given(st.integers(1, 20), st.integers(1, 5), st.sampled_from(["contiguous", "zigzag", "striped"]), st.data())
+@given(
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+    st.data(),
+)
 def test_each_token_s_target_is_the_next_token(n: int, p: int, schedule: str, data: Any) -> None:
     ids = torch.arange(100, 100 + 2 * n).view(2, n)
-    borders = (0, *sorted(data.draw(st.lists(st.integers(1, n - 1), max_size=2))), n) if n > 1 else (0, n)
+    borders = (
+        (0, *sorted(data.draw(st.lists(st.integers(1, n - 1), max_size=2))), n) if n > 1 else (0, n)
+    )
     with sl.simulate(s=p):
         lay = sl.Ring("s", schedule=schedule)
         xs, ys = sl.shard_sequence(ids, lay, documents=borders)
@@ -30,8 +37,13 @@ def test_each_token_s_target_is_the_next_token(n: int, p: int, schedule: str, da
 def test_a_dict_keeps_its_names() -> None:
     ids = torch.arange(12).view(2, 6)
     with sl.simulate(data=2, s=3):
-        out = sl.shard_sequence({"input_ids": ids, "labels": ids, "extra": ids[..., None].float()}, "data s")
-        assert sl.typeof(out["input_ids"]) == "i64[2@data, 6@s]" and sl.typeof(out["extra"]) == "f32[2@data, 6@s, 1]"
+        out = sl.shard_sequence(
+            {"input_ids": ids, "labels": ids, "extra": ids[..., None].float()}, "data s"
+        )
+        assert (
+            sl.typeof(out["input_ids"]) == "i64[2@data, 6@s]"
+            and sl.typeof(out["extra"]) == "f32[2@data, 6@s, 1]"
+        )
         assert torch.equal(sl.unshard(out["labels"])[:, :-1], ids[:, 1:])
 
 
@@ -49,7 +61,9 @@ def test_a_filled_up_sequence_trains_as_the_dense_one() -> None:
 
     model = GPT(GPTConfig(ctx=8, layers=1, heads=2, embed=8)).double()
     ids = torch.randint(256, (2, 7), generator=torch.Generator().manual_seed(0))
-    loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].reshape(-1, 256), ids[:, 1:].reshape(-1))
+    loss = torch.nn.functional.cross_entropy(
+        model(ids)[:, :-1].reshape(-1, 256), ids[:, 1:].reshape(-1)
+    )
     loss.backward()
     with sl.simulate(s=4):
         apply, params = sl.parallelize(model, sl.recipes.ring(model))

@@ -9,7 +9,9 @@ import shardlib as sl
 
 
 @pytest.mark.parametrize(("where", "found"), [(".", [5.0, 6.0]), ("x", [5.0, 6.0] * 4)])
-def test_a_tensor_made_inside_is_the_same_on_every_rank(pool: Any, where: str, found: list[float]) -> None:
+def test_a_tensor_made_inside_is_the_same_on_every_rank(
+    pool: Any, where: str, found: list[float]
+) -> None:
     with sl.simulate(x=4):
         mine = sl.shard_map(lambda v: torch.tensor([5.0, 6.0]), in_layouts="x", out_layouts=where)(
             sl.shard(torch.arange(4.0), "x")
@@ -21,7 +23,9 @@ def test_a_tensor_made_inside_is_the_same_on_every_rank(pool: Any, where: str, f
 
 def _plain_inside(where: str) -> list[float]:
     x = sl.shard(torch.arange(4.0), "x")
-    return sl.unshard(sl.shard_map(lambda v: torch.tensor([5.0, 6.0]), in_layouts="x", out_layouts=where)(x)).tolist()
+    return sl.unshard(
+        sl.shard_map(lambda v: torch.tensor([5.0, 6.0]), in_layouts="x", out_layouts=where)(x)
+    ).tolist()
 
 
 @pytest.mark.parametrize(
@@ -53,4 +57,6 @@ def test_copies_that_differ_by_their_rounding_pass() -> None:
 @pytest.mark.parametrize("body", [lambda v: 1.0, lambda v: (v, v), lambda v: None])
 def test_a_body_returns_one_tensor_for_each_layout(body: Any) -> None:
     with sl.simulate(x=2), pytest.raises(sl.ShardError, match="the body returned"):
-        sl.shard_map(body, in_layouts="x", out_layouts=("x", "x", "x"))(sl.shard(torch.ones(4), "x"))
+        sl.shard_map(body, in_layouts="x", out_layouts=("x", "x", "x"))(
+            sl.shard(torch.ones(4), "x")
+        )

@@ -1,4 +1,6 @@
-"""A module whose parameters are sharded does what it did: generate, train under torch.optim and Trainer, save."""
+"""A module whose parameters are sharded does what it did: generate,
+train under torch.optim and Trainer, save.
+"""
 
 import copy
 import os
@@ -16,7 +18,8 @@ from benchmarks.zoo import ZOO
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 transformers.logging.set_verbosity_error()
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of transformers and peft
+# of transformers and peft
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 MESHES = {
     "megatron1d": {"data": 2, "x": 2},
@@ -60,7 +63,12 @@ def test_generate_gives_the_same_tokens(recipe: str, way: str, plain: dict[str, 
         mine: Any = sharded(model, recipe)
         for count in (8, 5):
             how = {k: v[:count] if isinstance(v, Tensor) else v for k, v in WAYS[way].items()}
-            how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0} | how
+            how = {
+                "do_sample": False,
+                "max_new_tokens": 4,
+                "min_new_tokens": 4,
+                "pad_token_id": 0,
+            } | how
             torch.manual_seed(1)
             want = model.generate(IDS[:count], **how)
             torch.manual_seed(1)
@@ -92,7 +100,8 @@ def test_torch_optim_trains_it_as_dense() -> None:
                 steps.step()
         theirs = dict(dense.named_parameters())
         for name, p in mine.named_parameters():
-            assert torch.allclose(sl.unshard(p.detach()), theirs[name], atol=1e-6), name  # losses are in fp32
+            # losses are in fp32
+            assert torch.allclose(sl.unshard(p.detach()), theirs[name], atol=1e-6), name
 
 
 def test_a_batch_to_train_on_must_divide() -> None:
@@ -121,7 +130,8 @@ def test_trainer_trains_evaluates_and_saves_it(tmp_path: Path, steps: str) -> No
         mine = sharded(copy.deepcopy(dense), "megatron1d")
         found = []
         for model in (dense, mine):
-            trainer = transformers.Trainer(model, how, train_dataset=data, eval_dataset=data[:7])  # 7: 3, 3 and 1
+            # 7: 3, 3 and 1
+            trainer = transformers.Trainer(model, how, train_dataset=data, eval_dataset=data[:7])
             trainer.train()
             found.append([h["loss"] for h in trainer.state.log_history if "loss" in h])
             found[-1].append(trainer.evaluate()["eval_loss"])
@@ -156,7 +166,9 @@ def test_frozen_weights_get_no_gradient(kind: str) -> None:
         with sl.implicit(2**20):
             mine = sl.as_module(apply, params)
             mine(input_ids=IDS).logits.square().mean().backward()
-            _, grads = sl.value_and_grad(lambda p: sl.unshard(apply(p, input_ids=IDS).logits).square().mean())(params)
+            _, grads = sl.value_and_grad(
+                lambda p: sl.unshard(apply(p, input_ids=IDS).logits).square().mean()
+            )(params)
         dense(input_ids=IDS).logits.square().mean().backward()
         for (name, p), q in zip(mine.named_parameters(), dense.parameters(), strict=True):
             assert p.requires_grad == q.requires_grad == ("lora_" in name)
@@ -170,7 +182,9 @@ def test_frozen_weights_get_no_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["simulated", "one rank"])
 def test_calls_do_not_change_buffers(kind: str) -> None:
-    """``apply`` is pure; ``apply.mutable`` gives new buffers; the module keeps its own, as torch's does."""
+    """``apply`` is pure; ``apply.mutable`` gives new buffers;
+    the module keeps its own, as torch's does.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().train()
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -207,7 +221,10 @@ def on_ranks() -> float:
         model(**rows(0)).loss.backward()
         steps.step()
     theirs = dict(dense.named_parameters())
-    return max(float((sl.unshard(p.detach()) - theirs[n].detach()).abs().max()) for n, p in mine.named_parameters())
+    return max(
+        float((sl.unshard(p.detach()) - theirs[n].detach()).abs().max())
+        for n, p in mine.named_parameters()
+    )
 
 
 def test_real_processes_generate_and_train_alike(pool: Any) -> None:

@@ -1,4 +1,6 @@
-"""A skeleton is the module without weights: nothing in it leads back, and what is the user's is shared."""
+"""A skeleton is the module without weights: nothing in it
+leads back, and what is the user's is shared.
+"""
 
 import functools
 import gc
@@ -170,7 +172,11 @@ WAYS = [Base, Listed, Unregistered, Parent, Patched, Accelerated, Hooked, Tied, 
 
 
 def storages(tensors: Any) -> dict[int, int]:
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"}
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type != "meta"
+    }
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -254,7 +260,9 @@ def test_a_skeleton_has_the_shapes_dtypes_and_ties_of_the_module() -> None:
 
 
 def held(sequence: bool) -> tuple[int, int, int]:
-    """Bytes alive more than before, after a module is dropped; those of blocks and buffers; those of the module."""
+    """Bytes alive more than before, after a module is dropped; those of
+    blocks and buffers; those of the module.
+    """
     gc.collect()
     before = storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
     m = GPT(GPTConfig(vocab=64, ctx=16, layers=3, heads=4, embed=64))
@@ -263,8 +271,14 @@ def held(sequence: bool) -> tuple[int, int, int]:
     apply, params = sl.parallelize(m, sl.recipes.megatron1d(m, sequence=sequence))
     del m
     gc.collect()
-    kept = sum(storages([p.raw for p in params.values()] + [b.raw for b in apply.buffers.values()]).values())
-    blocks = sum(p.raw.nbytes for p in params.values()) + sum(b.raw.nbytes for b in apply.buffers.values())
+    kept = sum(
+        storages(
+            [p.raw for p in params.values()] + [b.raw for b in apply.buffers.values()]
+        ).values()
+    )
+    blocks = sum(p.raw.nbytes for p in params.values()) + sum(
+        b.raw.nbytes for b in apply.buffers.values()
+    )
     assert kept == blocks, "a block that is a view keeps the whole tensor"
     alive = storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
     return sum(n for at, n in alive.items() if at not in before), blocks, whole
@@ -312,7 +326,10 @@ def test_threads_that_call_one_apply_at_once_are_right(recipe: str) -> None:
     def work(k: int) -> None:
         try:
             with sl.simulate(x=2):
-                mine = {n: sl.shard(sl.unshard(p).detach() * scales[k], p.sharding) for n, p in params.items()}
+                mine = {
+                    n: sl.shard(sl.unshard(p).detach() * scales[k], p.sharding)
+                    for n, p in params.items()
+                }
                 gate.wait()
                 for _ in range(5):
                     results[k] = sl.value_and_grad(lambda p: apply(p, xs[k]))(mine)

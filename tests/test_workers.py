@@ -46,7 +46,12 @@ def test_the_pool_tells_the_first_failure_and_goes_on(pool: Any, act: str, says:
 
 def test_what_is_sent_comes_back_by_rank(pool: Any) -> None:
     got = pool.run(_scaled, torch.arange(3.0), 2.0, x=2, y=2)
-    assert [g.tolist() for g in got] == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0], [2.0, 4.0, 6.0], [3.0, 5.0, 7.0]]
+    assert [g.tolist() for g in got] == [
+        [0.0, 2.0, 4.0],
+        [1.0, 3.0, 5.0],
+        [2.0, 4.0, 6.0],
+        [3.0, 5.0, 7.0],
+    ]
 
 
 def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:

@@ -66,13 +66,17 @@ class Pool:
         self.pipes, self.processes = [], []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self.folder.name, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self.folder.name, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, fn: Callable[..., Any], *args: Any, seconds: float = 60.0, **axes: int) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, seconds: float = 60.0, **axes: int
+    ) -> list[Any]:
         task = pickle.dumps((fn, args, axes, seconds))
         for pipe in self.pipes:
             pipe.send_bytes(task)
@@ -83,9 +87,17 @@ class Pool:
             for pipe in wait(left, until - time.monotonic()) or left:
                 rank = self.pipes.index(pipe)
                 try:
-                    done, value = pickle.loads(pipe.recv_bytes()) if pipe.poll() else (False, "no answer in time")
+                    done, value = (
+                        pickle.loads(pipe.recv_bytes())
+                        if pipe.poll()
+                        else (False, "no answer in time")
+                    )
                 except EOFError:
-                    done, value = False, f"no answer within {seconds:.0f} s, or the process died; see its stacks above"
+                    done, value = (
+                        False,
+                        f"no answer within {seconds:.0f} s, or the process died; see its stacks "
+                        "above",
+                    )
                 if not done:
                     self.close()
                     self._start()

@@ -36,7 +36,7 @@ from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.simulate import Stacked
 
 __all__ = [  # what local code is written with; the other names are for the rooms below
-    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size", "expect_comm",
-    "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum", "psum_scatter", "pvary", "shift",
-    "start", "trace",
+    "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
+    "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum",
+    "psum_scatter", "pvary", "shift", "start", "trace",
 ]  # fmt: skip

@@ -22,10 +22,10 @@ from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported
 from shardlib.mesh import Mesh, current_mesh, scope
 
 __all__ = [
-    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts", "each_rank", "held",
-    "holds_values", "lead", "pbroadcast", "pick", "played", "pmax", "pmean", "ppermute", "preduce", "preduce_add",
-    "pslice", "psum", "psum_scatter", "pvary", "reductions", "shift", "start", "start_ppermutes", "storage", "unwrap",
-    "wrap",
+    "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
+    "each_rank", "held", "holds_values", "lead", "pbroadcast", "pick", "played", "pmax", "pmean",
+    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "reductions",
+    "shift", "start", "start_ppermutes", "storage", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -67,7 +67,9 @@ def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
 
 
 def lead(mesh: Mesh) -> int:
-    """Number of dimensions that a storage has in front of a block's: 1 where one process plays several ranks."""
+    """Number of dimensions that a storage has in front of a block's:
+    1 where one process plays several ranks.
+    """
     return BACKENDS[mesh.kind].lead
 
 
@@ -77,9 +79,11 @@ def holds_values(mesh: Mesh) -> bool:
 
 
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
-    """(coordinate, view) of every rank that this process plays; view(raw) is that rank's block of a storage.
+    """(coordinate, view) of every rank that this process plays;
+    view(raw) is that rank's block of a storage.
 
-    For local code that differs in more than values from rank to rank; what it writes to the views stays.
+    For local code that differs in more than values from rank to
+    rank; what it writes to the views stays.
     """
     for i, coord in enumerate(played(mesh)):
         yield coord, lambda raw, i=i: raw[i] if lead(mesh) else raw
@@ -98,7 +102,8 @@ class _Collective:
 
     ``post``     its function in a back end.
     ``adjoint``  params -> the collective that takes a gradient back, and its params.
-    ``moved``    (bytes of a block, axis size, params) -> bytes received, /, messages; None: it moves nothing.
+    ``moved``    (bytes of a block, axis size, params) -> bytes
+                 received, /, messages; None: it moves nothing.
     """
 
     name: str
@@ -120,7 +125,12 @@ def _unlinear(*_: object) -> tuple[_Collective, tuple]:
     raise AssertionError("pmax has its own gradient")
 
 
-_PSUM = _Collective("psum", lambda b: b.psum, lambda *_: (_PSUM, ()), lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)))
+_PSUM = _Collective(
+    "psum",
+    lambda b: b.psum,
+    lambda *_: (_PSUM, ()),
+    lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
+)
 _PMAX = _Collective("pmax", lambda b: b.pmax, _unlinear, _PSUM.moved)
 _ALL_GATHER = _Collective(
     "all_gather",
@@ -137,7 +147,10 @@ _PSUM_SCATTER = _Collective(
 _PSLICE = _Collective("pslice", lambda b: b.pslice, lambda dim: (_PLACE, (dim,)))
 _PLACE = _Collective("place", lambda b: b.place, lambda dim: (_PSLICE, (dim,)))
 _PPERMUTE = _Collective(
-    "ppermute", _one_permuted, lambda pairs: (_PPERMUTE, (tuple((d, s) for s, d in pairs),)), _permuted
+    "ppermute",
+    _one_permuted,
+    lambda pairs: (_PPERMUTE, (tuple((d, s) for s, d in pairs),)),
+    _permuted,
 )
 _ALL_TO_ALL = _Collective(
     "all_to_all",
@@ -146,10 +159,16 @@ _ALL_TO_ALL = _Collective(
     lambda n, p, _: ((p - 1) * n, p, p - 1),
 )
 _PBROADCAST = _Collective(
-    "pbroadcast", lambda b: b.pbroadcast, lambda root: (_PREDUCE, (root,)), lambda n, p, _: ((p - 1) * n, p, 1)
+    "pbroadcast",
+    lambda b: b.pbroadcast,
+    lambda root: (_PREDUCE, (root,)),
+    lambda n, p, _: ((p - 1) * n, p, 1),
 )
 _PREDUCE = _Collective(
-    "preduce", lambda b: b.preduce, lambda root: (_PBROADCAST, (root,)), lambda n, p, _: ((p - 1) * n, p, 1)
+    "preduce",
+    lambda b: b.preduce,
+    lambda root: (_PBROADCAST, (root,)),
+    lambda n, p, _: ((p - 1) * n, p, 1),
 )
 
 
@@ -166,7 +185,9 @@ class _Moved(Local):
     """A linear collective on raw storage; its backward is the adjoint collective."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, op: _Collective, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, op: _Collective, mesh: Mesh, axes: Axes, params: tuple
+    ) -> Tensor:
         ctx.call = op, mesh, axes, params
         return raw.view_as(raw) if op is _PVARY else _finish(op, raw, mesh, axes, params)()
 
@@ -227,19 +248,33 @@ def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: 
 
 
 _SENT = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
 )
-"""What gloo and nccl take; bool and int16 are added in int32, others are moved as bits of their width."""
+"""What gloo and nccl take; bool and int16 are added in int32,
+others are moved as bits of their width.
+"""
 
 _SMALL = frozenset({torch.bool, torch.int16})
 
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
-def _note(traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> None:
+def _note(
+    traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
+) -> None:
     if op.moved is not None:
         n, p = _bytes(raw), mesh.axis_size(axes)
-        if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:  # narrower than what is summed
+        # narrower than what is summed
+        if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:
             n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
             n //= mesh.size
@@ -269,7 +304,9 @@ def _public(name: str) -> str:
     return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
 
 
-_EVERY_DAY = frozenset({"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"})
+_EVERY_DAY = frozenset(
+    {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
+)
 
 
 def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -> int:
@@ -279,14 +316,17 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
             f"dimension {dim} of a block with {ndim} dimensions",
             op=op,
             operands={"block": list(x.shape)},
-            fix=f"{_public(op)}(x, {axis!r}, dim=0)" if ndim else f"{_public(op)}(x.unsqueeze(0), {axis!r})",
+            fix=f"{_public(op)}(x, {axis!r}, dim=0)"
+            if ndim
+            else f"{_public(op)}(x.unsqueeze(0), {axis!r})",
         )
     if splits:
         mesh = x.mesh if type(x) is Stacked else current_mesh()
         p, n = mesh.axis_size(axis), x.shape[dim]
         if n % p:
             raise UnevenSplit(
-                f"dimension {dim} of size {n} does not divide over mesh axis {axis!r} (size {p}, remainder {n % p})",
+                f"dimension {dim} of size {n} does not divide over mesh axis {axis!r} (size {p}, "
+                f"remainder {n % p})",
                 op=op,
                 operands={"block": list(x.shape)},
                 mesh=mesh,
@@ -299,7 +339,9 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
 # ---------------------------------------------------------------- the collectives
 
 
-def psum(x: Tensor, axis: Axis, *, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
+def psum(
+    x: Tensor, axis: Axis, *, out: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> Tensor:
     """Sum over a mesh axis; every rank gets it.
 
     ``out``   the result's dtype, in which it travels to all; the sum itself keeps x's.
@@ -314,18 +356,26 @@ def psum(x: Tensor, axis: Axis, *, out: torch.dtype | None = None, wire: torch.d
     return _call(_PSUM, x, axis, _narrow(x, out, wire))
 
 
-def _narrow(x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> tuple[torch.dtype, ...]:
+def _narrow(
+    x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None
+) -> tuple[torch.dtype, ...]:
     dtypes = out or x.dtype, wire or x.dtype
     return () if dtypes == (x.dtype, x.dtype) else dtypes
 
 
 def pmean(x: Tensor, axis: Axis) -> Tensor:
     """Mean over a mesh axis.  Moves what psum moves.  Grad: pmean."""
-    return psum(x, axis) / axis_size(axis) if type(x) is not Stacked else psum(x, axis) / x.mesh.axis_size(axis)
+    return (
+        psum(x, axis) / axis_size(axis)
+        if type(x) is not Stacked
+        else psum(x, axis) / x.mesh.axis_size(axis)
+    )
 
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
-    """Elementwise maximum over a mesh axis.  Moves what psum moves.  Grad: to the maxima, shared."""
+    """Elementwise maximum over a mesh axis.
+    Moves what psum moves.  Grad: to the maxima, shared.
+    """
     return _call(_PMAX, x, axis, ())
 
 
@@ -377,7 +427,9 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     return _call(_PPERMUTE, x, axis, _pairs(x, axis, perm))
 
 
-def _pairs(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...]]:
+def _pairs(
+    x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]
+) -> tuple[tuple[tuple[int, int], ...]]:
     pairs = tuple((int(s), int(d)) for s, d in perm)
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     _check_pairs(pairs, mesh.axis_size(axis))
@@ -390,12 +442,18 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
     outside = [r for r in (*sources, *targets) if not 0 <= r < p]
     twice = [r for ranks in (sources, targets) for r in set(ranks) if ranks.count(r) > 1]
     if outside or twice:
-        what = f"rank {outside[0]} is not among 0..{p - 1}" if outside else f"rank {twice[0]} sends or receives twice"
+        what = (
+            f"rank {outside[0]} is not among 0..{p - 1}"
+            if outside
+            else f"rank {twice[0]} sends or receives twice"
+        )
         raise ShardError(what, op="ppermute", fix=f"perm={[(i, (i + 1) % p) for i in range(p)]}")
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
-    """Rank i's block goes to rank i + by, cyclic.  Moves: n bytes, 1 message.  Grad: shift by -by."""
+    """Rank i's block goes to rank i + by, cyclic.
+    Moves: n bytes, 1 message.  Grad: shift by -by.
+    """
     return _call(_PPERMUTE, x, axis, _by(x, axis, by))
 
 
@@ -419,11 +477,14 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 
 
 def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, int]:
-    return _dim("all_to_all", x, axis, split_dim, True), _dim("all_to_all", x, axis, concat_dim, False)
+    return _dim("all_to_all", x, axis, split_dim, True), _dim(
+        "all_to_all", x, axis, concat_dim, False
+    )
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """The root's block on every rank.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: preduce.
+    """The root's block on every rank.
+    Moves: (p-1)/p n bytes on average, 1 message.  Grad: preduce.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -434,15 +495,20 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """The sum at the root, zeros elsewhere.  Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast."""
+    """The sum at the root, zeros elsewhere.
+    Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast.
+    """
     return _call(_PREDUCE, x, axis, (_root("preduce", x, axis, root),))
 
 
-def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None) -> None:
+def preduce_add(
+    target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None
+) -> None:
     """``target += preduce(x, axis, root)`` without the zeros: only the root's target changes.
 
-    x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's own
-    part and the sum are rounded once, to the target.  In place and without a gradient, for rules.
+    x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's
+    own part and the sum are rounded once, to the target.  In place and without a gradient, for
+    schedules.
     Moves: what preduce in the dtype of the wire moves.
     """
     wire = wire or target.dtype
@@ -457,7 +523,7 @@ def preduce_add(target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dty
 
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
-    """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in rules."""
+    """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in schedules."""
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
     known = None if now.traces else mesh.groups.get((broadcasts, axis))
@@ -469,8 +535,11 @@ def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
     return found
 
 
-def reductions(axis: str, wire: torch.dtype | None = None) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """``preduce_add(target, x, axis, root, wire)`` as a function of target, x and root, for loops in rules.
+def reductions(
+    axis: str, wire: torch.dtype | None = None
+) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
+    """``preduce_add(target, x, axis, root, wire)`` as a function of
+    target, x and root, for loops in schedules.
 
     It is posted; call what it returns to finish it.
     """
@@ -489,12 +558,16 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     p = mesh.axis_size(axis)
     if not 0 <= root < p:
-        raise ShardError(f"root {root} is not among 0..{p - 1} of {axis!r}", op=op, mesh=mesh, fix="root=0")
+        raise ShardError(
+            f"root {root} is not among 0..{p - 1} of {axis!r}", op=op, mesh=mesh, fix="root=0"
+        )
     return root
 
 
 def pvary(x: Tensor, axis: Axis) -> Tensor:
-    """The identity, whose gradient is summed over ``axis``: a replicated value met per-rank data."""
+    """The identity, whose gradient is summed over ``axis``: a
+    replicated value met per-rank data.
+    """
     return _call(_PVARY, x, axis, ())
 
 
@@ -532,15 +605,22 @@ class Pending:
         self._finish: Callable[[], Tensor] | None = finish
 
     def wait(self) -> Tensor:
-        """Block until the transfer is done and return the block.  Raises: ShardError the second time."""
+        """Block until the transfer is done and return the block.
+        Raises: ShardError the second time.
+        """
         if self._finish is None:
-            raise ShardError("this transfer was waited for already", op="wait", fix="y = pending.wait()  # once")
+            raise ShardError(
+                "this transfer was waited for already", op="wait", fix="y = pending.wait()  # once"
+            )
         out, self._finish = self._finish(), None
         return out
 
 
-def start_ppermutes(xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]) -> list[Pending]:
-    """Post several ppermutes as one call: a batch of sends and receives that cannot wait for each other.
+def start_ppermutes(
+    xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]
+) -> list[Pending]:
+    """Post several ppermutes as one call: a batch of sends and
+    receives that cannot wait for each other.
 
     Each counts as its own; as with ``start``, for code that writes its own gradient.
     """
@@ -570,7 +650,10 @@ _POSTABLE: dict[
     psum_scatter: lambda x, axis, dim=0, wire=None: (_PSUM_SCATTER, _scatter(x, axis, dim, wire)),
     ppermute: lambda x, axis, perm: (_PPERMUTE, _pairs(x, axis, perm)),
     shift: lambda x, axis, by=1: (_PPERMUTE, _by(x, axis, by)),
-    all_to_all: lambda x, axis, split_dim, concat_dim: (_ALL_TO_ALL, _dims(x, axis, split_dim, concat_dim)),
+    all_to_all: lambda x, axis, split_dim, concat_dim: (
+        _ALL_TO_ALL,
+        _dims(x, axis, split_dim, concat_dim),
+    ),
     pbroadcast: lambda x, axis, root=0: (_PBROADCAST, (_root("pbroadcast", x, axis, root),)),
     preduce: lambda x, axis, root=0: (_PREDUCE, (_root("preduce", x, axis, root),)),
 }

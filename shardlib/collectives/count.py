@@ -57,7 +57,9 @@ class Trace:
 
     def __str__(self) -> str:
         lines = [f"{float(self.bytes):,.0f} B in {self.messages} messages per rank"]
-        for (kind, axis), n in sorted(self._by(lambda e: (e.kind, e.axis)).items(), key=lambda kv: -kv[1]):
+        for (kind, axis), n in sorted(
+            self._by(lambda e: (e.kind, e.axis)).items(), key=lambda kv: -kv[1]
+        ):
             calls = [e for e in self.events if (e.kind, e.axis) == (kind, axis)]
             lines.append(f"  {kind:<13} over {axis:<8} {len(calls):>4} times  {float(n):>14,.0f} B")
         return "\n".join(lines)
@@ -90,7 +92,8 @@ class trace(Entered):
 
 
 class expect_comm(trace):
-    """Assert, at the end of the block, how many collectives of each kind ran inside; kinds not named: none.
+    """Assert, at the end of the block, how many collectives of
+    each kind ran inside; kinds not named: none.
 
     ``bytes`` and ``messages`` are totals per rank, checked where given.
     Raises: UnexpectedComm listing what ran.
@@ -102,7 +105,9 @@ class expect_comm(trace):
     ...         _ = a @ sl.shard(torch.ones(4, 4), "x .")
     """
 
-    def __init__(self, *, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int) -> None:
+    def __init__(
+        self, *, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int
+    ) -> None:
         self.bytes, self.messages, self.kinds = bytes, messages, kinds
 
     def __exit__(self, *error: object) -> None:
@@ -121,14 +126,25 @@ class expect_comm(trace):
             if found.get(k, 0) != wanted.get(k, 0)
         ]
         wrong += [f"{t.bytes} bytes, not {self.bytes}"] if self.bytes not in (None, t.bytes) else []
-        wrong += [f"{t.messages} messages, not {self.messages}"] if self.messages not in (None, t.messages) else []
+        wrong += (
+            [f"{t.messages} messages, not {self.messages}"]
+            if self.messages not in (None, t.messages)
+            else []
+        )
         if wrong:
             ran = ", ".join(f"{k}={n}" for k, n in found.items())
-            raise UnexpectedComm("; ".join(wrong) + f"\n{t}", op="expect_comm", fix=f"sl.expect_comm({ran})")
+            raise UnexpectedComm(
+                "; ".join(wrong) + f"\n{t}", op="expect_comm", fix=f"sl.expect_comm({ran})"
+            )
 
 
 def note(
-    traces: tuple[Trace, ...], kind: str, axis: str | tuple[str, ...], numerator: int, denominator: int, messages: int
+    traces: tuple[Trace, ...],
+    kind: str,
+    axis: str | tuple[str, ...],
+    numerator: int,
+    denominator: int,
+    messages: int,
 ) -> None:
     """Count one collective in these traces."""
     name = axis if isinstance(axis, str) else " ".join(axis)

@@ -16,7 +16,9 @@ from shardlib.collectives.simulate import Stacked, of
 __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 
 
-def rotate(blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)) -> Iterator[list[Tensor]]:
+def rotate(
+    blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)
+) -> Iterator[list[Tensor]]:
     """These blocks of this rank, then of its neighbours one step back: p steps in all.
 
     Block j travels ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
@@ -30,12 +32,18 @@ def rotate(blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)) -> I
     """
     now, p = list(blocks), axis_size(axis)
     for step in range(p):
-        coming = [start(shift, x, axis, by) for x, by in zip(now, ways, strict=True)] if step < p - 1 else []
+        coming = (
+            [start(shift, x, axis, by) for x, by in zip(now, ways, strict=True)]
+            if step < p - 1
+            else []
+        )
         yield now
         now = [c.wait() for c in coming]
 
 
-def rotate_sum(parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequence[int] = (1,)) -> list[Tensor]:
+def rotate_sum(
+    parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequence[int] = (1,)
+) -> list[Tensor]:
     """The sums over ranks of their parts of this rank's blocks, gathered on the way round.
 
     ``parts[j](back)`` is this rank's part of block j of rank i - back.
@@ -45,13 +53,16 @@ def rotate_sum(parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequen
     totals = [part(by * (1 - p)) for part, by in zip(parts, ways, strict=True)]
     for step in range(1, p):
         coming = [start(shift, total, axis, by) for total, by in zip(totals, ways, strict=True)]
-        mine = [part(by * (1 - p + step)) for part, by in zip(parts, ways, strict=True)]  # while the sums travel
+        # while the sums travel
+        mine = [part(by * (1 - p + step)) for part, by in zip(parts, ways, strict=True)]
         totals = [c.wait().add_(m) for c, m in zip(coming, mine, strict=True)]
     return totals
 
 
 def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
-    """The block of ``x`` along ``dim`` that belongs to rank i - back.  x [.., n, ..] -> [.., n / p, ..]."""
+    """The block of ``x`` along ``dim`` that belongs to rank i -
+    back.  x [.., n, ..] -> [.., n / p, ..].
+    """
     p, i = axis_size(axis), axis_index(axis)
     n = x.shape[dim] // p
     if not isinstance(i, Stacked):
@@ -62,7 +73,9 @@ def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
 
 
 def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tensor:
-    """Blocks of rank i, i - way, i - 2 way, ... side by side in rank order.  p of [.., n, ..] -> [.., n p, ..]."""
+    """Blocks of rank i, i - way, i - 2 way, ... side by side in rank
+    order.  p of [.., n, ..] -> [.., n p, ..].
+    """
     p, i = axis_size(axis), axis_index(axis)
     if not isinstance(i, Stacked):
         return torch.cat([blocks[way * (i - j) % p] for j in range(p)], dim) if p > 1 else blocks[0]

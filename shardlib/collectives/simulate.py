@@ -35,7 +35,9 @@ class Stacked(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type, ranks: Tensor, mesh: Mesh) -> "Stacked":
-        self = torch.Tensor._make_wrapper_subclass(cls, ranks.shape[1:], dtype=ranks.dtype, device=ranks.device)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, ranks.shape[1:], dtype=ranks.dtype, device=ranks.device
+        )
         self.ranks, self.mesh = ranks, mesh
         return self
 
@@ -46,12 +48,14 @@ class Stacked(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = _TABLE.get(func, _by_vmap)
-        return rule(func, args, kwargs or {})
+        implementation = _TABLE.get(func, _by_vmap)
+        return implementation(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ShardError(f"{func} reached simulated blocks below torch functions", op=str(func), fix="x.ranks")
+        raise ShardError(
+            f"{func} reached simulated blocks below torch functions", op=str(func), fix="x.ranks"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self.ranks.is_meta or _agree(self.ranks):
@@ -76,11 +80,11 @@ def _agree(ranks: Tensor) -> bool:
 
 
 def _enter(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def put(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def put(implementation: Callable[..., Any]) -> Callable[..., Any]:
         for f in funcs:
             if f is not None:
-                _TABLE[f] = rule
-        return rule
+                _TABLE[f] = implementation
+        return implementation
 
     return put
 
@@ -121,26 +125,30 @@ def _functions(names: str, *owners: Any) -> list[Any]:
 
 
 _ELEMENTWISE = """
-    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
-    sqrt rsqrt square reciprocal sin cos tan sinh cosh tanh sigmoid erf erfc relu floor ceil round trunc frac
-    clamp clamp_min clamp_max minimum maximum atan2 lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or
-    logical_xor logical_not isnan isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not where masked_fill
-    float double half bfloat16 long int bool to type type_as zeros_like ones_like full_like empty_like clone
-    contiguous detach nan_to_num logaddexp
-    fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_ masked_fill_ pow_ addcmul_
-    addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_ atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_
-    clamp_max_ eq_ ne_ lt_ le_ gt_ ge_
+    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2
+    log10 log1p sqrt rsqrt square reciprocal sin cos tan sinh cosh tanh sigmoid erf erfc relu floor
+    ceil round trunc frac clamp clamp_min clamp_max minimum maximum atan2 lerp addcmul addcdiv eq ne
+    lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite bitwise_and
+    bitwise_or bitwise_xor bitwise_not where masked_fill float double half bfloat16 long int bool to
+    type type_as zeros_like ones_like full_like empty_like clone contiguous detach nan_to_num
+    logaddexp fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_
+    masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_
+    atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_ clamp_max_ eq_ ne_ lt_ le_ gt_ ge_
 """
 _DUNDERS = """
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
-    __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __floordiv__ __mod__ __pow__
-    __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__
-    __xor__ __lshift__ __rshift__
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+    __rtruediv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __floordiv__
+    __mod__ __pow__ __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__
+    __ge__ __and__ __or__ __xor__ __lshift__ __rshift__
 """
 
 
 @_enter(*_functions(_ELEMENTWISE, torch, Tensor), *_functions(_DUNDERS, Tensor))
-@_enter(*_functions("gelu relu silu mish elu selu leaky_relu sigmoid tanh softplus softsign logsigmoid", F))
+@_enter(
+    *_functions(
+        "gelu relu silu mish elu selu leaky_relu sigmoid tanh softplus softsign logsigmoid", F
+    )
+)
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
@@ -157,11 +165,20 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: int) -> bool:
-    """Where one more dimension would change what torch does: 0-dim operands of other dtypes, memory formats."""
+    """Where one more dimension would change what torch does: 0-dim
+    operands of other dtypes, memory formats.
+    """
     if kwargs.get("memory_format") is not None or func.__name__ in ("masked_fill", "masked_fill_"):
         return True
-    return (len(tensors) > 1 and ndim and any(t.ndim == 0 and t.dtype != tensors[0].dtype for t in tensors)) or (
-        len(tensors) > 1 and tensors[0].ndim == 0 and ndim > 0 and len({t.dtype for t in tensors}) > 1
+    return (
+        len(tensors) > 1
+        and ndim
+        and any(t.ndim == 0 and t.dtype != tensors[0].dtype for t in tensors)
+    ) or (
+        len(tensors) > 1
+        and tensors[0].ndim == 0
+        and ndim > 0
+        and len({t.dtype for t in tensors}) > 1
     )  # type: ignore[return-value]
 
 
@@ -173,7 +190,9 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     a: Any
     k: Any
     for rank in range(mesh.size):
-        a, k = optree.tree_unflatten(tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves])
+        a, k = optree.tree_unflatten(
+            tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves]
+        )
         if writes:  # one storage has one version: what one rank writes is what another saved
             a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
@@ -183,9 +202,9 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     return Stacked(torch.stack(found), mesh)
 
 
-_IN_PLACE = {n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")} | {
-    f"__i{n}__" for n in "add sub mul truediv floordiv mod pow and or xor".split()
-}
+_IN_PLACE = {
+    n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")
+} | {f"__i{n}__" for n in "add sub mul truediv floordiv mod pow and or xor".split()}
 
 
 def _plain_target(func: Any) -> PlainTensor:
@@ -201,10 +220,21 @@ def _padded(x: Any, ndim: int) -> Any:
     if type(x) is not Stacked:
         return x
     r = x.ranks
-    return r if r.ndim == ndim + 1 else r.reshape(r.shape[0], *[1] * (ndim + 1 - r.ndim), *r.shape[1:])
+    return (
+        r if r.ndim == ndim + 1 else r.reshape(r.shape[0], *[1] * (ndim + 1 - r.ndim), *r.shape[1:])
+    )
 
 
-@_enter(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+@_enter(
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    torch.mm,
+    Tensor.mm,
+    torch.bmm,
+    Tensor.bmm,
+)
 def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
     strict = {"mm": 2, "bmm": 3}.get(func.__name__)
@@ -239,18 +269,30 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 def _negative(dim: int, ndim: int) -> int:
     """A dimension of the block counted from the end; one out of range would name the ranks."""
     if not -ndim <= dim < ndim:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got "
+            f"{dim})"
+        )
     return dim if dim < 0 else dim - ndim
 
 
 _ALONG = {  # function name -> position of its dim argument, default
     **dict.fromkeys(
-        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow select "
+        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow "
+        "select "
         "argmax argmin unbind sort argsort scatter".split(), 1
     ),
     **dict.fromkeys("split chunk topk split_with_sizes".split(), 2),
 }  # fmt: skip
-_DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1, "split_with_sizes": 0, "sort": -1, "argsort": -1}
+_DEFAULT = {
+    "unbind": 0,
+    "split": 0,
+    "chunk": 0,
+    "topk": -1,
+    "split_with_sizes": 0,
+    "sort": -1,
+    "argsort": -1,
+}
 
 
 @_enter(*_functions(" ".join(_ALONG), torch, Tensor))
@@ -264,7 +306,9 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[at] if len(args) > at else kwargs.get("dim", _DEFAULT.get(name))
     if not isinstance(dim, int) or x.ndim == 0:
         return _by_vmap(func, args, kwargs)
-    if name == "index_select" or any(isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args):
+    if name == "index_select" or any(
+        isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args
+    ):
         return _by_vmap(func, args, kwargs)
     raw = [a.ranks if isinstance(a, Stacked) else a for a in args]
     kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items()}
@@ -328,7 +372,8 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if (func == Tensor.mT.__get__ and x.ndim < 2) or (func in (Tensor.t, torch.t) and x.ndim > 2):
-        return _by_vmap(func, args, kwargs)  # torch refuses; without this, the ranks would be swapped
+        # torch refuses; without this, the ranks would be swapped
+        return _by_vmap(func, args, kwargs)
     if func != Tensor.mT.__get__ and x.ndim != 2:
         return Stacked(x.ranks.permute(0, *range(x.ndim, 0, -1)), x.mesh)
     return Stacked(x.ranks.mT, x.mesh)
@@ -361,7 +406,9 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     x, *sizes = args
     if func is Tensor.new_full:
-        return Stacked(x.ranks.new_full((x.ranks.shape[0], *sizes[0]), *sizes[1:], **kwargs), x.mesh)
+        return Stacked(
+            x.ranks.new_full((x.ranks.shape[0], *sizes[0]), *sizes[1:], **kwargs), x.mesh
+        )
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     return Stacked(func(x.ranks, (x.ranks.shape[0], *sizes), **kwargs), x.mesh)
 
@@ -383,7 +430,12 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, Tensor | list) for i in index):
         one = not isinstance(value, Tensor) or value.numel() == 1
-        if one and len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype == torch.bool:
+        if (
+            one
+            and len(index) == 1
+            and isinstance(index[0], Tensor)
+            and index[0].dtype == torch.bool
+        ):
             mask = index[0].reshape(*index[0].shape, *[1] * (x.ndim - index[0].ndim))
             x.copy_(torch.where(mask, value, x))
         else:
@@ -430,7 +482,15 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 
     ``padding_idx`` by hand: vmap honours it on the first rank alone (seen in torch 2.13).
     """
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    names = (
+        "input",
+        "weight",
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
     mesh = _mesh_of((ids, table))
@@ -469,7 +529,11 @@ def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].ranks)
 
 
-@_enter(*_functions("is_contiguous stride storage_offset get_device is_same_size is_pinned is_inference", Tensor))
+@_enter(
+    *_functions(
+        "is_contiguous stride storage_offset get_device is_same_size is_pinned is_inference", Tensor
+    )
+)
 @_enter(Tensor.nbytes.__get__, torch.result_type, torch.is_same_size)
 def _from_one(func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for every rank's block and depends on no value."""
@@ -507,7 +571,9 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
 @_enter(Tensor.grad.__set__)
 def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
     x, grad = args
-    x.ranks.grad = grad.ranks if type(grad) is Stacked else None if grad is None else of(grad, x.mesh).clone()
+    x.ranks.grad = (
+        grad.ranks if type(grad) is Stacked else None if grad is None else of(grad, x.mesh).clone()
+    )
 
 
 @_enter(Tensor.grad.__delete__)
@@ -539,7 +605,12 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
     x.ranks.backward(gradient, *rest[1:], **kwargs)
 
 
-@_enter(*_functions("item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __format__", Tensor))
+@_enter(
+    *_functions(
+        "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __format__",
+        Tensor,
+    )
+)
 def _value(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not _agree(x.ranks):
@@ -551,7 +622,9 @@ def _value(func: Any, args: Any, kwargs: Any) -> Any:
 def _verdict(func: Any, args: Any, kwargs: Any) -> bool:
     mesh = _mesh_of(args)
     a, b, *rest = args
-    each = {bool(func(x, y, *rest, **kwargs)) for x, y in zip(of(a, mesh), of(b, mesh), strict=True)}
+    each = {
+        bool(func(x, y, *rest, **kwargs)) for x, y in zip(of(a, mesh), of(b, mesh), strict=True)
+    }
     if len(each) > 1:
         raise _two_sides(func, mesh)
     return each.pop()

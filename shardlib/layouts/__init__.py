@@ -14,6 +14,7 @@ from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row
 
 __all__ = [
-    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "LayoutLike", "Partial", "Replicated",
-    "ReshardPlan", "Ring", "Row", "Step", "as_layout", "axis_sizes", "positions",
+    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "LayoutLike",
+    "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "Step", "as_layout", "axis_sizes",
+    "positions",
 ]  # fmt: skip

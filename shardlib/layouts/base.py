@@ -53,7 +53,8 @@ class Layout:
     partial: tuple[str, ...] = ()
     skew: str = ""
     ellipsis: int | None = None
-    axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)  # that split a dimension, in order
+    # that split a dimension, in order
+    axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +106,9 @@ class Layout:
         """Return the shape of each rank's block; with ``pad`` uneven dimensions are rounded up."""
         return _local_shape(self, tuple(shape), tuple(axis_sizes(mesh).items()), pad)
 
-    def indices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Sequence[int], ...]:
+    def indices(
+        self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]
+    ) -> tuple[Sequence[int], ...]:
         """Per dimension the global positions that the rank at ``coord`` holds."""
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
@@ -123,14 +126,20 @@ class Layout:
         """The layout of the tensor with its dimensions reversed."""
         if self.ellipsis is None:
             return self.transpose(*reversed(range(len(self.dims))))
-        return Layout(self.dims[::-1], self.partial, _SKEW_T[self.skew], len(self.dims) - self.ellipsis)
+        return Layout(
+            self.dims[::-1], self.partial, _SKEW_T[self.skew], len(self.dims) - self.ellipsis
+        )
 
     def transpose(self, *perm: int) -> "Layout":
-        """Return the layout of the tensor permuted so that its dimension i is the old ``perm[i]``."""
+        """Return the layout of the tensor permuted so that its
+        dimension i is the old ``perm[i]``.
+        """
         me = self.resolve(len(perm))
         if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
             raise ShardError(
-                f"{perm} is no permutation", op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}"
+                f"{perm} is no permutation",
+                op="transpose",
+                fix=f"layout.transpose{tuple(range(len(perm)))}",
             )
         skew = me.skew
         if skew and [p % len(perm) for p in perm] != list(range(len(perm))):
@@ -144,7 +153,9 @@ class Layout:
         you want with ``refine``.
         """
         a, b = _aligned(self, other, "product")
-        return _combined(a, b, lambda p, q: Dim(tuple(sorted(p.parts + q.parts, key=str))), "product")
+        return _combined(
+            a, b, lambda p, q: Dim(tuple(sorted(p.parts + q.parts, key=str))), "product"
+        )
 
     def refine(self, other: "Layout") -> "Layout":
         """Split every block further: this layout's axes major, ``other``'s minor."""
@@ -188,7 +199,8 @@ class Layout:
         if 0 in shape:
             return a.local_shape(shape, sizes) == b.local_shape(shape, sizes)
         return all(
-            [list(i) for i in a.indices(shape, sizes, c)] == [list(i) for i in b.indices(shape, sizes, c)]
+            [list(i) for i in a.indices(shape, sizes, c)]
+            == [list(i) for i in b.indices(shape, sizes, c)]
             for c in coordinates(sizes)
         )
 
@@ -242,7 +254,10 @@ class Layout:
                 fix="sl.dtensor.to_dtensor(x, normalize=True)",
             )
         where = {a: i for i, d in enumerate(self.dims) for a in d.axes}
-        return tuple(Shard(where[n]) if n in where else Partial() if n in self.partial else Replicate() for n in names)
+        return tuple(
+            Shard(where[n]) if n in where else Partial() if n in self.partial else Replicate()
+            for n in names
+        )
 
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
@@ -256,7 +271,8 @@ class Layout:
         partial = []
         for name, p in zip(names, t.placements, strict=True):
             if p.is_partial():
-                if type(p) is not Partial or p.reduce_op != "sum":  # a subclass pends something else
+                # a subclass pends something else
+                if type(p) is not Partial or p.reduce_op != "sum":
                     what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
                     raise NotExpressible(
                         f"a pending {what} over axis {name!r} has no layout here",
@@ -281,7 +297,9 @@ _SKEW_T = {"": "", "a": "b", "b": "a"}
 
 def _reused(layout: Layout) -> AxisReused:
     """Return the error for an axis in two places; the fix keeps the first."""
-    named = [(a, str(d)) for d in layout.dims for a in d.axes] + [(a, f"sum({a})") for a in layout.partial]
+    named = [(a, str(d)) for d in layout.dims for a in d.axes] + [
+        (a, f"sum({a})") for a in layout.partial
+    ]
     axis = next(a for i, (a, _) in enumerate(named) if a in {b for b, _ in named[:i]})
     first, second = [where for a, where in named if a == axis][:2]
     tokens, seen = [], set()
@@ -303,7 +321,9 @@ def _is_given(order: str, text: str) -> bool:
     """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
     if order == "documents":
         words = text.split()
-        return len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
+        return (
+            len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
+        )
     return all(_RUN.fullmatch(w) for w in text.replace("|", " ").split())
 
 
@@ -318,7 +338,9 @@ def _parse(text: str) -> Layout:
     if plus:
         found = re.fullmatch(r"\s*sum\(([\w\s]+)\)\s*", tail)
         if not found:
-            raise _bad(text, f"after '+' comes sum(axes), not {tail.strip()!r}", f"{body.strip()} + sum(z)")
+            raise _bad(
+                text, f"after '+' comes sum(axes), not {tail.strip()!r}", f"{body.strip()} + sum(z)"
+            )
         partial = tuple(found[1].split())
     if skew.strip() not in ("", "a", "b"):
         raise _bad(text, f"a skew is 'a' or 'b', not {skew.strip()!r}", f"{body.strip()} skew a")
@@ -360,7 +382,11 @@ def _token(token: str, text: str) -> Dim:
     if not parts or (ordered and isinstance(parts[-1], int)):
         raise _bad(text, f"{token!r} names no axis", ". ...")
     if bool(given) != (order in ("documents", "runs")) or (given and not _is_given(order, given)):
-        raise _bad(text, f"{order} is written {_WRITTEN.get(order, order + '(s)')}", f". {_WRITTEN.get(order, 's')}")
+        raise _bad(
+            text,
+            f"{order} is written {_WRITTEN.get(order, order + '(s)')}",
+            f". {_WRITTEN.get(order, 's')}",
+        )
     if given:
         order = f"{order}; {' '.join(given.split())}"
     while parts and isinstance(parts[-1], int):
@@ -373,7 +399,9 @@ def _bad(text: str, what: str, example: str) -> LayoutSyntax:
         _parse(example)
     except ShardError:  # the text has another mistake too
         example = "x ... y"
-    return LayoutSyntax(f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})")
+    return LayoutSyntax(
+        f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})"
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -401,16 +429,22 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
 
 @lru_cache(maxsize=8192)
 def the_one(layout: Layout) -> Layout:
-    """Return the first of equal layouts: what is compared at every call is then compared by identity."""
+    """Return the first of equal layouts: what is compared at
+    every call is then compared by identity.
+    """
     return layout
 
 
 @lru_cache(maxsize=8192)
-def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], op: str) -> None:
+def _check(
+    layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], op: str
+) -> None:
     sizes = dict(mesh)
     for axis in (*layout.axes, *layout.partial):
         if axis not in sizes:
-            near = difflib.get_close_matches(axis, sizes.keys() - {*layout.axes, *layout.partial}, 1)
+            near = difflib.get_close_matches(
+                axis, sizes.keys() - {*layout.axes, *layout.partial}, 1
+            )
             hint = f"; did you mean {near[0]!r}?" if near else ""
             better = re.sub(rf"\b{re.escape(axis)}\b", near[0], str(layout)) if near else "..."
             raise UnknownAxis(
@@ -431,7 +465,9 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], 
             )
             what = f"does not divide over {over}, remainder {n % ways})"
             if (length := declared(dim.order)) is not None:
-                what = f"does not fit {dim}, " + ("whose shares differ" if n == length else f"written for {length}")
+                what = f"does not fit {dim}, " + (
+                    "whose shares differ" if n == length else f"written for {length}"
+                )
             raise UnevenSplit(
                 f"dimension {d} of size {n} {what}",
                 op=op,
@@ -467,7 +503,9 @@ def _local_shape(
 
 
 def _ways(dim: Dim, n: int, sizes: Mapping[str, int]) -> int:
-    """Return what a dimension's size must be a multiple of; for an order written for one length, that size."""
+    """Return what a dimension's size must be a multiple of; for an
+    order written for one length, that size.
+    """
     groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
     ring = math.prod(sizes[a] for a in dim.ring)
     if declared(dim.order) is None:
@@ -490,11 +528,19 @@ def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
         return a, b.resolve(len(a.dims))
     if b.ellipsis is None:
         return a.resolve(len(b.dims)), b
-    head, tail = max(a.ellipsis, b.ellipsis), max(len(a.dims) - a.ellipsis, len(b.dims) - b.ellipsis)
+    head, tail = (
+        max(a.ellipsis, b.ellipsis),
+        max(len(a.dims) - a.ellipsis, len(b.dims) - b.ellipsis),
+    )
 
     def widen(me: Layout) -> Layout:
         at = me.ellipsis or 0
-        dims = (*me.dims[:at], *[WHOLE] * (head - at), *[WHOLE] * (tail - len(me.dims) + at), *me.dims[at:])
+        dims = (
+            *me.dims[:at],
+            *[WHOLE] * (head - at),
+            *[WHOLE] * (tail - len(me.dims) + at),
+            *me.dims[at:],
+        )
         return Layout(dims, me.partial, me.skew, head)
 
     return widen(a), widen(b)
@@ -512,7 +558,11 @@ def _combined(a: Layout, b: Layout, join: Any, op: str) -> Layout:
     dims = []
     for p, q in zip(a.dims, b.dims, strict=True):
         if p.is_split and q.is_split:
-            if p.order != "contiguous" or q.order != "contiguous" or any(isinstance(x, int) for x in p.parts + q.parts):
+            if (
+                p.order != "contiguous"
+                or q.order != "contiguous"
+                or any(isinstance(x, int) for x in p.parts + q.parts)
+            ):
                 raise ShardError(
                     f"{p} and {q} on one dimension do not combine",
                     op=op,
@@ -524,7 +574,10 @@ def _combined(a: Layout, b: Layout, join: Any, op: str) -> Layout:
             dims.append(p if p.is_split else q)
     if a.skew or b.skew:
         raise ShardError(
-            "a skewed layout does not combine", op=op, operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')"
+            "a skewed layout does not combine",
+            op=op,
+            operands={"a": str(a), "b": str(b)},
+            fix="sl.Layout.parse('x y')",
         )
     return Layout(tuple(dims), a.partial + b.partial, "", a.ellipsis)
 
@@ -532,13 +585,19 @@ def _combined(a: Layout, b: Layout, join: Any, op: str) -> Layout:
 def _product_layout(a: Layout, b: Layout) -> Layout:
     if a.ellipsis is not None and a.ellipsis == len(a.dims):
         a = Layout(
-            (*a.dims, *[WHOLE] * max(0, 2 - len(a.dims))), a.partial, a.skew, a.ellipsis if len(a.dims) >= 2 else None
+            (*a.dims, *[WHOLE] * max(0, 2 - len(a.dims))),
+            a.partial,
+            a.skew,
+            a.ellipsis if len(a.dims) >= 2 else None,
         )
     a = a.resolve(max(2, len(a.dims))) if a.ellipsis is not None else a
     b = b.resolve(max(2, len(b.dims))) if b.ellipsis is not None else b
     if len(a.dims) < 2 or len(b.dims) < 2:
         raise RankMismatch(
-            "a product takes matrices", op="@", operands={"a": str(a), "b": str(b)}, fix="sl.Layout.parse('x y')"
+            "a product takes matrices",
+            op="@",
+            operands={"a": str(a), "b": str(b)},
+            fix="sl.Layout.parse('x y')",
         )
     ka, kb, columns = a.dims[-1], b.dims[-2], b.dims[-1]
     lead = len(a.dims) - len(b.dims)
@@ -547,7 +606,9 @@ def _product_layout(a: Layout, b: Layout) -> Layout:
     if ka != kb or clash or a.partial or b.partial or a.skew or b.skew or batch != b.dims[:-2]:
         bare = Layout(a.dims)
         raise ImplicitCommunication(
-            f"contraction split {ka} in a and {kb} in b" if ka != kb else "the operands do not multiply in place",
+            f"contraction split {ka} in a and {kb} in b"
+            if ka != kb
+            else "the operands do not multiply in place",
             op="@",
             operands={"a": str(a), "b": str(b)},
             fix=f"sl.Layout.parse({str(bare)!r}) @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",

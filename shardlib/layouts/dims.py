@@ -87,7 +87,9 @@ def axis_sizes(mesh: Any) -> Sizes:
 
 
 def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
-    """The runs of positions that ``rank`` of a dimension's ring holds, of ``n`` in all; any length."""
+    """The runs of positions that ``rank`` of a dimension's ring
+    holds, of ``n`` in all; any length.
+    """
     return dealt(dim.order, n, math.prod(sizes[a] for a in dim.ring))[rank]
 
 
@@ -102,13 +104,21 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
         groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
         each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
         held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
-        starts = [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
-        return [start + i for start in starts for i in held] if len(starts) != 1 or starts[0] else held
+        starts = (
+            [s for s in positions(groups, n, sizes, coord) if s % each == 0]
+            if groups.parts
+            else [0]
+        )
+        return (
+            [start + i for start in starts for i in held] if len(starts) != 1 or starts[0] else held
+        )
     radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
     rest = n // math.prod(radices)
     strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]
     start = sum(coord[p] * s for p, s in zip(dim.parts, strides, strict=True) if isinstance(p, str))
-    free = [(r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)]
+    free = [
+        (r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)
+    ]
     if not free:
         return range(start, start + rest)
     offsets = [
@@ -134,7 +144,8 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int) -> Dim:
-    """Return the token under which rank r of p along ``axes`` holds the ranges ``held[r]`` of n positions.
+    """Return the token under which rank r of p along ``axes``
+    holds the ranges ``held[r]`` of n positions.
 
     >>> print(said(("x",), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]], 8))
     (2 x)
@@ -147,12 +158,17 @@ def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int)
         starts = [[g * each * p + r * each for g in range(groups)] for r in range(p)]
         if not left and want == [joined((a, a + each) for a in mine) for mine in starts]:
             return Dim((groups, *axes) if groups > 1 else tuple(axes))
-    return Dim(tuple(axes), "runs; " + " | ".join(" ".join(f"{a}:{b}" for a, b in mine) for mine in want))
+    return Dim(
+        tuple(axes), "runs; " + " | ".join(" ".join(f"{a}:{b}" for a, b in mine) for mine in want)
+    )
 
 
 @lru_cache(maxsize=4096)
-def cut(dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int) -> tuple[slice, Dim] | None:
-    """What every rank takes of its block for positions start to stop, and how they then lie; None if that differs.
+def cut(
+    dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int
+) -> tuple[slice, Dim] | None:
+    """What every rank takes of its block for positions start to stop, and
+    how they then lie; None if that differs.
 
     A fused weight's output in unequal parts is cut so: each rank holds its share of every part.
 
@@ -179,12 +195,16 @@ def cut(dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: i
     return slice(a, b), Dim(dim.axes) if len(held) == 1 else said(dim.axes, held, length)
 
 
-def skewed(dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]) -> dict[str, int]:
+def skewed(
+    dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]
+) -> dict[str, int]:
     """Return the coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b.
 
     Raises: MeshError unless a matrix is split over two axes of equal size.
     """
-    ok = len(dims) == 2 and all(len(d.parts) == 1 and d.axes and d.order == "contiguous" for d in dims)
+    ok = len(dims) == 2 and all(
+        len(d.parts) == 1 and d.axes and d.order == "contiguous" for d in dims
+    )
     axes = [a for d in dims for a in d.axes]
     if not ok or sizes[axes[0]] != sizes[axes[1]]:
         text = " ".join(map(str, dims))

@@ -25,7 +25,9 @@ Side = tuple[tuple[Dim, ...], str]  # dimensions and skew
 
 @dataclass(frozen=True)
 class Round:
-    """One ppermute: ``takes[s]`` of the sender's old block becomes ``puts[d]`` of the receiver's new one."""
+    """One ppermute: ``takes[s]`` of the sender's old block
+    becomes ``puts[d]`` of the receiver's new one.
+    """
 
     pairs: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
@@ -35,25 +37,34 @@ class Round:
 
 @dataclass(frozen=True)
 class Exchange:
-    """``kept``: rank -> what it keeps, where that was and where it goes; ``shape`` of the new blocks."""
+    """``kept``: rank -> what it keeps, where that was and
+    where it goes; ``shape`` of the new blocks.
+    """
 
     shape: tuple[int, ...]
     kept: Mapping[int, tuple[Box, Box]]
     rounds: tuple[Round, ...]
 
 
-def lacking(a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]) -> Fraction:
+def lacking(
+    a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
+) -> Fraction:
     """Words a rank must receive, on average, to hold its box of ``b`` beside that of ``a``."""
     total, count = 0, 0
     for old, new in zip(
-        *(_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b)), strict=True
+        *(_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b)),
+        strict=True,
     ):
-        total += math.prod(map(len, new)) - math.prod(_common(o, n) for o, n in zip(old, new, strict=True))
+        total += math.prod(map(len, new)) - math.prod(
+            _common(o, n) for o, n in zip(old, new, strict=True)
+        )
         count += 1
     return Fraction(total, count)
 
 
-def exchange(a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]) -> Exchange:
+def exchange(
+    a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
+) -> Exchange:
     """Who sends what to whom; of several ranks with the same box the least busy one sends."""
     old, new = (_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b))
     p, holders = len(old), {}
@@ -112,12 +123,16 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 @lru_cache(maxsize=8192)
 def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Say where what is in both lies in the one and in the other, in the order of the other; None if nothing is."""
+    """Say where what is in both lies in the one and in the other, in
+    the order of the other; None if nothing is.
+    """
     if isinstance(old, range) and isinstance(new, range):
         start, stop = max(old.start, new.start), min(old.stop, new.stop)
         if start >= stop:
             return None
-        return range(start - old.start, stop - old.start), range(start - new.start, stop - new.start)
+        return range(start - old.start, stop - old.start), range(
+            start - new.start, stop - new.start
+        )
     at = {position: i for i, position in enumerate(old)}
     both = [(at[position], i) for i, position in enumerate(new) if position in at]
     take, put = (_run(side) for side in zip(*both, strict=True)) if both else ((), ())

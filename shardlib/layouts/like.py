@@ -117,4 +117,6 @@ def _text(spec: object, ndim: int, names: Iterable[str]) -> str:
         dims += [[] for _ in range(ndim - len(dims))]
     if not any(dims):
         return "..." + tail
-    return " ".join("." if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims) + tail
+    return (
+        " ".join("." if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims) + tail
+    )

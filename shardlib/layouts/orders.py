@@ -114,7 +114,8 @@ def _shares(order: str, p: int) -> tuple[tuple[Run, ...], ...]:
     for a, b in itertools.pairwise(borders):
         each, left = divmod(b - a, 2 * p)
         owners = [min(i, 2 * p - 1 - i) for i in range(2 * p)]
-        longer = set(sorted(range(2 * p), key=lambda i: (load[owners[i]], i))[:left])  # the least laden get one more
+        # the least laden get one more
+        longer = set(sorted(range(2 * p), key=lambda i: (load[owners[i]], i))[:left])
         start = a
         for i, owner in enumerate(owners):
             length = each + (i in longer)

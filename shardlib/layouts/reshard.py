@@ -13,10 +13,10 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
     exchange(axes)               every rank gets what it lacks and nothing else (exchange.py)
 
-The plan is a shortest path over these steps and the axes that the two layouts name; of equal words it
-takes the collectives before an exchange.  Between layouts without pending sums an exchange is the
-least that any plan moves, so a direct plan never costs more than a detour:
-cost(A >> C) <= cost(A >> B) + cost(B >> C).  Where sums are pending that holds for a B over those axes.
+The plan is a shortest path over these steps and the axes that the two layouts name; of equal words
+it takes the collectives before an exchange.  Between layouts without pending sums an exchange is
+the least that any plan moves, so a direct plan never costs more than a detour: cost(A >> C) <=
+cost(A >> B) + cost(B >> C).  Where sums are pending that holds for a B over those axes.
 """
 
 import heapq
@@ -100,14 +100,18 @@ _State = tuple[tuple[Dim, ...], tuple[str, ...], str]
 
 
 @lru_cache(maxsize=4096)
-def _search(source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
+def _search(
+    source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+) -> tuple[Step, ...]:
     sizes = dict(mesh)
     a, b = (layout.resolve(len(shape)) for layout in (source, target))
     a.check(shape, sizes, op="reshard")
     b.check(shape, sizes, op="reshard")
     first, last = _state(a), _state(b)
     tie = itertools.count()
-    queue: list[tuple[Fraction, int, int, int, _State, tuple[Step, ...]]] = [(Fraction(0), 0, 0, next(tie), first, ())]
+    queue: list[tuple[Fraction, int, int, int, _State, tuple[Step, ...]]] = [
+        (Fraction(0), 0, 0, next(tie), first, ())
+    ]
     done: set[_State] = set()
     while queue:
         words, exchanges, messages, _, state, path = heapq.heappop(queue)
@@ -119,9 +123,18 @@ def _search(source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[
         for step, after in _moves(state, last, shape, sizes):
             if after not in done:
                 again = exchanges + (step.kind == "exchange")
-                entry = (words + step.words, again, messages + step.messages, next(tie), after, (*path, step))
+                entry = (
+                    words + step.words,
+                    again,
+                    messages + step.messages,
+                    next(tie),
+                    after,
+                    (*path, step),
+                )
                 heapq.heappush(queue, entry)
-    raise AssertionError(f"no path from {source} to {target}: every layout reaches the replicated one")
+    raise AssertionError(
+        f"no path from {source} to {target}: every layout reaches the replicated one"
+    )
 
 
 def _state(layout: Any) -> _State:
@@ -137,7 +150,9 @@ def _moves(
 ) -> Iterator[tuple[Step, _State]]:
     dims, partial, skew = state
     goal = {*_axes(last), *last[1]}
-    here = math.prod(n // math.prod(sizes[a] for a in d.axes) for d, n in zip(dims, shape, strict=True))
+    here = math.prod(
+        n // math.prod(sizes[a] for a in d.axes) for d, n in zip(dims, shape, strict=True)
+    )
     used = {a for d in dims for a in d.axes} | set(partial)
 
     def at(d: int, dim: Dim) -> tuple[Dim, ...]:
@@ -152,7 +167,13 @@ def _moves(
         yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
     for axis in partial:
         p = sizes[axis]
-        step = Step("psum", (axis,), words=Fraction(2 * (p - 1) * here, p), messages=2 * (p - 1), elements=here)
+        step = Step(
+            "psum",
+            (axis,),
+            words=Fraction(2 * (p - 1) * here, p),
+            messages=2 * (p - 1),
+            elements=here,
+        )
         yield step, (dims, tuple(x for x in partial if x != axis), skew)
     if skew:
         return
@@ -164,18 +185,34 @@ def _moves(
             back = _table(dim, shape[d], sizes)
             table = tuple(sorted(range(shape[d]), key=back.__getitem__))
             words = Fraction((p - 1) * here)
-            yield Step("gather_order", dim.axes, d, 0, table, words, p - 1, here * p), (at(d, WHOLE), partial, skew)
+            yield (
+                Step("gather_order", dim.axes, d, 0, table, words, p - 1, here * p),
+                (at(d, WHOLE), partial, skew),
+            )
             continue
         axis = dim.parts[-1]
         assert isinstance(axis, str)
         p = sizes[axis]
         inner = Dim(dim.parts[:-1])
-        step = Step("all_gather", (axis,), d, words=Fraction((p - 1) * here), messages=p - 1, elements=here * p)
+        step = Step(
+            "all_gather",
+            (axis,),
+            d,
+            words=Fraction((p - 1) * here),
+            messages=p - 1,
+            elements=here * p,
+        )
         yield step, (at(d, inner), partial, skew)
         for to, other in enumerate(dims):
             if to != d and _plain(other) and ways(to) % p == 0:
                 step = Step(
-                    "all_to_all", (axis,), d, to, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here
+                    "all_to_all",
+                    (axis,),
+                    d,
+                    to,
+                    words=Fraction((p - 1) * here, p),
+                    messages=p - 1,
+                    elements=here,
                 )
                 moved = list(at(d, inner))
                 moved[to] = Dim((*other.parts, axis))
@@ -185,14 +222,22 @@ def _moves(
             continue
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
-                yield Step("slice", (axis,), d, elements=here // p), (at(d, Dim((*dim.parts, axis))), partial, skew)
+                yield (
+                    Step("slice", (axis,), d, elements=here // p),
+                    (at(d, Dim((*dim.parts, axis))), partial, skew),
+                )
     for axis in partial:
         p = sizes[axis]
         rest = tuple(x for x in partial if x != axis)
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
                 step = Step(
-                    "psum_scatter", (axis,), d, words=Fraction((p - 1) * here, p), messages=p - 1, elements=here // p
+                    "psum_scatter",
+                    (axis,),
+                    d,
+                    words=Fraction((p - 1) * here, p),
+                    messages=p - 1,
+                    elements=here // p,
                 )
                 yield step, (at(d, Dim((*dim.parts, axis))), rest, skew)
     yield from _special(state, last, shape, sizes, here, used)
@@ -204,14 +249,21 @@ def _axes(state: _State) -> set[str]:
 
 
 def _special(
-    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int, used: set[str]
+    state: _State,
+    last: _State,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    here: int,
+    used: set[str],
 ) -> Iterator[tuple[Step, _State]]:
     """Into tokens with factors or another order: reorder what is not split yet, then slice."""
     dims, partial, skew = state
     for d, want in enumerate(last[0]):
         now = dims[d]
         inner = Dim(want.parts[len(now.parts) :], want.order)
-        begun = _plain(now) and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
+        begun = (
+            _plain(now) and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
+        )
         if not begun or _plain(want) or set(inner.axes) & used:
             continue
         p = math.prod(sizes[a] for a in inner.axes)
@@ -235,7 +287,8 @@ def _permutations(
     dims, partial, skew = state
     axes = _axes(state)
     if skew and not (last[2] and axes == _axes(last)):
-        yield from _permute_to(state, (dims, partial, ""), shape, sizes, here)  # first undo the skew
+        # first undo the skew
+        yield from _permute_to(state, (dims, partial, ""), shape, sizes, here)
     elif partial == last[1] and axes == _axes(last):
         yield from _permute_to(state, (last[0], partial, last[2]), shape, sizes, here)
     elif last[2] and dims == last[0]:
@@ -249,12 +302,16 @@ _WORLD = 64
 def _exchanges(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Step, _State]]:
-    """Go straight to the end where the same sums are pending; ``_settled`` finds the exchange later."""
+    """Go straight to the end where the same sums are
+    pending; ``_settled`` finds the exchange later.
+    """
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
         words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
         if words:
-            block = math.prod(map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0))))
+            block = math.prod(
+                map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0)))
+            )
             yield Step("exchange", axes, table=(state,), words=words, elements=block), last
 
 
@@ -297,5 +354,12 @@ def _permute_to(
             return
         pairs.append((source, target))
     moving = Fraction(sum(s != t for s, t in pairs), len(pairs))
-    step = Step("ppermute", axes, table=tuple(pairs), words=moving * here, messages=int(moving > 0), elements=here)
+    step = Step(
+        "ppermute",
+        axes,
+        table=tuple(pairs),
+        words=moving * here,
+        messages=int(moving > 0),
+        elements=here,
+    )
     yield step, b

@@ -58,12 +58,16 @@ class Ring:
         if not isinstance(self.schedule, str):
             _check_cover(self.schedule)
             return "runs; " + " | ".join(
-                " ".join(f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank) or "0:0"
+                " ".join(
+                    f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank
+                )
+                or "0:0"
                 for rank in self.schedule
             )
         if self.schedule not in ORDERS[:4]:
             raise LayoutSyntax(
-                f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges per rank",
+                f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
+                "per rank",
                 op="Ring",
                 fix=f"sl.Ring({self.axis!r}, schedule='zigzag')",
             )
@@ -77,7 +81,11 @@ class Ring:
             return self.schedule
         borders = list(self.cu_seqlens)
         better = tuple(sorted({0, 1, *map(abs, borders)}))
-        if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
+        if (
+            borders[:1] != [0]
+            or any(a > b for a, b in itertools.pairwise(borders))
+            or len(borders) < 2
+        ):
             raise LayoutSyntax(
                 f"borders of documents start at 0 and rise, not {borders}",
                 op="Ring",
@@ -92,8 +100,9 @@ class Ring:
         return Layout(dims, ellipsis=len(dims))
 
     def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:
-        """Return the (start, stride, length) runs that ``rank`` of ``size`` holds, for any length: also shorter
-        than the ring."""
+        """Return the (start, stride, length) runs that ``rank`` of ``size`` holds,
+        for any length: also shorter than the ring.
+        """
         return dealt(self.order, length, size)[rank]
 
     def positions(self, rank: int, length: int, size: int) -> list[int]:
@@ -101,15 +110,23 @@ class Ring:
         return [i for run in self.runs(rank, length, size) for i in run.positions]
 
     def block(self, length: int, size: int) -> int:
-        """Positions that each rank has room for: more than it holds where the length does not divide."""
+        """Positions that each rank has room for: more than
+        it holds where the length does not divide.
+        """
         return block(self.order, length, size)
 
 
 def _check_cover(schedule: Sequence[Sequence[range]]) -> None:
     held = sorted(i for rank in schedule for r in rank for i in r)
     if held != list(range(len(held))):
-        wrong = next((i for i, (a, b) in enumerate(zip(held, range(len(held)), strict=True)) if a != b), 0)
-        what = f"{held[wrong]} twice" if wrong and held[wrong] == held[wrong - 1] else f"{wrong} by nobody"
+        wrong = next(
+            (i for i, (a, b) in enumerate(zip(held, range(len(held)), strict=True)) if a != b), 0
+        )
+        what = (
+            f"{held[wrong]} twice"
+            if wrong and held[wrong] == held[wrong - 1]
+            else f"{wrong} by nobody"
+        )
         raise LayoutSyntax(
             f"the ranges hold position {what}",
             op="Ring",

@@ -18,6 +18,7 @@ from shardlib.mesh.mesh import (
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 
 __all__ = [
-    "Entered", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates", "current_mesh", "enter", "launch",
-    "leave", "make_mesh", "rank_along", "record", "scope", "simulate", "unknown_axis", "use_mesh", "within",
+    "Entered", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
+    "current_mesh", "enter", "launch", "leave", "make_mesh", "rank_along", "record", "scope",
+    "simulate", "unknown_axis", "use_mesh", "within",
 ]  # fmt: skip

@@ -24,8 +24,8 @@ from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "MeshLike", "as_mesh", "coordinates", "current_mesh", "make_mesh", "rank_along", "record",
-    "simulate", "use_mesh",
+    "Link", "Mesh", "MeshLike", "as_mesh", "coordinates", "current_mesh", "make_mesh",
+    "rank_along", "record", "simulate", "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record"]
@@ -33,7 +33,9 @@ Kind = Literal["dist", "stacked", "record"]
 
 @dataclass(frozen=True)
 class Link:
-    """What moving along a mesh axis takes: ``alpha`` seconds per message and ``beta`` per byte received."""
+    """What moving along a mesh axis takes: ``alpha`` seconds
+    per message and ``beta`` per byte received.
+    """
 
     alpha: float = 2e-5
     beta: float = 1e-9
@@ -58,7 +60,8 @@ class Mesh(Mapping[str, int]):
         self.device_mesh = device_mesh
         self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
         self.coord: dict[str, int] | None = None
-        self.world: Callable[[], Any] = lambda: None  # the group of all ranks when the mesh was made; not kept alive
+        # the group of all ranks when the mesh was made; not kept alive
+        self.world: Callable[[], Any] = lambda: None
         if device_mesh is not None:
             if dist.is_initialized():
                 self.world = weakref.ref(dist.group.WORLD)
@@ -67,7 +70,8 @@ class Mesh(Mapping[str, int]):
                 self.coord = dict(zip(self.names, here, strict=True))
         self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
         self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
-        self.plans: dict[Any, Any] = {}  # what operators found out about operands laid out so; likewise
+        # what operators found out about operands laid out so; likewise
+        self.plans: dict[Any, Any] = {}
         self.stream: Any = None  # of random draws; filled by random.py
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:
@@ -78,7 +82,9 @@ class Mesh(Mapping[str, int]):
                 raise unknown_axis(axis, self.axes)
             if len(set(axis)) < len(axis):
                 raise AxisReused(
-                    f"axis {axis!r} names a mesh axis twice", mesh=self, fix=repr(tuple(dict.fromkeys(axis)))
+                    f"axis {axis!r} names a mesh axis twice",
+                    mesh=self,
+                    fix=repr(tuple(dict.fromkeys(axis))),
                 )
             found = self._known[tuple(axis)] = math.prod([self.axis_size(a) for a in axis])
         return found
@@ -109,7 +115,12 @@ class Mesh(Mapping[str, int]):
 
     def __reduce__(self) -> Any:
         if self.kind == "dist":
-            raise MeshError("a running job's mesh cannot be pickled", op="pickle", mesh=self, fix="dict(mesh.axes)")
+            raise MeshError(
+                "a running job's mesh cannot be pickled",
+                op="pickle",
+                mesh=self,
+                fix="dict(mesh.axes)",
+            )
         return _again, (dict(self.axes), self.kind)
 
     def __enter__(self) -> "Mesh":
@@ -161,7 +172,9 @@ def current_mesh() -> Mesh:
     """The mesh in scope.  Raises: NoMesh."""
     mesh = scope().mesh
     if mesh is None:
-        raise NoMesh("no mesh is in scope", op="current_mesh", fix="with sl.simulate(x=2, y=2): ...")
+        raise NoMesh(
+            "no mesh is in scope", op="current_mesh", fix="with sl.simulate(x=2, y=2): ..."
+        )
     return mesh
 
 
@@ -179,8 +192,11 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.use_mesh(sl.simulate(x=2, y=2))")
-    found = _VIEWS.get(mesh)  # DeviceMeshes are equal by their ranks, also across a restart of the group
+        raise MeshError(
+            f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.use_mesh(sl.simulate(x=2, y=2))"
+        )
+    # DeviceMeshes are equal by their ranks, also across a restart of the group
+    found = _VIEWS.get(mesh)
     if found is None or (found.device_mesh is not mesh and found.world() is not dist.group.WORLD):
         names = mesh.mesh_dim_names
         if not names:
@@ -194,12 +210,15 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
         axes = dict(zip(names, mesh.shape, strict=True))
         index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
         _VIEWS.pop(mesh, None)
-        found = _VIEWS[mesh] = Mesh(axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh)
+        found = _VIEWS[mesh] = Mesh(
+            axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh
+        )
     return found
 
 
 class use_mesh(Entered):
-    """Put a mesh in scope, ours or a named DeviceMesh: ``with sl.use_mesh(init_device_mesh(...)):``.
+    """Put a mesh in scope, ours or a named DeviceMesh:
+    ``with sl.use_mesh(init_device_mesh(...)):``.
 
     >>> import shardlib as sl
     >>> with sl.use_mesh(sl.simulate(x=2)) as mesh:
@@ -230,7 +249,8 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
     if named:  # a layout could not name it
         raise MeshError(
-            f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores do",
+            f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores "
+            "do",
             op=op,
             fix=f"sl.{op}({_FIRST.get(op, '')}{', '.join(f'{n}={s}' for n, s in lettered(axes.values()).items())})",
         )
@@ -244,7 +264,11 @@ def _by_name(op: str, given: tuple[Any, ...]) -> None:
         names = given[1] if len(given) > 1 and isinstance(given[1], tuple | list) else "xyzuvw"
         sizes = dict(first) if isinstance(first, Mapping) else None
         if sizes is None:
-            many = first if isinstance(first, tuple | list) else [s for s in given if isinstance(s, int)]
+            many = (
+                first
+                if isinstance(first, tuple | list)
+                else [s for s in given if isinstance(s, int)]
+            )
             sizes = dict(zip(names, many, strict=False))
         text = ", ".join(f"{n}={s}" for n, s in sizes.items()) or "x=2, y=2"
         raise MeshError("axes are named: one keyword each", op=op, fix=f"sl.{op}({text})")
@@ -289,11 +313,15 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
     _by_name("make_mesh", given)
     if device == "cuda" and not torch.cuda.is_available():
         text = ", ".join(f"{n}={s}" for n, s in axes.items())
-        raise MeshError("this process sees no GPU", op="make_mesh", fix=f'sl.make_mesh({text}, device="cpu")')
+        raise MeshError(
+            "this process sees no GPU", op="make_mesh", fix=f'sl.make_mesh({text}, device="cpu")'
+        )
     free = [n for n, s in axes.items() if s == -1]
     if len(free) > 1:
         raise MeshError(
-            f"only one axis can be inferred, not {', '.join(free)}", op="make_mesh", fix="sl.make_mesh(x=-1, y=2)"
+            f"only one axis can be inferred, not {', '.join(free)}",
+            op="make_mesh",
+            fix="sl.make_mesh(x=-1, y=2)",
         )
     sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
@@ -311,7 +339,12 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
             f"torchrun --nproc-per-node {abs(total)} script.py   # or, in one process: "
             f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
         )
-        raise MeshError(f"{text} needs {abs(total)} ranks, {running} running", op="make_mesh", mesh=dict(axes), fix=fix)
+        raise MeshError(
+            f"{text} needs {abs(total)} ranks, {running} running",
+            op="make_mesh",
+            mesh=dict(axes),
+            fix=fix,
+        )
     return as_mesh(init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
 
 

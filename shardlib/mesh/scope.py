@@ -4,12 +4,13 @@ A thread and an asyncio task see what they entered themselves (a task also what 
 creation), never what another entered.  Two places need more than a context variable gives:
 
 - A generator has no context of its own.  A ``with`` in its body would stay in force for the caller
-  while it is suspended.  Such a scope is kept beside the caller's, with the frame it belongs to, and
-  is in force while that frame runs.  Generators that stand for a ``with`` block of their caller, as
-  those of ``contextlib.contextmanager`` and pytest's fixtures, are no generators in this sense.
-- Autograd runs backward on threads of its own where a graph is on a GPU.  There, what surrounded the
-  call of backward counts; what the forward was told (mesh, budgets, algorithms) comes with the graph,
-  see ``bind``.
+  while it is suspended.  Such a scope is kept beside the caller's, with the frame it belongs to,
+  and is in force while that frame runs.  Generators that stand for a ``with`` block of their
+  caller, as those of ``contextlib.contextmanager`` and pytest's fixtures, are no generators in this
+  sense.
+- Autograd runs backward on threads of its own where a graph is on a GPU.  There, what surrounded
+  the call of backward counts; what the forward was told (mesh, budgets, algorithms) comes with the
+  graph, see ``bind``.
 """
 
 import sys
@@ -34,7 +35,8 @@ class Scope(NamedTuple):
     saving: float | None = None  # bytes that a product may gather and save: sl.saving
     promoting: bool = False  # plain tensors that meet sharded ones count as the same on every rank
     placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
-    again: Callable[[Callable[[], Any]], Any] | None = None  # runs what a checkpoint kept of this call
+    # runs what a checkpoint kept of this call
+    again: Callable[[Callable[[], Any]], Any] | None = None
     draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
     traces: tuple[Any, ...] = ()  # that count what moves
     watcher: Any = None  # told of every function called on a sharded tensor: sl.explain
@@ -48,7 +50,9 @@ class Scope(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A scope entered in a generator's body; ``task``: the asyncio task, where the generator is asynchronous."""
+    """A scope entered in a generator's body; ``task``: the asyncio
+    task, where the generator is asynchronous.
+    """
 
     frame: FrameType
     task: Any
@@ -121,7 +125,9 @@ def enter(by: Any, **changes: Any) -> None:
 
 
 def leave(by: Any) -> None:
-    """End what ``enter(by)`` began, the latest of them; nothing where it was entered in another context."""
+    """End what ``enter(by)`` began, the latest of them; nothing
+    where it was entered in another context.
+    """
     now, frame = _NOW.get(), sys._getframe(2)
     for h in reversed(now.held):
         if h.by is by and h.frame is frame:
@@ -146,11 +152,15 @@ def _unlinked(now: Scope, by: Any) -> Scope:
     if now.by is not by:
         return now._replace(before=_unlinked(now.before, by))
     known = [id(h) for h in now.before.held]
-    return now.before._replace(held=now.before.held + tuple(h for h in now.held if id(h) not in known))
+    return now.before._replace(
+        held=now.before.held + tuple(h for h in now.held if id(h) not in known)
+    )
 
 
 class Entered(ContextDecorator):
-    """Base of the context managers that users write: ``changes`` of what is in scope while it is open."""
+    """Base of the context managers that users write:
+    ``changes`` of what is in scope while it is open.
+    """
 
     def changes(self, now: Scope) -> dict[str, Any]:
         raise NotImplementedError
@@ -163,7 +173,9 @@ class Entered(ContextDecorator):
 
 
 class within:
-    """``with within(promoting=True):`` for the library's own code, which is left as it was entered."""
+    """``with within(promoting=True):`` for the library's own
+    code, which is left as it was entered.
+    """
 
     __slots__ = ("before", "changes")
 
@@ -179,10 +191,11 @@ class within:
 
 
 class bind:
-    """Put a mesh in scope with as little ado as possible, or a whole scope that was kept for backward.
+    """Put a mesh in scope with as little ado as possible, or
+    a whole scope that was kept for backward.
 
-    Of a scope that was kept, what the program said holds (mesh, algorithms, budgets, promotion); what
-    listens is what listens now, and nothing is fetched ahead: what runs is a repetition.
+    Of a scope that was kept, what the program said holds (mesh, algorithms, budgets, promotion);
+    what listens is what listens now, and nothing is fetched ahead: what runs is a repetition.
     """
 
     __slots__ = ("before", "given")

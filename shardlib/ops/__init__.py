@@ -1,4 +1,6 @@
-"""Rules: importing this package fills the table that ShardedTensor dispatches on; the order means nothing."""
+"""Implementations: importing this package fills the table that
+ShardedTensor dispatches on; the order means nothing.
+"""
 
 from shardlib.ops import (
     along,
@@ -29,7 +31,7 @@ from shardlib.ops import (
 )
 
 __all__ = [
-    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach", "index",
-    "initial", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding", "random", "recurrent", "reduce",
-    "sdpa", "space", "spelled", "views", "whole",
+    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach",
+    "index", "initial", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding",
+    "random", "recurrent", "reduce", "sdpa", "space", "spelled", "views", "whole",
 ]  # fmt: skip

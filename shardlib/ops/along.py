@@ -70,7 +70,9 @@ def _tiled(b: Bound) -> Labels:
     x = b["input"]
     counts = tuple(b.get("repeats", b.get("dims", ())))
     counts = (1,) * (x.ndim - len(counts)) + counts
-    return {x.at: tuple(d if c == 1 else None for d, c in enumerate(counts[len(counts) - x.ndim :]))}
+    return {
+        x.at: tuple(d if c == 1 else None for d, c in enumerate(counts[len(counts) - x.ndim :]))
+    }
 
 
 declare(
@@ -98,7 +100,9 @@ declare("diag_embed(input, offset=0, dim1=-2, dim2=-1)\nview_as_complex(input)",
 
 
 def _into(b: Bound) -> Labels:
-    """What is written into lies along ``dim`` as one piece; a selected piece has no such dimension."""
+    """What is written into lies along ``dim`` as one piece; a
+    selected piece has no such dimension.
+    """
     x, src = b["input"], b["src"]
     (dim,) = where(b["dim"], x.ndim)
     kept = [d for d in range(x.ndim) if src.ndim == x.ndim or d != dim]

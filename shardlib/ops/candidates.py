@@ -1,7 +1,8 @@
 """Along one dimension the best elements and where they are: max, argmax, topk.
 
-Where the dimension is split each rank finds the best of its block; only they and their positions travel, and the
-same is asked of them again.  Blocks need not lie in order, so ties are broken by position.
+Where the dimension is split each rank finds the best of its block; only they and their positions
+travel, and the same is asked of them again.  Blocks need not lie in order, so ties are broken by
+position.
 """
 
 import math
@@ -31,19 +32,31 @@ _MAX = binder("""
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min)
 def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of all elements the extreme, of two tensors the larger, along a dimension the extremes and where they are."""
+    """Of all elements the extreme, of two tensors the larger, along a
+    dimension the extremes and where they are.
+    """
     given = _MAX(*args, **kwargs)
     if "other" in given:
-        return (torch.maximum if func.__name__ == "max" else torch.minimum)(given["input"], given["other"])
+        return (torch.maximum if func.__name__ == "max" else torch.minimum)(
+            given["input"], given["other"]
+        )
     if "dim" not in given:
-        return extreme(torch.amax if func.__name__ == "max" else torch.amin, given["input"], None, False, nans=True)
+        return extreme(
+            torch.amax if func.__name__ == "max" else torch.amin,
+            given["input"],
+            None,
+            False,
+            nans=True,
+        )
     x, dim, keepdim = given.values()
     if not _is_split(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_MAX(*a, **k)))
     values, where = _candidates(lambda block, d: func(block, d, True), x, dim % x.ndim)
     found = _first_of(func.__name__, values, where, dim % x.ndim)
     values, where = found if keepdim else (t.squeeze(dim) for t in found)
-    return (torch.return_types.max if func.__name__ == "max" else torch.return_types.min)((values, where))
+    return (torch.return_types.max if func.__name__ == "max" else torch.return_types.min)(
+        (values, where)
+    )
 
 
 _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
@@ -90,13 +103,20 @@ def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
-    """Say whether ``dim``, or with None any dimension, lies on several ranks; an empty tensor has nothing there."""
+    """Say whether ``dim``, or with None any dimension, lies on several
+    ranks; an empty tensor has nothing there.
+    """
     ndim = len(x.padded_shape)
     if dim is not None:
         dim = dim_of(dim, ndim, "max")
     tokens = x.sharding.resolve(ndim).dims
     axes = x.sharding.axes if dim is None or not ndim else tokens[dim].axes
-    return bool(real_axes(x.mesh, axes)) and 0 not in x.padded_shape and not x.sharding.partial and not x.sharding.skew
+    return (
+        bool(real_axes(x.mesh, axes))
+        and 0 not in x.padded_shape
+        and not x.sharding.partial
+        and not x.sharding.skew
+    )
 
 
 def _block(x: ShardedTensor, dim: int) -> int:
@@ -107,12 +127,16 @@ def _positions(x: ShardedTensor) -> list[Tensor]:
     """For each dimension where this rank's block has its elements, [n] (simulated: [ranks, n])."""
     mesh, shape = x.mesh, tuple(x.padded_shape)
     found = [x.sharding.indices(shape, mesh, place) for place in played(mesh)]
-    tables = [torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))]
+    tables = [
+        torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))
+    ]
     return [storage(list(t), mesh) for t in tables]
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
-    """Each block's best along dimension ``d`` and their positions in the tensor, gathered: whole along ``d``."""
+    """Each block's best along dimension ``d`` and their positions in
+    the tensor, gathered: whole along ``d``.
+    """
 
     def here(block: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         values, at = best(block, d)
@@ -126,11 +150,15 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
     size[d] = raw.shape[d - len(size)] * x.mesh.axis_size(dims[d].axes)
     split, whole = Layout(tuple(dims)), Layout((*dims[:d], Dim(), *dims[d + 1 :]))
     values = x.becomes(raw, split, torch.Size(size))
-    return reshard(values, whole), reshard(ShardedTensor(where, Place(split, torch.Size(size), x.mesh)), whole)
+    return reshard(values, whole), reshard(
+        ShardedTensor(where, Place(split, torch.Size(size), x.mesh)), whole
+    )
 
 
 def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
-    """Each block's extreme and its position in the flattened tensor, of every rank: [ranks] each."""
+    """Each block's extreme and its position in the flattened
+    tensor, of every rank: [ranks] each.
+    """
     strides = [math.prod(x.padded_shape[d + 1 :]) for d in range(len(x.padded_shape))]
 
     def here(block: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +175,9 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return the extreme along ``d`` and its position; the first of several, and NaN before all, as in torch."""
+    """Return the extreme along ``d`` and its position; the first of
+    several, and NaN before all, as in torch.
+    """
     known = values.detach()
     best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
     if values.dtype.is_floating_point:

@@ -36,13 +36,13 @@ def rmatmul(func: Any, args: Any, kwargs: Any) -> Any:
 def _spelled(line: str, *funcs: Any, need: tuple[int, ...]) -> None:
     bind = binder("f(input, other)\nf(input, vec2)\nf(input, tensor)\nf(x, y)")
 
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         x, y = bind(*args, **kwargs).values()
         if (x.ndim, y.ndim) != need or x.dtype != y.dtype:
             raise TypeError("dimensions")
         return contract(line, x, y)
 
-    implements(*funcs)(rule)
+    implements(*funcs)(implementation)
 
 
 _spelled("i,j->ij", torch.outer, Tensor.outer, torch.ger, Tensor.ger, need=(1, 1))
@@ -53,25 +53,38 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
     """input * beta + alpha * product; beta of zero ignores what input holds."""
     bind = binder(signature)
 
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
-        if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [len(t) for t in line.split("->")[0].split(",")]:
+        if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [
+            len(t) for t in line.split("->")[0].split(",")
+        ]:
             raise TypeError("dimensions")
         exact = a.dtype.is_floating_point or a.dtype.is_complex
         if not exact and not (type(beta) is type(alpha) is int):
             raise TypeError("torch rounds such factors of integers")
-        out = torch.matmul(a, b) if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m") else contract(line, a, b)
+        out = (
+            torch.matmul(a, b)
+            if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
+            else contract(line, a, b)
+        )
         out = out if alpha == 1 else out * alpha
         if beta == 0:
             return out
         return out + (c if beta == 1 else c * beta)
 
-    implements(*funcs)(rule)
+    implements(*funcs)(implementation)
 
 
 _added("mk,kn->mn", "addmm(input, mat1, mat2, *, beta=1, alpha=1)", torch.addmm, Tensor.addmm)
-_added("bmk,bkn->bmn", "baddbmm(input, batch1, batch2, *, beta=1, alpha=1)", torch.baddbmm, Tensor.baddbmm)
-_added("bmk,bkn->mn", "addbmm(input, batch1, batch2, *, beta=1, alpha=1)", torch.addbmm, Tensor.addbmm)
+_added(
+    "bmk,bkn->bmn",
+    "baddbmm(input, batch1, batch2, *, beta=1, alpha=1)",
+    torch.baddbmm,
+    Tensor.baddbmm,
+)
+_added(
+    "bmk,bkn->mn", "addbmm(input, batch1, batch2, *, beta=1, alpha=1)", torch.addbmm, Tensor.addbmm
+)
 _added("mk,k->m", "addmv(input, mat, vec, *, beta=1, alpha=1)", torch.addmv, Tensor.addmv)
 _added("i,j->ij", "addr(input, vec1, vec2, *, beta=1, alpha=1)", torch.addr, Tensor.addr)
 
@@ -86,12 +99,17 @@ def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
         left, right = [d % a.ndim for d in left], [d % b.ndim for d in right]
-    if any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True)) or a.dtype != b.dtype:
+    if (
+        any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True))
+        or a.dtype != b.dtype
+    ):
         raise TypeError("sizes differ")  # torch broadcasts ones here
     letters = iter(string.ascii_letters)
     p = [next(letters) for _ in range(a.ndim)]
     q = [p[left[right.index(d)]] if d in right else next(letters) for d in range(b.ndim)]
-    out = [c for d, c in enumerate(p) if d not in left] + [c for d, c in enumerate(q) if d not in right]
+    out = [c for d, c in enumerate(p) if d not in left] + [
+        c for d, c in enumerate(q) if d not in right
+    ]
     return contract(f"{''.join(p)},{''.join(q)}->{''.join(out)}", a, b)
 
 

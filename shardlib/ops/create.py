@@ -1,4 +1,6 @@
-"""New tensors made from a sharded one: nothing of it is read but dtype, device, mesh and where it lies."""
+"""New tensors made from a sharded one: nothing of it is read
+but dtype, device, mesh and where it lies.
+"""
 
 from typing import Any
 
@@ -21,16 +23,25 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.new_empty)
 def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dimensions that have the size of ``x``'s lie as they do: what is written here comes from where ``x`` does."""
+    """Dimensions that have the size of ``x``'s lie as they do: what is
+    written here comes from where ``x`` does.
+    """
     x = args[0]
     whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)
     if type(x) is not ShardedTensor or x.sharding.skew or whole.ndim != x.ndim:
         return new(func, args, kwargs)
     dims = x.sharding.resolve(x.ndim).dims
-    layout = Layout(tuple(t if n == m else Dim() for t, n, m in zip(dims, whole.shape, x.padded_shape, strict=True)))
+    layout = Layout(
+        tuple(
+            t if n == m else Dim()
+            for t, n, m in zip(dims, whole.shape, x.padded_shape, strict=True)
+        )
+    )
     local = layout.local_shape(tuple(whole.shape), x.mesh)
     front = (x.mesh.size,) * lead(x.mesh)
-    raw = torch.empty((*front, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad)
+    raw = torch.empty(
+        (*front, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad
+    )
     return ShardedTensor(raw, Place(layout, whole.shape, x.mesh))
 
 

@@ -5,10 +5,11 @@
         sort(input, dim: int = -1, descending: bool = False, *, stable=None)
     ''', along)
 
-A line is a signature as torch's documentation prints it; lines that share a name are its overloads.  What follows
-maps the bound call (tensors are Slots) to labels, see dims.py; this file has those that several files use.  A bare
-name stands for torch's function, Tensor's method and torch.nn.functional's function, ``linalg.inv`` for one function
-of that module.  A function declared twice is an error.
+A line is a signature as torch's documentation prints it; lines that share a name are its overloads.
+What follows maps the bound call (tensors are Slots) to labels, see dims.py; this file has those
+that several files use.  A bare name stands for torch's function, Tensor's method and
+torch.nn.functional's function, ``linalg.inv`` for one function of that module.  A function declared
+twice is an error.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from shardlib.ops.signatures import Slot, binder
 from shardlib.tensor import implements
 
 __all__ = [
-    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading", "lines", "rows",
-    "slots", "spelled", "where",
+    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading",
+    "lines", "rows", "slots", "spelled", "where",
 ]  # fmt: skip
 
 Bound = dict[str, Any]
@@ -44,7 +45,13 @@ class Declared:
 DECLARED: dict[str, Declared] = {}
 """Every declared operator by its name."""
 
-_MODULES = {"linalg": torch.linalg, "fft": torch.fft, "special": torch.special, "F": F, "Tensor": Tensor}
+_MODULES = {
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+    "special": torch.special,
+    "F": F,
+    "Tensor": Tensor,
+}
 _BARE = (torch, Tensor, F, *builtin_homes)
 
 
@@ -65,7 +72,7 @@ def lines(text: str) -> list[tuple[str, str]]:
 
 
 def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Give every operator of a table the rule that its labels describe."""
+    """Give every operator of a table the implementation that its labels describe."""
     for name, signature in lines(text):
         _enter(name, binder(signature), labels)
 
@@ -77,11 +84,11 @@ def elements(names: str) -> None:
 
 
 def _enter(name: str, bind: Callable[..., Bound], labels: Callable[[Bound], Labels]) -> None:
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
 
     functions = homes(name)
-    implements(*functions, padded=True)(rule)
+    implements(*functions, padded=True)(implementation)
     DECLARED[name] = Declared(tuple(functions), bind, labels)
 
 
@@ -89,7 +96,9 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
     """Operators that are a line of others: ``body`` takes the bound arguments."""
     for name, signature in lines(text):
         bind = binder(signature)
-        implements(*homes(name), padded=True)(lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs)))
+        implements(*homes(name), padded=True)(
+            lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs))
+        )
 
 
 # ---------------------------------------------------------------- labels
@@ -115,7 +124,9 @@ def where(value: Any, ndim: int) -> set[int]:
 
 
 def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> Labels:
-    """Every dimension is a row, counted from the right so that operands broadcast, but those in ``whole``."""
+    """Every dimension is a row, counted from the right so that
+    operands broadcast, but those in ``whole``.
+    """
     return {s.at: _but(whole(s), s) for s in slots(bound)}
 
 
@@ -124,7 +135,9 @@ def _but(whole: set[int], s: Slot) -> tuple[Any, ...]:
 
 
 def along(bound: Bound) -> Labels:
-    """The dimensions that ``dim``, ``dims`` or ``dimension`` name are whole; of an fft with sizes ``s``, the last."""
+    """The dimensions that ``dim``, ``dims`` or ``dimension`` name are
+    whole; of an fft with sizes ``s``, the last.
+    """
     value = next(bound[k] for k in ("dim", "dims", "dimension") if k in bound)
     if value is None and bound.get("s") is not None:
         value = tuple(range(-len(bound["s"]), 0))
@@ -137,13 +150,16 @@ def last(n: int) -> Callable[[Bound], Labels]:
 
 
 def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
-    """All but the last ``n`` dimensions of the first operand, and of those named ``alike``, are rows; the other
-    operands are whole."""
+    """All but the last ``n`` dimensions of the first operand, and of those named
+    ``alike``, are rows; the other operands are whole.
+    """
 
     def labels(bound: Bound) -> Labels:
         first, *rest = slots(bound)
         cut = [first, *(bound[k] for k in alike if isinstance(bound[k], Slot))]
         out: Labels = {s.at: (None,) * s.ndim for s in rest}
-        return out | {s.at: tuple(d if d < s.ndim - n else None for d in range(s.ndim)) for s in cut}
+        return out | {
+            s.at: tuple(d if d < s.ndim - n else None for d in range(s.ndim)) for s in cut
+        }
 
     return labels

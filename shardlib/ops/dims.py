@@ -1,14 +1,16 @@
 """Operators declared by what they do to dimensions.
 
-A declaration names, for every dimension of every operand, a *label* or nothing.  A labelled dimension is a row:
-the operator treats its positions apart, so blocks of it may be computed where they lie.  Operands that share a
-label share its split; a dimension without a label must be whole.  The same label in no result is contracted: the
-blocks' results are summed over the axes that split it, if the declaration says so.
+A declaration names, for every dimension of every operand, a *label* or nothing.  A labelled
+dimension is a row: the operator treats its positions apart, so blocks of it may be computed where
+they lie.  Operands that share a label share its split; a dimension without a label must be whole.
+The same label in no result is contracted: the blocks' results are summed over the axes that split
+it, if the declaration says so.
 
-Nothing is said of results.  Their layouts and shapes are found by running the operator on meta tensors: once as
-it is, once for each split label with that dimension as small as the block; the result's dimension that shrank
-with it is split likewise.  A last run with all blocks small must give the blocks of the first run's shapes, or the
-declaration is wrong here and the call goes to the whole tensors.
+Nothing is said of results.  Their layouts and shapes are found by running the operator on meta
+tensors: once as it is, once for each split label with that dimension as small as the block; the
+result's dimension that shrank with it is split likewise.  A last run with all blocks small must
+give the blocks of the first run's shapes, or the declaration is wrong here and the call goes to the
+whole tensors.
 """
 
 import math
@@ -34,7 +36,8 @@ from shardlib.tensor import Place, ShardedTensor, has_padding, lift, real_axes, 
 
 __all__ = ["Labels", "Unfit", "rows_call"]
 
-Labels = dict[int, tuple[Any, ...]]  # operand -> label of each dimension, None where it must be whole
+# operand -> label of each dimension, None where it must be whole
+Labels = dict[int, tuple[Any, ...]]
 
 
 class Unfit(TypeError):
@@ -57,7 +60,8 @@ def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
     free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
-    """A call whose operands have the labels that ``labels(args, kwargs)`` gives; tensors are Slots there.
+    """A call whose operands have the labels that ``labels(args,
+    kwargs)`` gives; tensors are Slots there.
 
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.
@@ -77,7 +81,15 @@ def rows_call(
         return on_whole(func, args, kwargs, opens=False)
     fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
     kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal, and not the same argument
-    key = (_made, func, tree, tuple((v.sharding, v.padded_shape, v.dtype) for v in values), fixed, kinds, sums)
+    key = (
+        _made,
+        func,
+        tree,
+        tuple((v.sharding, v.padded_shape, v.dtype) for v in values),
+        fixed,
+        kinds,
+        sums,
+    )
     try:
         plan = mesh.plans.get(key)
     except TypeError:
@@ -124,7 +136,8 @@ def rows_call(
 def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> Any:
     """Run a call where padding lies in rows alone: what is computed there is padding again.
 
-    Rows of padding hold ones (zeros where rows are summed), so that they have values and no gradient.
+    Rows of padding hold ones (zeros where rows are summed),
+    so that they have values and no gradient.
     """
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -142,7 +155,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
         if not isinstance(x, ShardedTensor) or not x.is_padded:
             continue
         mine = named.get(k, (None,) * x.ndim)
-        if any(n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)):
+        if any(
+            n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)
+        ):
             raise Unfit("the padding is read")
     if func in WRITERS:
         raise Unfit("written in place")
@@ -161,7 +176,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
         if len(size) != y.ndim:
             raise Unfit("the result's dimensions hang on its sizes")
         y = padded_to(y, tuple(size))
-        found[j] = padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
+        found[j] = (
+            padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
+        )
     return optree.tree_unflatten(shape, found)
 
 
@@ -169,7 +186,9 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
-    """A key for the plan of a call of leading tensors and plain numbers on real ranks; None for any other."""
+    """A key for the plan of a call of leading tensors and plain
+    numbers on real ranks; None for any other.
+    """
     first = args[0] if args else None
     if type(first) is not ShardedTensor or lead(first.mesh):
         return None
@@ -190,7 +209,10 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
 def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
     """A call whose plan is known and brings no operand elsewhere."""
     mesh, count = args[0].mesh, len(plan.targets)
-    raws = [vary(x.raw, mesh, over) if over else x.raw for x, over in zip(args[:count], plan.overs, strict=True)]
+    raws = [
+        vary(x.raw, mesh, over) if over else x.raw
+        for x, over in zip(args[:count], plan.overs, strict=True)
+    ]
     out = run(func, mesh, (*raws, *args[count:]), kwargs)
     if type(out) is Tensor:
         (place,) = plan.layouts
@@ -201,7 +223,9 @@ def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
 
 
 def _laid(raw: Tensor, plan: _Plan, layout: Layout, size: torch.Size, mesh: Mesh) -> ShardedTensor:
-    return ShardedTensor(total(raw, mesh, plan.summed) if plan.summed else raw, Place(layout, size, mesh))
+    return ShardedTensor(
+        total(raw, mesh, plan.summed) if plan.summed else raw, Place(layout, size, mesh)
+    )
 
 
 def _made(
@@ -215,7 +239,16 @@ def _made(
         a, k_ = optree.tree_unflatten(tree, slots)
         named = labels(a, k_)
         return _planned(func, leaves, tree, at, values, mesh, named, sums)
-    except (Unfit, TypeError, IndexError, KeyError, ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
+    except (
+        Unfit,
+        TypeError,
+        IndexError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+    ) as e:
         return _Plan([], [], [], why=f"{type(e).__name__}: {e}")
 
 
@@ -312,7 +345,9 @@ def _planned(
     return plan
 
 
-def _refused(func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _Plan) -> Exception:
+def _refused(
+    func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _Plan
+) -> Exception:
     to = {i: str(t) for i, t in zip(at, plan.targets, strict=True) if t is not None}
     pending = next((v for v in values if v.sharding.partial), None)
     kind = PartialEscape if pending is not None else ImplicitCommunication

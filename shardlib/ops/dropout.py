@@ -1,7 +1,8 @@
-"""Dropout of every kind: which elements, or channels, drop is a function of the key and of their global positions.
+"""Dropout of every kind: which elements, or channels, drop is a function
+of the key and of their global positions.
 
-The same drop under every layout and number of ranks (random.py).  What is saved for backward is one byte per
-element, or per channel.
+The same drop under every layout and number of ranks (random.py).  What is saved for backward
+is one byte per element, or per channel.
 """
 
 from typing import Any
@@ -64,13 +65,17 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
         return drawn(x, key, make, dtype)
     layout = Layout((*x.dims[:2], *[Dim()] * (len(x.padded_shape) - 2)))
     shape = torch.Size((*x.padded_shape[:2], *[1] * (len(x.padded_shape) - 2)))
-    block = x.raw.new_empty((*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.padded_shape) - 2)), dtype=dtype)
+    block = x.raw.new_empty(
+        (*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.padded_shape) - 2)), dtype=dtype
+    )
     true = torch.Size((*x.shape[:2], *shape[2:])) if x.is_padded else None
     return drawn(ShardedTensor(block, Place(layout, shape, x.mesh, true)), key, make, dtype)
 
 
 def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """Alpha dropout: what drops takes SELU's lowest value, and all is scaled back to mean 0 and variance 1."""
+    """Alpha dropout: what drops takes SELU's lowest value, and all
+    is scaled back to mean 0 and variance 1.
+    """
     alpha = 1.7580993408473766
     a = (alpha**2 * p + 1) ** -0.5 * (1 - p) ** -0.5 if p < 1 else 0.0
     noise = keep.to(x.dtype)
@@ -90,7 +95,11 @@ def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = Fa
         if features and len(x.padded_shape) < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
         keep = _keep(x, kept(p), torch.bool, features)
-        raw = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)
+        raw = (
+            _saturated(x.raw, keep, p)
+            if alpha
+            else _Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)
+        )
         if inplace:
             x.raw.copy_(raw)  # type: ignore[arg-type]
             return x
@@ -102,12 +111,18 @@ def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = Fa
 dropout = _rule("dropout")
 implements(F.dropout, torch.dropout, torch.dropout_, padded=True)(dropout)
 implements(F.alpha_dropout, padded=True)(_rule("alpha_dropout", off=True, alpha=True))
-implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True)(_rule("alpha_dropout", alpha=True))
-implements(F.feature_alpha_dropout, padded=True)(_rule("feature_alpha_dropout", off=True, features=True, alpha=True))
+implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True)(
+    _rule("alpha_dropout", alpha=True)
+)
+implements(F.feature_alpha_dropout, padded=True)(
+    _rule("feature_alpha_dropout", off=True, features=True, alpha=True)
+)
 implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_, padded=True)(
     _rule("feature_alpha_dropout", features=True, alpha=True)
 )
-implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(_rule("feature_dropout", features=True))
+implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(
+    _rule("feature_dropout", features=True)
+)
 
 
 @implements(torch.native_dropout, padded=True)
@@ -122,22 +137,31 @@ def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     return x.becomes(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)), x.becomes(keep)  # type: ignore[arg-type]
 
 
-_rrelu = binder("rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False)\n"
-                "rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, generator=None)")  # fmt: skip
+_rrelu = binder(
+    "rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False)\n"
+    "rrelu(input, lower=0.125, upper=0.3333333333333333, training=False, "
+    "generator=None)"
+)
 
 
 @implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True)
 def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Leaky with a slope between lower and upper: one per element in training, their mean otherwise."""
+    """Leaky with a slope between lower and upper: one per
+    element in training, their mean otherwise.
+    """
     b = _rrelu(*args, **kwargs)
     x, low, high = b["input"], b["lower"], b["upper"]
     if x.sharding.partial:
         raise partial_escape("rrelu", x)
     if low > high:
-        raise RuntimeError(f"Lower bound should be less than or equal to the upper bound, but got {low} and {high}")
+        raise RuntimeError(
+            f"Lower bound should be less than or equal to the upper bound, but got {low} and {high}"
+        )
     if b["training"]:
         key = next_key(x.mesh, b.get("generator"))
-        slope: Any = drawn(x, key, then(unit(x.dtype), lambda u: u.mul_(high - low).add_(low)), x.dtype)
+        slope: Any = drawn(
+            x, key, then(unit(x.dtype), lambda u: u.mul_(high - low).add_(low)), x.dtype
+        )
     else:
         slope = (low + high) / 2
     raw = torch.where(x.raw > 0, x.raw, x.raw * slope)

@@ -21,7 +21,9 @@ __all__ = ["contract", "product_line"]
 
 
 def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
-    """Letters of every operand and of the result, ``...`` written out (broadcast dimensions share letters)."""
+    """Letters of every operand and of the result, ``...`` written
+    out (broadcast dimensions share letters).
+    """
     equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -38,7 +40,9 @@ def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
         for t, n in zip(terms, ndims, strict=True)
     ]
     if not arrow:
-        once = sorted(c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots)
+        once = sorted(
+            c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots
+        )
         right = ("..." if dots else "") + "".join(once)
     return terms, right.replace("...", dots)
 
@@ -48,7 +52,10 @@ def _labels(terms: list[str]) -> Any:
 
     def labels(args: Any, kwargs: Any) -> Any:
         operands = args[1:]
-        return {s.at: tuple(None if c in twice else c for c in t) for s, t in zip(operands, terms, strict=True)}
+        return {
+            s.at: tuple(None if c in twice else c for c in t)
+            for s, t in zip(operands, terms, strict=True)
+        }
 
     return labels
 
@@ -63,7 +70,11 @@ def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: 
     except Unfit:
         return torch.einsum(equation, *operands)
     sizes: dict[str, int] = {}
-    for c, n in [(c, n) for term, t in zip(terms, operands, strict=True) for c, n in zip(term, t.shape, strict=True)]:
+    for c, n in [
+        (c, n)
+        for term, t in zip(terms, operands, strict=True)
+        for c, n in zip(term, t.shape, strict=True)
+    ]:
         if exact and c in equation and sizes.setdefault(c, n) != n:
             raise BadArgument(
                 f"a size of {n} meets one of {sizes[c]}",
@@ -72,7 +83,9 @@ def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: 
             )
     local = ",".join(terms) + "->" + right
     try:
-        return rows_call(torch.einsum, (local, *operands), {}, _labels(terms), sums=True, quiet=True)
+        return rows_call(
+            torch.einsum, (local, *operands), {}, _labels(terms), sums=True, quiet=True
+        )
     except ShardError:
         try:
             return _as_product(product, terms, right, *operands)
@@ -87,7 +100,9 @@ def _as_product(product: Callable[..., Any], terms: list[str], right: str, *oper
     p, q = terms
     size = dict(zip(p, a.shape, strict=True)) | dict(zip(q, b.shape, strict=True))
     if any(t.count(c) > 1 for t in (p, q, right) for c in t) or any(
-        size[c] != n for t, x in zip(terms, operands, strict=True) for c, n in zip(t, x.shape, strict=True)
+        size[c] != n
+        for t, x in zip(terms, operands, strict=True)
+        for c, n in zip(t, x.shape, strict=True)
     ):
         raise Unfit("broadcast or diagonal")
     batch = [c for c in right if c in p and c in q]

@@ -42,18 +42,16 @@ from shardlib.tensor import (
 __all__ = ["aligned", "brought", "converted", "elementwise"]
 
 _NAMES = """
-    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2 log10 log1p
-    sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc relu
-    floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2 lerp addcmul addcdiv
-    eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite
-    bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy logaddexp
-    float double half bfloat16 long int bool
-    zeros_like ones_like full_like empty_like
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__
-    __neg__ __abs__ positive __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__
-    __ror__ __rxor__
-    gelu silu mish elu selu celu leaky_relu relu6 softplus softsign logsigmoid hardtanh
-    hardsigmoid hardswish tanhshrink softshrink hardshrink
+    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2
+    log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh sigmoid erf
+    erfc relu floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2
+    lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan
+    isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy
+    logaddexp float double half bfloat16 long int bool zeros_like ones_like full_like empty_like
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__
+    __pow__ __rpow__ __neg__ __abs__ positive __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu leaky_relu relu6
+    softplus softsign logsigmoid hardtanh hardsigmoid hardswish tanhshrink softshrink hardshrink
 """.split()
 
 _LINEAR_UNARY = {"neg", "__neg__", "__pos__", "float", "double", "half", "bfloat16"}
@@ -77,8 +75,12 @@ _OPERANDS = {  # the names of what is given by position; all others: input, othe
 _ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
 
 
-def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with its operands by position; the function itself reads the other arguments."""
+def _placed(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call with its operands by position; the
+    function itself reads the other arguments.
+    """
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
         raise TypeError("Python's operators know no other names")
@@ -93,7 +95,9 @@ def _placed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded operands: they broadcast as their true shapes do, and are padded alike or have size 1."""
+    """Serve padded operands: they broadcast as their true shapes
+    do, and are padded alike or have size 1.
+    """
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     ours = [a for a in given if isinstance(a, ShardedTensor)]
     padded = [a for a in ours if a.is_padded]
@@ -101,9 +105,14 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("positions, which are not in the padding")
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
-        torch.broadcast_shapes(*(a.padded_shape if isinstance(a, ShardedTensor) else a.shape for a in given))
+        torch.broadcast_shapes(
+            *(a.padded_shape if isinstance(a, ShardedTensor) else a.shape for a in given)
+        )
     except RuntimeError:
-        other = next((a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape), padded[0])
+        other = next(
+            (a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape),
+            padded[0],
+        )
         raise Unsupported(
             "a padded tensor combines with tensors padded alike and with numbers",
             op=func.__name__,
@@ -113,12 +122,18 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
             f"{str(padded[0].sharding)!r}, pad=True)",
         ) from None
     mask: Any = None
-    if torch.is_grad_enabled() and any(a.requires_grad for a in given) and holds_values(padded[0].mesh):
+    if (
+        torch.is_grad_enabled()
+        and any(a.requires_grad for a in given)
+        and holds_values(padded[0].mesh)
+    ):
         for a in padded:
             mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
 
     def brought(x: Any) -> Any:
-        """What is computed in the padding has a gradient there, maybe 0 * inf; it ends before it is summed."""
+        """What is computed in the padding has a gradient there,
+        maybe 0 * inf; it ends before it is summed.
+        """
         x = x.with_padding if isinstance(x, ShardedTensor) else x
         tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
         return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
@@ -127,9 +142,9 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
 
 
-@implements(*{f: None for n in _NAMES for f in homes(n)}, padded=padded_alike)
+@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One rule for every function that acts on each element alone."""
+    """One implementation for every function that acts on each element alone."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
@@ -142,8 +157,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if _same_place(x, y):
             return x.becomes(local_call(func, mesh, (x.raw, y.raw), {}))
         if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
-            raws, *lies = aligned(func.__name__, [x, y])
-            return _laid(local_call(func, mesh, tuple(raws), {}), (x, y), *lies)
+            raws, out, shape, deferred = aligned(func.__name__, [x, y])
+            return _laid(local_call(func, mesh, tuple(raws), {}), (x, y), out, shape, deferred)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
@@ -162,13 +177,18 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
         return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
     rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
     if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
-        leaves, tree = flat((x.raw, *rest), kwargs)  # of a block: all of them have one more dimension
+        # of a block: all of them have one more dimension
+        leaves, tree = flat((x.raw, *rest), kwargs)
         out = each(func, x.mesh, leaves, [0], tree)
     else:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
         return out  # the name of its type
-    if x.sharding.partial and x.is_floating_point() and not (out.is_floating_point() or out.is_complex()):
+    if (
+        x.sharding.partial
+        and x.is_floating_point()
+        and not (out.is_floating_point() or out.is_complex())
+    ):
         raise partial_escape(func.__name__, x)
     return x.becomes(out)
 
@@ -199,7 +219,8 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     scaled = partial if len(values) == 2 and name in _LINEAR_SCALE else ()
     if scaled:
         moved = [
-            of_pending(raw, mesh, scaled) if v.sharding.partial else raw for v, raw in zip(values, moved, strict=True)
+            of_pending(raw, mesh, scaled) if v.sharding.partial else raw
+            for v, raw in zip(values, moved, strict=True)
         ]
     raws = iter(moved)
     new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
@@ -209,7 +230,11 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 
 def _laid(
-    raw: Tensor, values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
+    raw: Tensor,
+    values: Sequence[ShardedTensor],
+    out: Layout,
+    shape: torch.Size,
+    deferred: frozenset[str],
 ) -> ShardedTensor:
     """Return the result; rows that were merged in an operand of its shape are merged in it."""
     merged: tuple[int, ...] = ()
@@ -247,14 +272,19 @@ def aligned(
     """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
     return (
-        [_met(v, raw, over, out, shape) if over else raw for v, raw, over in zip(values, raws, overs, strict=True)],
+        [
+            _met(v, raw, over, out, shape) if over else raw
+            for v, raw, over in zip(values, raws, overs, strict=True)
+        ],
         out,
         shape,
         deferred,
     )
 
 
-def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size) -> Tensor:
+def _met(
+    v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size
+) -> Tensor:
     """A block that meets data of which it has no part: its gradient is summed over those axes."""
     if raw.dtype in (torch.bfloat16, torch.float16) and over and v.padded_shape != shape:
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
@@ -264,7 +294,9 @@ def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shap
 def brought(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
-    """As ``aligned``, but the axes over which each operand's gradient must be summed are given, not yet heeded."""
+    """As ``aligned``, but the axes over which each operand's gradient
+    must be summed are given, not yet heeded.
+    """
     mesh, moving = values[0].mesh, False
     key = (_Plan, partial, *[(v.sharding, v.padded_shape) for v in values])
     plan = mesh.plans.get(key)
@@ -277,7 +309,10 @@ def brought(
             raise _refused(op, i, moved, plan, key[2:], mesh)  # type: ignore[arg-type]
     raws = [v.raw for v in values]
     if not moving and not any([v.deferred for v in values]):
-        overs = [over if over and raw.requires_grad else () for over, raw in zip(plan.overs, raws, strict=True)]
+        overs = [
+            over if over and raw.requires_grad else ()
+            for over, raw in zip(plan.overs, raws, strict=True)
+        ]
         return raws, overs, plan.out, plan.shape, _NOWHERE
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.out.axes)
     meets, overs = {*plan.out.axes, *plan.out.partial, *deferred}, []
@@ -285,7 +320,9 @@ def brought(
         if target is not None:
             v = reshard(v, target)
             raws[i] = v.raw
-        met = v.raw.requires_grad and meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
+        met = v.raw.requires_grad and meets.difference(
+            v.sharding.axes, v.sharding.partial, v.deferred
+        )
         overs.append(real_axes(mesh, met) if met else ())
     return raws, overs, plan.out, plan.shape, deferred
 
@@ -294,10 +331,14 @@ _NOWHERE: frozenset[str] = frozenset()
 
 
 class _Spread(Local):
-    """Broadcast a half precision block to ``shape``; its gradient is summed in fp32, over ``axes`` as well."""
+    """Broadcast a half precision block to ``shape``; its gradient
+    is summed in fp32, over ``axes`` as well.
+    """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]
+    ) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
             x = wrap(raw, mesh)
@@ -363,7 +404,8 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
     for i, (lay, s) in enumerate(key):
         lay = lay.resolve(len(s))
         want = [
-            Dim() if s[k] == 1 and shape[k + ndim - len(s)] != 1 else out.dims[k + ndim - len(s)] for k in range(len(s))
+            Dim() if s[k] == 1 and shape[k + ndim - len(s)] != 1 else out.dims[k + ndim - len(s)]
+            for k in range(len(s))
         ]
         target = Layout(dims=tuple(want), partial=lay.partial, skew=lay.skew)
         targets.append(None if target == lay else target)
@@ -374,12 +416,16 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
     return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved))
 
 
-def _refused(op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh) -> ImplicitCommunication:
+def _refused(
+    op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh
+) -> ImplicitCommunication:
     names = list(lettered(key))
     return ImplicitCommunication(
-        f"{names[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move unasked",
+        f"{names[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would "
+        "move unasked",
         op=op,
-        operands={f"{n} {list(z)}": str(y) for n, (y, z) in lettered(key).items()} | {"result": str(plan.out)},
+        operands={f"{n} {list(z)}": str(y) for n, (y, z) in lettered(key).items()}
+        | {"result": str(plan.out)},
         mesh=mesh,
         fix=f"sl.reshard({names[i]}, {str(plan.targets[i])!r})",
     )
@@ -388,7 +434,9 @@ def _refused(op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh) ->
 def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
     """Of two splits of one dimension the larger operand's stays."""
     return max(
-        s.numel() for lay, s in key if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
+        s.numel()
+        for lay, s in key
+        if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
     )
 
 
@@ -404,7 +452,9 @@ def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
 
 _WRITES = [n.removesuffix("__").removeprefix("__") for n in _NAMES if n.startswith("__")]
 _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tensor, f"{n}_")] + [
-    f for n in _WRITES if n not in ("eq", "ne") and (f := getattr(Tensor, f"__i{n}__", None)) is not None
+    f
+    for n in _WRITES
+    if n not in ("eq", "ne") and (f := getattr(Tensor, f"__i{n}__", None)) is not None
 ]
 
 
@@ -436,7 +486,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     """An operand's block where it meets ``x``, which stays where it lies."""
     lead = len(x.padded_shape) - len(v.padded_shape)
-    if lead < 0 or any(m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)):
+    if lead < 0 or any(
+        m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)
+    ):
         raise BadArgument(
             "the result's shape is not that of the tensor it is written to",
             op=op,
@@ -445,7 +497,8 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         )
     mine = x.dims[lead:]
     dims = tuple(
-        Dim() if m == 1 and n != 1 else d for m, n, d in zip(v.padded_shape, x.padded_shape[lead:], mine, strict=True)
+        Dim() if m == 1 and n != 1 else d
+        for m, n, d in zip(v.padded_shape, x.padded_shape[lead:], mine, strict=True)
     )
     want = Layout(dims, v.sharding.partial, x.sharding.skew if not lead else v.sharding.skew)
     if want != v.sharding:
@@ -453,7 +506,8 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         budget = implicit_budget()
         if moved and (budget is None or moved > budget):
             raise ImplicitCommunication(
-                f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} bytes per rank would "
+                f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
+                "bytes per rank would "
                 "move unasked",
                 op=op,
                 operands={"x": typeof(x), "y": typeof(v)},
@@ -465,10 +519,13 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         v = settle(v)
     meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
     over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
-    return _met(v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.padded_shape)
+    return _met(
+        v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.padded_shape
+    )
 
 
-# ---------------------------------------------------------------- declared: any number of results, run rank by rank
+# ---------------------------------------------------------------- declared: any number of results,
+# run rank by rank
 
 elements(
     """

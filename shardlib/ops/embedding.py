@@ -24,7 +24,17 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
-from shardlib.tensor import Place, ShardedTensor, has_padding, implements, lift, partial_escape, real_axes, typeof, vary
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    has_padding,
+    implements,
+    lift,
+    partial_escape,
+    real_axes,
+    typeof,
+    vary,
+)
 
 __all__ = ["embedding"]
 
@@ -38,7 +48,13 @@ class _Lookup(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, ids: Tensor, mesh: Mesh, axes: tuple[str, ...], at: int, padding: int | None
+        ctx: Any,
+        table: Tensor,
+        ids: Tensor,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        at: int,
+        padding: int | None,
     ) -> Tensor:
         ctx.place = mesh, axes, at
         with bind(mesh):
@@ -70,7 +86,8 @@ def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
 
 
 _EMBEDDING = binder(
-    "embedding(input: tensor, weight: tensor, padding_idx: int = None, max_norm: number = None, norm_type=2.0, "
+    "embedding(input: tensor, weight: tensor, padding_idx: int = None, max_norm: number = None, "
+    "norm_type=2.0, "
     "scale_grad_by_freq=False, sparse=False)"
 )
 
@@ -94,7 +111,9 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             fix="F.embedding(ids.long(), table)",
         )
     if padding is not None and not -count <= padding < count:
-        raise OutOfRange(f"padding_idx {padding} must be within the table's {count} rows", op="embedding")
+        raise OutOfRange(
+            f"padding_idx {padding} must be within the table's {count} rows", op="embedding"
+        )
     if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
         raise Unsupported(
             "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table",
@@ -114,7 +133,9 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     out, raw_table, deferred = plan.out, table.raw, _NONE
     if table.deferred:
         deferred = table.deferred - set(out.axes)
-        raw_table = vary(raw_table, mesh, {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred))
+        raw_table = vary(
+            raw_table, mesh, {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
+        )
     elif plan.meets:
         raw_table = vary(raw_table, mesh, plan.meets)
     if plan.gathered:
@@ -132,11 +153,18 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 def _unpadded(ids: Any, table: Any) -> ShardedTensor:
     """Return the table with the padding of its vocabulary; any other padding is refused."""
-    if getattr(table, "is_padded", False) and table.shape[1] == table.padded_shape[1] and not has_padding((ids,)):
+    if (
+        getattr(table, "is_padded", False)
+        and table.shape[1] == table.padded_shape[1]
+        and not has_padding((ids,))
+    ):
         return table.with_padding
     mesh = getattr(table, "mesh", None)
     axis = "x" if mesh is None else mesh.names[0]
-    whole = ["sl.shard(sl.unshard(ids), '...')" if has_padding((ids,)) else "ids", "sl.unshard(table)"]
+    whole = [
+        "sl.shard(sl.unshard(ids), '...')" if has_padding((ids,)) else "ids",
+        "sl.unshard(table)",
+    ]
     raise Unsupported(
         "only the vocabulary of an embedding may be padded",
         op="embedding",
@@ -152,7 +180,8 @@ _NONE: frozenset[str] = frozenset()
 class _Plan(NamedTuple):
     """Where the result lies and how the lookup runs.
 
-    ``axes``      that split the vocabulary, and ``at`` which dimension of the ids they split too, or -1.
+    ``axes``      that split the vocabulary, and ``at`` which
+                  dimension of the ids they split too, or -1.
     ``gathered``  axes over which the table's columns are gathered first.
     ``meets``     axes over which the table's gradient is summed, unless it is deferred.
     """
@@ -174,7 +203,11 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}
     axes = tuple(a for a in vocab.axes if mesh.axes[a] > 1)
-    minor = [d for d, t in enumerate(tokens) if axes and t.parts[-len(axes) :] == axes and t.order == "contiguous"]
+    minor = [
+        d
+        for d, t in enumerate(tokens)
+        if axes and t.parts[-len(axes) :] == axes and t.order == "contiguous"
+    ]
     at = minor[0] if minor else -1
     gathered = tuple(a for a in hidden.axes if a in taken)
     kept = tuple(p for p in hidden.parts if p not in gathered)
@@ -194,4 +227,6 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
         )
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
-    return _Plan(out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets)
+    return _Plan(
+        out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets
+    )

@@ -1,8 +1,10 @@
-"""torch's lists of tensors: ``_foreach_*``, the fused optimizer steps, and the check of a gradient scaler.
+"""torch's lists of tensors: ``_foreach_*``, the fused optimizer
+steps, and the check of a gradient scaler.
 
 torch.optim, clip_grad_norm_ and GradScaler work through these.  An update of one element depends on
-that element alone, so where the lists lie alike torch's own kernel runs on all blocks at once.  Norms take
-one collective for all tensors of a mesh.  Elsewhere each tensor goes to the operator of its own.
+that element alone, so where the lists lie alike torch's own kernel runs on all blocks at once.
+Norms take one collective for all tensors of a mesh.  Elsewhere each tensor goes to the operator of
+its own.
 """
 
 from collections.abc import Sequence
@@ -45,7 +47,9 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
-    """Return the same arguments with blocks for sharded tensors, where every list lies as the first one does."""
+    """Return the same arguments with blocks for sharded tensors,
+    where every list lies as the first one does.
+    """
     head = args[0]
     out: list[Any] = []
     for a in args:
@@ -75,7 +79,11 @@ def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """``_foreach_add_(xs, ys, alpha=2)`` and its kin."""
     given, named = [*args, *kwargs.values()], list(kwargs)
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
-    raws = _blocks(given) if sharded and name.strip("_") not in _REDUCES and not _tracked(given) else None
+    raws = (
+        _blocks(given)
+        if sharded and name.strip("_") not in _REDUCES and not _tracked(given)
+        else None
+    )
     if raws is None:
         return _one_by_one(name, args, kwargs)
     more: dict[str, Any] = dict(zip(named, raws[len(args) :], strict=True))
@@ -93,7 +101,8 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
     def nth(a: Any, i: int) -> Any:
         return a[i] if isinstance(a, tuple | list) else a
 
-    def shared(a: Any) -> bool:  # clamp and lerp take a list of numbers, the others one number for all
+    # clamp and lerp take a list of numbers, the others one number for all
+    def shared(a: Any) -> bool:
         return isinstance(a, tuple | list) and len(a) != count
 
     if any(map(shared, (*args, *kwargs.values()))):
@@ -119,18 +128,25 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     for x in xs:
         if isinstance(x, ShardedTensor) and x.sharding.partial:
             raise partial_escape("_foreach_norm", x)
-    plain = any(type(x) is not ShardedTensor or x.mesh is not xs[0].mesh or not x.is_floating_point() for x in xs)
+    plain = any(
+        type(x) is not ShardedTensor or x.mesh is not xs[0].mesh or not x.is_floating_point()
+        for x in xs
+    )
     if plain or _tracked([xs]) or not (order > 0) or any(x.raw.numel() == 0 for x in xs):
         return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
     mesh: Mesh = xs[0].mesh
     ranks = len(played(mesh))
-    local = [torch.linalg.vector_norm(x.raw.detach().reshape(ranks, -1), order, 1, dtype=dtype) for x in xs]
+    local = [
+        torch.linalg.vector_norm(x.raw.detach().reshape(ranks, -1), order, 1, dtype=dtype)
+        for x in xs
+    ]
     out: list[Any] = [None] * len(xs)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, x in enumerate(xs):
         groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
     for axes, members in groups.items():
-        parts = torch.stack([local[i].double() for i in members], -1)  # [ranks, members]; squares cannot overflow
+        # [ranks, members]; squares cannot overflow
+        parts = torch.stack([local[i].double() for i in members], -1)
         if axes:
             with bind(mesh):
                 parts = _over(parts if lead(mesh) else parts[0], mesh, axes, order)
@@ -148,7 +164,8 @@ def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Ten
     return unwrap(psum(wrap(parts.pow(order), mesh), axes)).pow(1 / order)
 
 
-# ---------------------------------------------------------------- fused steps and the gradient scaler
+# ---------------------------------------------------------------- fused steps and the gradient
+# scaler
 
 
 def _fused(func: Any, args: Any, kwargs: Any) -> None:
@@ -175,13 +192,17 @@ def _fused(func: Any, args: Any, kwargs: Any) -> None:
                     if isinstance(y, ShardedTensor)
                     else "sl.shard(y, sl.layout_of(x))",
                 )
-    named = {k: (_block(v, args[0][0]) if isinstance(v, ShardedTensor) else v) for k, v in kwargs.items()}
+    named = {
+        k: (_block(v, args[0][0]) if isinstance(v, ShardedTensor) else v) for k, v in kwargs.items()
+    }
     lists = [[_block(y, x) for x, y in zip(args[0], mine, strict=False)] for mine in args]
     func(*lists, **named)
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """Gradients times 1/scale, in place; every rank learns whether any of them, anywhere, is not finite."""
+    """Gradients times 1/scale, in place; every rank learns
+    whether any of them, anywhere, is not finite.
+    """
     grads, found, inverse = args
     per_mesh: dict[Mesh, list[Tensor]] = {}
     for g in grads:

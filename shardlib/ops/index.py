@@ -21,7 +21,18 @@ from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole
 from shardlib.placing import reshard, shard
-from shardlib.tensor import Place, ShardedTensor, implements, lift, real_axes, replicated, settle, total, typeof, vary
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    implements,
+    lift,
+    real_axes,
+    replicated,
+    settle,
+    total,
+    typeof,
+    vary,
+)
 
 
 def _dim(b: Bound) -> int:
@@ -30,7 +41,9 @@ def _dim(b: Bound) -> int:
 
 
 def _at_positions(b: Bound) -> Labels:
-    """Operands of one rank; a row has the same size in all of them (torch allows smaller indices)."""
+    """Operands of one rank; a row has the same size in all of
+    them (torch allows smaller indices).
+    """
     x, dim = b["input"], _dim(b)
     found = slots(b)
     if any(s.ndim != x.ndim for s in found) or b.get("sparse_grad"):
@@ -54,7 +67,11 @@ declare(
 def _slices(b: Bound) -> Labels:
     """An index of one dimension picks slices, whose other dimensions are rows."""
     index, dim = b["index"], _dim(b)
-    out: Labels = {s.at: tuple(None if d == dim else d for d in range(s.ndim)) for s in slots(b) if s is not index}
+    out: Labels = {
+        s.at: tuple(None if d == dim else d for d in range(s.ndim))
+        for s in slots(b)
+        if s is not index
+    }
     out[index.at] = ("i",) if "source" not in b and index.ndim == 1 else (None,) * index.ndim
     return out
 
@@ -74,7 +91,9 @@ def _indexed(b: Bound) -> Labels:
     x, index = b["input"], b["index"]
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
-    if any(isinstance(i, list) for i in index) or index.count(None) + named != len(index) - (Ellipsis in index):
+    if any(isinstance(i, list) for i in index) or index.count(None) + named != len(index) - (
+        Ellipsis in index
+    ):
         raise Unfit("lists")
     fill = (slice(None),) * (x.ndim - named)
     at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
@@ -123,11 +142,17 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
         if i.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool):
-            raise OutOfRange(f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}", op="getitem",
-                             operands={"tensor": typeof(x), "index": typeof(i)}, mesh=x.mesh)  # fmt: skip
+            raise OutOfRange(
+                f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}",
+                op="getitem",
+                operands={"tensor": typeof(x), "index": typeof(i)},
+                mesh=x.mesh,
+            )
     index = given if isinstance(index, tuple) else given[0]
     if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
-        found = rows_call(func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True)
+        found = rows_call(
+            func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True
+        )
         if found is not None:
             return found
     out = _picked(x, given)
@@ -140,10 +165,16 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
     if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
         return False
     at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
-    full = [i for i in (*given[:at], *[slice(None)] * (x.ndim - named), *given[at + 1 :]) if i is not None]
+    full = [
+        i
+        for i in (*given[:at], *[slice(None)] * (x.ndim - named), *given[at + 1 :])
+        if i is not None
+    ]
     tokens = x.sharding.resolve(x.ndim).dims
     cut = [
-        (i, n) for i, t, n in zip(full, tokens, x.padded_shape, strict=True) if real_axes(x.mesh, t.axes) and i != _ALL
+        (i, n)
+        for i, t, n in zip(full, tokens, x.padded_shape, strict=True)
+        if real_axes(x.mesh, t.axes) and i != _ALL
     ]
     return bool(cut) and all(isinstance(i, int) and -n <= i < n for i, n in cut)
 
@@ -152,8 +183,12 @@ _ALL = slice(None)
 
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """x[..., -1] of a split dimension: the rank that has it gives it to the others; a copy, not a view."""
-    out = _picked(x, tuple(replicated(torch.tensor(i), x.mesh) if isinstance(i, int) else i for i in given))
+    """x[..., -1] of a split dimension: the rank that has it
+    gives it to the others; a copy, not a view.
+    """
+    out = _picked(
+        x, tuple(replicated(torch.tensor(i), x.mesh) if isinstance(i, int) else i for i in given)
+    )
     if out is None:
         return piece(Tensor.__getitem__, (x, given), {})
     link(x.raw, out.raw)
@@ -161,7 +196,9 @@ def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 
 def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
-    """Per rank, for each of ``n`` positions: where it lies in the rank's block, or the block's size."""
+    """Per rank, for each of ``n`` positions: where it lies
+    in the rank's block, or the block's size.
+    """
     key = _here, n, token
     found = mesh.plans.get(key)
     if found is None:
@@ -180,11 +217,18 @@ def _whole(i: ShardedTensor) -> ShardedTensor:
 
 
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """x[given]: positions are brought to every rank, and each gives the elements that it has; one sum joins them.
+    """x[given]: positions are brought to every rank, and each gives the
+    elements that it has; one sum joins them.
 
-    Nothing is summed where the dimensions they address are whole.  None where something else is asked for.
+    Nothing is summed where the dimensions they address are
+    whole.  None where something else is asked for.
     """
-    if x.sharding.partial or x.sharding.skew or type(x) is not ShardedTensor or not holds_values(x.mesh):
+    if (
+        x.sharding.partial
+        or x.sharding.skew
+        or type(x) is not ShardedTensor
+        or not holds_values(x.mesh)
+    ):
         return None
     index: list[Any] = []
     for i in given:
@@ -215,10 +259,15 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
                 n = x.padded_shape[d]
                 in_range(i, n, "getitem", f"index of dimension {d}", lowest=-n)
                 table = _here(n, token, mesh)
-                i = table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape) if stacked else table[i % n]
+                i = (
+                    table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape)
+                    if stacked
+                    else table[i % n]
+                )
                 edge = list(raw.shape)
                 edge[d + stacked] = 1
-                raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)  # what others have is 0 here
+                # what others have is 0 here
+                raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)
                 summed += axes
         elif axes and i != slice(None):
             return None
@@ -228,7 +277,11 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     leaves, tree = flat((raw, tuple(given_)), {})
     places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
     out = each(_copied, mesh, leaves, places, tree)
-    joined = total(out.long(), mesh, summed).to(out.dtype) if out.dtype == torch.bool else total(out, mesh, summed)
+    joined = (
+        total(out.long(), mesh, summed).to(out.dtype)
+        if out.dtype == torch.bool
+        else total(out, mesh, summed)
+    )
     kept, d = [], 0  # the tokens of what is not indexed by tensors, in order
     for i in given_:
         if i is None:
@@ -240,11 +293,17 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     block = torch.broadcast_shapes(*[given_[k].shape[stacked:] for k in picked])
     sure = [k for k, i in enumerate(given_) if isinstance(i, Tensor) and i.ndim > stacked]
     together = sure == list(range(sure[0], sure[0] + len(sure))) if sure else True
-    before = sum(isinstance(i, slice) or i is None for i in given_[: sure[0]]) if sure and together else 0
+    before = (
+        sum(isinstance(i, slice) or i is None for i in given_[: sure[0]])
+        if sure and together
+        else 0
+    )
     dims = (*kept[:before], *[Dim()] * len(block), *kept[before:])
     layout = Layout(dims)
     local = joined.shape[stacked:]
-    size = torch.Size(n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True))
+    size = torch.Size(
+        n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True)
+    )
     return ShardedTensor(joined, Place(layout, size, mesh, deferred=x.deferred))
 
 
@@ -266,7 +325,9 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.where, Tensor.where, padded=padded_alike)
 def choice(func: Any, args: Any, kwargs: Any) -> Any:
-    """One argument: the positions where it is true, a tensor per dimension.  Three: element by element."""
+    """One argument: the positions where it is true, a tensor per dimension.
+    Three: element by element.
+    """
     if len(args) == 1 and not kwargs:
         return args[0].nonzero().unbind(1)
     return elementwise(func, args, kwargs)
@@ -277,19 +338,38 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 
 @implements(torch.index_select, Tensor.index_select)
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    """As x[..., index]: a plain index is the same on every rank; the result lies as x, where it divides."""
+    """As x[..., index]: a plain index is the same on every
+    rank; the result lies as x, where it divides.
+    """
     x, dim, index = _SELECTED(*args, **kwargs).values()
-    if not isinstance(x, ShardedTensor) or not x.ndim or not -x.ndim <= dim < x.ndim or index.ndim > 1:
+    if (
+        not isinstance(x, ShardedTensor)
+        or not x.ndim
+        or not -x.ndim <= dim < x.ndim
+        or index.ndim > 1
+    ):
         return on_whole(func, args, kwargs, None)
     dim = dim % x.ndim
     if index.dtype not in (torch.int32, torch.int64):
-        raise OutOfRange(f"index_select takes int32 or int64, not {index.dtype}", op="index_select",
-                         operands={"tensor": typeof(x), "index": typeof(index)}, mesh=x.mesh)  # fmt: skip
+        raise OutOfRange(
+            f"index_select takes int32 or int64, not {index.dtype}",
+            op="index_select",
+            operands={"tensor": typeof(x), "index": typeof(index)},
+            mesh=x.mesh,
+        )
     raw = index.raw if isinstance(index, ShardedTensor) else index
-    in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")  # x[...] wraps negative ones
-    out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.sharding.resolve(x.ndim).dims[dim]
+    # x[...] wraps negative ones
+    in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")
+    out, token = (
+        x[(slice(None),) * dim + (index.reshape(-1),)],
+        x.sharding.resolve(x.ndim).dims[dim],
+    )
     dims = out.sharding.resolve(x.ndim).dims
-    if not token.is_split or dims[dim].is_split or out.padded_shape[dim] % x.mesh.axis_size(token.axes):
+    if (
+        not token.is_split
+        or dims[dim].is_split
+        or out.padded_shape[dim] % x.mesh.axis_size(token.axes)
+    ):
         return out
     if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
         return out
@@ -310,7 +390,11 @@ def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
     dims = x.sharding.resolve(x.ndim).dims
     cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial
     cut = cut or x.raw.requires_grad or source.raw.requires_grad
-    if cut or not is_whole(index) or (source.sharding >> x.sharding).bytes(tuple(source.padded_shape), x.mesh):
+    if (
+        cut
+        or not is_whole(index)
+        or (source.sharding >> x.sharding).bytes(tuple(source.padded_shape), x.mesh)
+    ):
         return on_whole(func, args, kwargs, None)
     raws = x.raw, reshard(source, x.sharding).raw, index.raw
     for block, part, at in zip(*[blocks(raw, x.mesh) for raw in raws], strict=True):
@@ -323,7 +407,9 @@ _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: 
 
 @implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
 def index_add(func: Any, args: Any, kwargs: Any) -> Any:
-    """Into a split dimension: each rank adds what falls into its block of the tensor, and nothing moves."""
+    """Into a split dimension: each rank adds what falls into
+    its block of the tensor, and nothing moves.
+    """
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
@@ -333,12 +419,18 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     if not x.ndim:
         return on_whole(func, args, kwargs, None)
     token = x.sharding.resolve(x.ndim).dims[dim]
-    plain = all(type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values)
+    plain = all(
+        type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values
+    )
     if not plain or not holds_values(mesh) or index.ndim != 1 or source.ndim != x.ndim:
         return on_whole(func, args, kwargs, None)
     theirs = source.sharding.resolve(x.ndim)
-    lies = Layout(tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims)))
-    if source.padded_shape[dim] != index.padded_shape[0] or (theirs >> lies).bytes(tuple(source.padded_shape), mesh):
+    lies = Layout(
+        tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims))
+    )
+    if source.padded_shape[dim] != index.padded_shape[0] or (theirs >> lies).bytes(
+        tuple(source.padded_shape), mesh
+    ):
         return on_whole(func, args, kwargs, None)
     index, source = _whole(index), reshard(source, lies)
     ids, stacked = index.raw.long(), lead(mesh)
@@ -362,7 +454,9 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
     """torch takes plain indices; they are the same on every rank."""
     i = torch.as_tensor(i) if isinstance(i, list) else i
-    return replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
+    return (
+        replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
+    )
 
 
 declare("one_hot(tensor, num_classes: int)", rows)
@@ -386,9 +480,18 @@ declare(
 _GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=None)")
 
 
-@implements(*(f for home in (torch, F) for n in ("grouped_mm", "_grouped_mm") if (f := getattr(home, n, None))))
+@implements(
+    *(
+        f
+        for home in (torch, F)
+        for n in ("grouped_mm", "_grouped_mm")
+        if (f := getattr(home, n, None))
+    )
+)
 def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows in groups, each times its matrix: the contraction may be split in both, and the columns."""
+    """Rows in groups, each times its matrix: the contraction
+    may be split in both, and the columns.
+    """
 
     def labels(a: Any, k: Any) -> Labels:
         given = _GROUPED(*a, **k)
@@ -401,7 +504,9 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _searched(b: Bound) -> Labels:
-    """Each value is looked for apart; sequences of several dimensions share the leading ones with the values."""
+    """Each value is looked for apart; sequences of several
+    dimensions share the leading ones with the values.
+    """
     sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
     own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
     lead = tuple(range(sequence.ndim - 1))
@@ -410,5 +515,7 @@ def _searched(b: Bound) -> Labels:
 
 
 declare(
-    "searchsorted(sorted_sequence, input: tensor, *, out_int32=False, right=False, side=None, sorter=None)", _searched
+    "searchsorted(sorted_sequence, input: tensor, *, out_int32=False, right=False, side=None, "
+    "sorter=None)",
+    _searched,
 )

@@ -1,7 +1,8 @@
-"""torch.nn.init on sharded tensors: fan-in and fan-out are the global tensor's, values are keyed by position.
+"""torch.nn.init on sharded tensors: fan-in and fan-out are the
+global tensor's, values are keyed by position.
 
-Most of it is torch's own code, which fills tensors in place (random.py).  Here are those that would draw from each
-rank's generator, move data, or write single elements.
+Most of it is torch's own code, which fills tensors in place (random.py).  Here are those that would
+draw from each rank's generator, move data, or write single elements.
 """
 
 import math
@@ -57,12 +58,18 @@ def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _kaiming(
-    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+    tensor: Tensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: Any = None,
 ) -> Tensor:
     if 0 in tensor.shape:
         return tensor
     if tensor.ndim < 2:
-        raise ValueError("Fan in and fan out can not be computed for tensor with fewer than 2 dimensions")
+        raise ValueError(
+            "Fan in and fan out can not be computed for tensor with fewer than 2 dimensions"
+        )
     if mode.lower() not in ("fan_in", "fan_out"):
         raise ValueError(f"Mode {mode} not supported, please use one of ['fan_in', 'fan_out']")
     fan = tensor.shape[1 if mode.lower() == "fan_in" else 0] * math.prod(tensor.shape[2:])
@@ -71,18 +78,32 @@ def _kaiming(
         return tensor.uniform_(-bound, bound, generator=generator)
 
 
-# ---------------------------------------------------------------- those that do not ask their argument
+# ---------------------------------------------------------------- those that do not ask their
+# argument
 
 
 def trunc_normal_(
-    x: ShardedTensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+    x: ShardedTensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    generator: Any = None,
 ) -> ShardedTensor:
-    """One number per element, by the inverse of the normal distribution between a and b: nothing is drawn twice."""
+    """One number per element, by the inverse of the normal distribution
+    between a and b: nothing is drawn twice.
+    """
     _settled("trunc_normal_", x)
-    low, high = (torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64)).item() for v in (a, b))
+    low, high = (
+        torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64)).item()
+        for v in (a, b)
+    )
     flip = low > 0.5  # the upper tail has no digits left near 1; the lower one does
     if flip:
-        low, high = (torch.special.ndtr(torch.tensor((mean - v) / std, dtype=torch.float64)).item() for v in (b, a))
+        low, high = (
+            torch.special.ndtr(torch.tensor((mean - v) / std, dtype=torch.float64)).item()
+            for v in (b, a)
+        )
 
     def make(h: Tensor) -> Tensor:
         z = torch.special.ndtri(open_unit(h).mul_(high - low).add_(low))
@@ -93,7 +114,9 @@ def trunc_normal_(
 
 
 def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:
-    """Every rank factors the same whole matrix, and keeps its block: this one is whole for a moment."""
+    """Every rank factors the same whole matrix, and keeps
+    its block: this one is whole for a moment.
+    """
     _settled("orthogonal_", x)
     if x.ndim < 2:
         raise ValueError("Only tensors with 2 or more dimensions are supported")
@@ -119,7 +142,11 @@ def _gauss(h: Tensor) -> Tensor:
 def _put(x: ShardedTensor, whole: Tensor) -> None:
     """This rank's block of a tensor that every rank holds."""
     if x.is_padded:
-        pad = [n for s, t in zip(reversed(x.padded_shape), reversed(x.shape), strict=True) for n in (0, s - t)]
+        pad = [
+            n
+            for s, t in zip(reversed(x.padded_shape), reversed(x.shape), strict=True)
+            for n in (0, s - t)
+        ]
         whole = nn.functional.pad(whole, pad)
     x.raw.copy_(reshard(replicated(whole, x.mesh), x.sharding).raw)
 
@@ -153,8 +180,11 @@ def eye_(x: ShardedTensor) -> ShardedTensor:
     return x
 
 
-def sparse_(x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any = None) -> ShardedTensor:
-    """Normal, and in every column the share ``sparsity`` of rows is zero: those whose keyed numbers are lowest.
+def sparse_(
+    x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any = None
+) -> ShardedTensor:
+    """Normal, and in every column the share ``sparsity`` of rows is
+    zero: those whose keyed numbers are lowest.
 
     Each rank computes the numbers of whole columns, of the columns that it holds; nothing moves.
     """
@@ -167,10 +197,15 @@ def sparse_(x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any
         if zeros == 0 or x.raw.is_meta:
             return x
         every = torch.arange(x.shape[0], device=x.raw.device)
-        rows, columns = along(x, 0), along(x, 1)  # [ranks, m, 1] and [ranks, 1, n], or without ranks
+        # [ranks, m, 1] and [ranks, 1, n], or without ranks
+        rows, columns = along(x, 0), along(x, 1)
         for at in range(0, columns.shape[-1], 1024):
             some = columns[..., at : at + 1024]
-            most = bits(every[:, None] * x.shape[1] + some, key).kthvalue(zeros, -2, keepdim=True).values
+            most = (
+                bits(every[:, None] * x.shape[1] + some, key)
+                .kthvalue(zeros, -2, keepdim=True)
+                .values
+            )
             gone = bits(rows * x.shape[1] + some, key) <= most
             x.raw[..., at : at + 1024].masked_fill_(gone, 0.0)
     return x
@@ -182,6 +217,12 @@ def _settled(name: str, x: ShardedTensor) -> None:
 
 
 intercept_init(
-    {"trunc_normal_": trunc_normal_, "orthogonal_": orthogonal_, "dirac_": dirac_, "eye_": eye_, "sparse_": sparse_},
+    {
+        "trunc_normal_": trunc_normal_,
+        "orthogonal_": orthogonal_,
+        "dirac_": dirac_,
+        "eye_": eye_,
+        "sparse_": sparse_,
+    },
     frozenset({ShardedTensor}),
 )

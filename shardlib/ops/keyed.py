@@ -1,13 +1,15 @@
 """Random numbers as functions of a key and of the element's position in the global tensor.
 
-64 bits per position: splitmix64, whose state after i steps is key + i * odd constant, so any element's bits come
-from its position alone.  Positions are those of the true tensor, also where blocks are padded.
+64 bits per position: splitmix64, whose state after i steps is key + i * odd constant, so any
+element's bits come from its position alone.  Positions are those of the true tensor, also where
+blocks are padded.
 
-Bits become numbers in fp64, or in fp32 where that is enough, and are rounded once.  Chunks are a multiple of 64
-elements and too small for threads: torch's vector loops and their scalar tails differ in the last bit, and a number
-must not depend on where it lies in a block.
+Bits become numbers in fp64, or in fp32 where that is enough, and are rounded once.  Chunks are a
+multiple of 64 elements and too small for threads: torch's vector loops and their scalar tails
+differ in the last bit, and a number must not depend on where it lies in a block.
 
-Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the constants of the
+Source: Steele, Lea and Flood, Fast splittable pseudorandom number
+        generators, OOPSLA 2014; the constants of the
 finaliser are Stafford's variant 13.
 """
 
@@ -26,8 +28,8 @@ from shardlib.layouts import Layout
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "Make", "Pairs", "along", "bits", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal", "open_unit",
-    "signed", "then", "unit",
+    "Make", "Pairs", "along", "bits", "drawn", "gaussian", "half_open", "keep_mask", "kept",
+    "normal", "open_unit", "signed", "then", "unit",
 ]  # fmt: skip
 
 _STEP = 1 << 14  # elements at once: what a cache holds, and fewer than torch gives to threads
@@ -64,7 +66,9 @@ def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
     index, flat = index.reshape(-1), out.view(-1)
     step = 2 * _STEP if index.device.type == "cpu" else max(index.numel(), 1)
     for at in range(0, index.numel(), step):
-        torch.ge(bits(index[at : at + step], key).bitwise_and_(_53), _bar(p), out=flat[at : at + step])
+        torch.ge(
+            bits(index[at : at + step], key).bitwise_and_(_53), _bar(p), out=flat[at : at + step]
+        )
     return out
 
 
@@ -77,7 +81,9 @@ def _bar(p: float) -> int:
 
 @dataclass(frozen=True)
 class Pairs:
-    """For numbers that need 32 bits: two neighbours in the last dimension share 64.  ``make``: [m] -> [m, 2]."""
+    """For numbers that need 32 bits: two neighbours in the last dimension share 64.
+    ``make``: [m] -> [m, 2].
+    """
 
     make: Make
 
@@ -118,7 +124,9 @@ def unit(dtype: torch.dtype) -> Make | Pairs:
         return half_open
     digits = _DIGITS[dtype]
     mask = (1 << digits) - 1
-    return Pairs(lambda h: (_halves(h) >> (32 - digits)).bitwise_and_(mask).float().mul_(2.0**-digits))
+    return Pairs(
+        lambda h: (_halves(h) >> (32 - digits)).bitwise_and_(mask).float().mul_(2.0**-digits)
+    )
 
 
 def normal(h: Tensor) -> Tensor:
@@ -132,7 +140,9 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
         return normal
 
     def make(h: Tensor) -> Tensor:
-        radius = h.bitwise_and(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        radius = (
+            h.bitwise_and(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        )
         angle = (h >> 32).float().mul_(math.pi * 2.0**-31)
         return torch.stack([angle.cos().mul_(radius), angle.sin_().mul_(radius)], -1)
 
@@ -148,15 +158,26 @@ def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
 # ---------------------------------------------------------------- blocks
 
 
-def drawn(x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The raw blocks of numbers that ``make`` gives for the bits of ``x``'s positions; ``out`` is filled if given."""
+def drawn(
+    x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """The raw blocks of numbers that ``make`` gives for the bits of
+    ``x``'s positions; ``out`` is filled if given.
+    """
     out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
     if out.is_meta or not out.numel():
         return out
     whole = tuple(x.shape)
     axes = tuple(x.mesh.axes.items())
     for block, coord in zip(blocks(out, x.mesh), played(x.mesh), strict=True):
-        place = x.sharding, tuple(x.padded_shape), axes, tuple(coord.values()), whole, isinstance(make, Pairs)
+        place = (
+            x.sharding,
+            tuple(x.padded_shape),
+            axes,
+            tuple(coord.values()),
+            whole,
+            isinstance(make, Pairs),
+        )
         flat = block.view(-1)
         if out.device.type == "cpu" and len(flat) <= _STEP:
             index, paired = _only(*place)
@@ -191,7 +212,9 @@ def _only(*place: Any) -> tuple[Tensor, bool]:
 
 
 def along(x: ShardedTensor, dim: int) -> Tensor:
-    """Return the global positions along one dimension of every element, shaped to broadcast with the raw block."""
+    """Return the global positions along one dimension of every
+    element, shaped to broadcast with the raw block.
+    """
     size, ndim = tuple(x.padded_shape), len(x.padded_shape)
     tables = []
     for coord in played(x.mesh):
@@ -213,7 +236,8 @@ def _tables(
 ) -> tuple[tuple[Tensor, ...], bool]:
     """Per dimension what each of the block's positions adds to the linear index.
 
-    Of ``pairs`` to the number of the pair, True, where the block holds both of each, one after the other.
+    Of ``pairs`` to the number of the pair, True, where the block
+    holds both of each, one after the other.
     """
     sizes = dict(axes)
     held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))
@@ -221,7 +245,11 @@ def _tables(
     for d in range(len(size) - 1, -1, -1):
         index = held[d]
         ahead = isinstance(index, range)
-        table = torch.arange(index.start, index.stop, index.step) if ahead else torch.tensor(list(index))
+        table = (
+            torch.arange(index.start, index.stop, index.step)
+            if ahead
+            else torch.tensor(list(index))
+        )
         out.append(table.to(torch.int64) * stride)
         stride *= whole[d]
     out.reverse()

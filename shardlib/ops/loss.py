@@ -1,8 +1,9 @@
 """Losses: each row's where the row lies, then our own sum or mean.
 
-The losses of torch.nn.functional are run with reduction "none" as declared here, and reduced by the library's own
-operators.  Cross entropy with its classes split has an algorithm: the logits are never gathered, and per row three
-numbers cross the wire, the maximum, the sum of exponentials and the target's logit (the last two in one psum).
+The losses of torch.nn.functional are run with reduction "none" as declared here, and reduced by the
+library's own operators.  Cross entropy with its classes split has an algorithm: the logits are
+never gathered, and per row three numbers cross the wire, the maximum, the sum of exponentials and
+the target's logit (the last two in one psum).
 
 Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 """
@@ -44,9 +45,11 @@ __all__ = ["cross_entropy"]
 
 
 class _RowLoss(Local):
-    """Loss of each row, and softmax.  logits [R, C/axes], target [R] -> [R], [R, C/axes]; zero where ignored.
+    """Loss of each row, and softmax.  logits [R, C/axes], target [R]
+    -> [R], [R, C/axes]; zero where ignored.
 
-    Softmax is what backward saves; as an output it has a graph, so backward can be differentiated again.
+    Softmax is what backward saves; as an output it has a graph,
+    so backward can be differentiated again.
 
     loss = (1 - s) (lse - logit[target]) + s (lse - mean(logits))   with smoothing s.
     """
@@ -79,7 +82,9 @@ class _RowLoss(Local):
             picked = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
             flat = torch.zeros_like(top)
             if smooth:
-                flat = (shifted.masked_fill(_padding(x, axes, classes), 0) if padded else shifted).sum(-1)
+                flat = (
+                    shifted.masked_fill(_padding(x, axes, classes), 0) if padded else shifted
+                ).sum(-1)
             exp = shifted.exp_()  # in place: logits are the largest tensors of all
             sums = torch.stack([exp.sum(-1), picked, flat], -1)
             sums = psum(sums, axes) if axes else sums
@@ -107,17 +112,23 @@ class _RowLoss(Local):
 
 
 def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
-    """Return the logits' gradient on raw blocks, out of operations that can be differentiated again."""
+    """Return the logits' gradient on raw blocks, out of
+    operations that can be differentiated again.
+    """
     mesh, axes, smooth, classes = ctx.place
     p, here, outside, ignored = ctx.saved_tensors
     dx: Any = 0
     if g is not None:
         g = vary(g.masked_fill(ignored, 0), mesh, axes).unsqueeze(-1)
-        hot = torch.zeros_like(p).scatter_(-1, here.unsqueeze(-1), (~outside).unsqueeze(-1).to(p.dtype))
+        hot = torch.zeros_like(p).scatter_(
+            -1, here.unsqueeze(-1), (~outside).unsqueeze(-1).to(p.dtype)
+        )
         even = torch.full_like(p, smooth / classes)
         if smooth:
             with bind(mesh):
-                even = unwrap(wrap(even, mesh).masked_fill(_padding(wrap(p, mesh), axes, classes), 0))
+                even = unwrap(
+                    wrap(even, mesh).masked_fill(_padding(wrap(p, mesh), axes, classes), 0)
+                )
         dx = (p - (1 - smooth) * hot - even) * g
     if g_softmax is not None:
         mean = total((p * g_softmax).sum(-1, keepdim=True), mesh, axes)
@@ -152,7 +163,9 @@ class _WholeRowLoss(Local):
         wide = _wide(logits)
         if torch.is_grad_enabled():  # its own gradient is wanted: torch's operators have one
             x = logits.to(wide)
-            rows = F.cross_entropy(x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none")
+            rows = F.cross_entropy(
+                x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
+            )
             g = grads[0].masked_fill(ignored, 0).to(wide)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
@@ -169,7 +182,9 @@ class _WholeRowLoss(Local):
 
 
 def _some_rows(x: Tensor, *more: Tensor) -> Any:
-    """x and tensors with as many rows, cut into parts that a cache holds (on a GPU: that fill it)."""
+    """x and tensors with as many rows, cut into parts that a
+    cache holds (on a GPU: that fill it).
+    """
     part = (1 << 18 if x.device.type == "cpu" else 1 << 26) // max(x.shape[-1], 1) or 1
     if x.is_meta or part >= len(x):
         return [(x, *more)]
@@ -183,8 +198,19 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
 
 
 def _split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
-    """F.cross_entropy(logits [N, C], target [N]) with N, C or both split; ``classes`` of them are no padding."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    """F.cross_entropy(logits [N, C], target [N]) with N, C or both
+    split; ``classes`` of them are no padding.
+    """
+    names = (
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     logits, target = given["input"], given["target"]
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
@@ -205,22 +231,34 @@ def _split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None 
     if plan.axes or (classes or every) != every:
         raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes or every)
     else:
-        flat = (x, target.raw) if x.ndim == 2 else (x.flatten(0, -2), target.raw.flatten())  # every rank's rows
+        # every rank's rows
+        flat = (x, target.raw) if x.ndim == 2 else (x.flatten(0, -2), target.raw.flatten())
         if flat[0].numel() > (1 << 22 if is_half(x) else 1 << 16):
             raw = _WholeRowLoss.apply(*flat, ignore, smooth)
         elif x.ndim == 2 and reduction != "none" and not plan.over:
-            raw = F.cross_entropy(x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction)
-            return ShardedTensor(raw, Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred))
+            raw = F.cross_entropy(
+                x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction
+            )
+            return ShardedTensor(
+                raw, Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
+            )
         else:  # too small to be worth cutting
-            raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
+            raw = F.cross_entropy(
+                *flat, ignore_index=ignore, label_smoothing=smooth, reduction="none"
+            )
         raw = raw if x.ndim == 2 else raw.view(target.raw.shape)
     if reduction == "none":
-        return ShardedTensor(raw.to(x.dtype), Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred))
+        return ShardedTensor(
+            raw.to(x.dtype),
+            Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred),
+        )
     if reduction == "mean":
         raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
     else:
         raw = total(raw.sum(-1, dtype=_wide(raw)), mesh, plan.over)
-    return ShardedTensor(raw.to(x.dtype), Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred))
+    return ShardedTensor(
+        raw.to(x.dtype), Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
+    )
 
 
 class _Plan(NamedTuple):
@@ -256,14 +294,17 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
     row, col = logits.sharding.resolve(2).dims
     if target.padded_shape != logits.padded_shape[:1]:
         raise ShardError(
-            f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for {logits.padded_shape[0]} rows",
+            f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for "
+            f"{logits.padded_shape[0]} rows",
             op="cross_entropy",
             operands={"logits": typeof(logits), "target": typeof(target)},
             mesh=mesh,
             fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
         )
     rows = Layout(dims=(row,))
-    brought = target.sharding != rows and not (target.sharding >> rows).bytes(tuple(target.padded_shape), mesh)
+    brought = target.sharding != rows and not (target.sharding >> rows).bytes(
+        tuple(target.padded_shape), mesh
+    )
     grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
     if (not brought and target.sharding.resolve(1).dims[0] != row) or grouped:
         raise ImplicitCommunication(
@@ -286,13 +327,19 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Mean(Local):
-    """apply(losses, target, ignore, mesh, axes): their sum over their number, both over ``axes`` in one psum."""
+    """apply(losses, target, ignore, mesh, axes): their sum over
+    their number, both over ``axes`` in one psum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]
+    ) -> Tensor:
         part, count = raw.sum(-1, dtype=_wide(raw)), (target != ignore).sum(-1)
         if axes:
-            part, count = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes).unbind(-1)
+            part, count = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes).unbind(
+                -1
+            )
         ctx.place = mesh, axes, raw.shape, raw.dtype
         ctx.save_for_backward(count)
         return part / count
@@ -312,7 +359,11 @@ def _how(given: dict[str, Any]) -> str:
     average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
     if average is not None or reduce is not None:
-        return ("mean" if average is None or average else "sum") if reduce is None or reduce else "none"
+        return (
+            ("mean" if average is None or average else "sum")
+            if reduce is None or reduce
+            else "none"
+        )
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise BadArgument(f"{reduction} is not a valid value for reduction", op="loss")
     return reduction
@@ -334,7 +385,7 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
 
 
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Rules for the losses of a table: torch's own on the rows, reduced by ours."""
+    """Implementations for the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text):
         implements(getattr(F, name))(_Loss(getattr(F, name), binder(signature), labels))
 
@@ -354,7 +405,8 @@ class _Loss:
             raise BadArgument("batchmean is a reduction of kl_div alone", op=self.of.__name__)
         weight = given.get("weight")
         if how == "mean" and isinstance(weight, Tensor) and self.of in (F.mse_loss, F.l1_loss):
-            how = "weighed"  # these two divide by the weights' sum, the others by the number of elements
+            # these two divide by the weights' sum, the others by the number of elements
+            how = "weighed"
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
         return _reduced(out, how, given)
 
@@ -384,7 +436,10 @@ def _samples(b: Bound) -> Labels:
     if found[0].ndim < 2:
         raise Unfit("one row")
     weight = b.get("weight")
-    return {s.at: (None if s is weight else "n",) + (None,) * (s.ndim - 1) if s.ndim else () for s in found}
+    return {
+        s.at: (None if s is weight else "n",) + (None,) * (s.ndim - 1) if s.ndim else ()
+        for s in found
+    }
 
 
 _losses(
@@ -399,10 +454,12 @@ _losses(
 )
 
 _NLL = binder(
-    "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')"
+    "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "
+    "reduction='mean')"
 )
 _CROSS_ENTROPY = binder(
-    "cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
+    "cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "
+    "reduction='mean', "
     "label_smoothing=0.0)"
 )
 
@@ -434,13 +491,25 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
     if weight is None:
         return out.sum() / kept.sum()
     ones = torch.full_like(x.detach(), -1.0)
-    count = rows_call(F.nll_loss, (), {"input": ones, "target": t, "weight": weight.detach(),
-                                       "ignore_index": given["ignore_index"], "reduction": "none"}, _of_classes)  # fmt: skip
+    count = rows_call(
+        F.nll_loss,
+        (),
+        {
+            "input": ones,
+            "target": t,
+            "weight": weight.detach(),
+            "ignore_index": given["ignore_index"],
+            "reduction": "none",
+        },
+        _of_classes,
+    )
     return out.sum() / count.sum()
 
 
 def _checked(given: Bound, classes: int | None = None) -> str:
-    """The reduction of a cross entropy whose arguments torch takes; ``classes`` of the logits are no padding."""
+    """The reduction of a cross entropy whose arguments torch takes;
+    ``classes`` of the logits are no padding.
+    """
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     operands = {"logits": typeof(x), "target": typeof(t)}
     whole_numbers = not t.is_floating_point()
@@ -448,10 +517,16 @@ def _checked(given: Bound, classes: int | None = None) -> str:
         raise BadArgument(f"targets are int64 or uint8, not {t.dtype}", op="cross_entropy", operands=operands,
                           fix="F.cross_entropy(logits, target.long())")  # fmt: skip
     if not x.is_floating_point():
-        raise BadArgument(f"logits are floating point, not {x.dtype}", op="cross_entropy", operands=operands)
+        raise BadArgument(
+            f"logits are floating point, not {x.dtype}", op="cross_entropy", operands=operands
+        )
     if not 0.0 <= smooth <= 1.0:
-        raise BadArgument(f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy")
-    split = isinstance(x, ShardedTensor) and x.ndim > 1 and x.sharding.resolve(x.ndim).dims[1].is_split
+        raise BadArgument(
+            f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy"
+        )
+    split = (
+        isinstance(x, ShardedTensor) and x.ndim > 1 and x.sharding.resolve(x.ndim).dims[1].is_split
+    )
     if whole_numbers and (split or classes is not None):  # else torch's own kernel looks
         raw = t.raw if isinstance(t, ShardedTensor) else t
         in_range(raw, classes or x.shape[1], "cross_entropy", "target", given["ignore_index"])
@@ -472,7 +547,9 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
         raise TypeError("a padded target")
     last_only(x, func)
     how, classes = _checked(given, x.shape[-1]), x.shape[-1]
-    return _split_cross_entropy(func, (), given | {"input": x.with_padding, "reduction": how}, classes=classes)
+    return _split_cross_entropy(
+        func, (), given | {"input": x.with_padding, "reduction": how}, classes=classes
+    )
 
 
 @implements(F.cross_entropy, padded=_padded_classes)
@@ -481,7 +558,12 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     given = _CROSS_ENTROPY(*args, **kwargs)
     how = _checked(given)
     x, t = given["input"], given["target"]
-    if isinstance(x, Tensor) and x.ndim == 2 and given["weight"] is None and not t.is_floating_point():
+    if (
+        isinstance(x, Tensor)
+        and x.ndim == 2
+        and given["weight"] is None
+        and not t.is_floating_point()
+    ):
         try:
             return _split_cross_entropy(func, (), given | {"reduction": how})
         except Unsupported:

@@ -63,7 +63,9 @@ declare(
 def _toleranced(b: Bound) -> Labels:
     """Tolerances that are tensors have the dimensions of the batch: one for each matrix."""
     a, *tolerances = slots(b)
-    return last(2)({"A": a}) | {s.at: tuple(d - s.ndim - 2 for d in range(s.ndim)) for s in tolerances}
+    return last(2)({"A": a}) | {
+        s.at: tuple(d - s.ndim - 2 for d in range(s.ndim)) for s in tolerances
+    }
 
 
 declare(
@@ -76,7 +78,9 @@ declare(
 
 
 def _aligned_left(b: Bound) -> Labels:
-    """Operands of other ranks, such as pivots, agree in their leading dimensions; torch does not check that."""
+    """Operands of other ranks, such as pivots, agree in their
+    leading dimensions; torch does not check that.
+    """
     found = slots(b)
     lead = found[0].ndim - 2
     if any(s.shape[:lead] != found[0].shape[:lead] or s.ndim < lead for s in found):
@@ -95,11 +99,14 @@ declare(
 
 
 def _solve(b: Bound) -> Labels:
-    """B is a batch of vectors where its shape is that of A without the last dimension, else of matrices."""
+    """B is a batch of vectors where its shape is that of A
+    without the last dimension, else of matrices.
+    """
     a, y = b["A"], b["B"]
     tail = 1 if y.ndim == 1 or (y.ndim == a.ndim - 1 and y.shape == a.shape[:-1]) else 2
     return {
-        s.at: tuple(d - s.ndim + n if d < s.ndim - n else None for d in range(s.ndim)) for s, n in ((a, 2), (y, tail))
+        s.at: tuple(d - s.ndim + n if d < s.ndim - n else None for d in range(s.ndim))
+        for s, n in ((a, 2), (y, tail))
     }
 
 

@@ -1,4 +1,6 @@
-"""What torch asks of a tensor beside its values' functions: properties, autograd, copies, Python values."""
+"""What torch asks of a tensor beside its values' functions:
+properties, autograd, copies, Python values.
+"""
 
 import weakref
 from typing import Any
@@ -42,10 +44,13 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 implements(
     Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,
-    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_meta.__get__,
-    Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__, Tensor.itemsize.__get__,
+    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__,
+    Tensor.is_meta.__get__,
+    Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__,
+    Tensor.itemsize.__get__,
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
-    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex,
+    torch.numel,
     Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, padded=True,
 )(_plain)  # fmt: skip
 
@@ -53,10 +58,16 @@ implements(
 @implements(Tensor.is_contiguous, padded=True)
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     x, form = _FORM(*args, **kwargs)
-    return is_dense(x) if form is torch.contiguous_format else block_of(x).is_contiguous(memory_format=form)
+    return (
+        is_dense(x)
+        if form is torch.contiguous_format
+        else block_of(x).is_contiguous(memory_format=form)
+    )
 
 
-@implements(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True)
+@implements(
+    Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True
+)
 def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].raw)
 
@@ -130,7 +141,10 @@ def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
         given["inputs"] = [_raw(x) for x in _listed(given["inputs"])]
     torch.autograd.backward(
         [_raw(x) for x in tensors],
-        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(tensors, cotangents, strict=True)],
+        [
+            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
+            for x, c in zip(tensors, cotangents, strict=True)
+        ],
         **given,
     )
 
@@ -181,7 +195,9 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = lift(gradient, x.mesh, "backward")
-        if gradient.sharding != (x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding):
+        if gradient.sharding != (
+            x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding
+        ):
             raise ShardError(
                 "the cotangent has another layout than the value",
                 op="backward",
@@ -212,7 +228,10 @@ def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     raw_grads = torch.autograd.grad(
         [_raw(x) for x in outputs],
         [_raw(x) for x in inputs],
-        [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in zip(outputs, cotangents, strict=True)],
+        [
+            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
+            for x, c in zip(outputs, cotangents, strict=True)
+        ],
         *args[3:],
         **given,
     )
@@ -230,7 +249,9 @@ def _raw(x: Tensor) -> Tensor:
     return x.raw if isinstance(x, ShardedTensor) else x
 
 
-def _FORM(input: ShardedTensor, memory_format: Any = torch.contiguous_format) -> tuple[ShardedTensor, Any]:
+def _FORM(
+    input: ShardedTensor, memory_format: Any = torch.contiguous_format
+) -> tuple[ShardedTensor, Any]:
     return input, memory_format
 
 
@@ -252,7 +273,11 @@ def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
 def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Return the tensor itself where torch would give it back, else a copy."""
     x, form = _FORM(*args, **kwargs)
-    same = is_dense(x) if form is torch.contiguous_format else block_of(x).is_contiguous(memory_format=form)
+    same = (
+        is_dense(x)
+        if form is torch.contiguous_format
+        else block_of(x).is_contiguous(memory_format=form)
+    )
     return x if same else _formatted(x, form)
 
 
@@ -277,7 +302,9 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.data.__set__, padded=True)
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """``x.data = y``: x holds y's blocks; as in torch its dtype may change, and no graph records it."""
+    """``x.data = y``: x holds y's blocks; as in torch its
+    dtype may change, and no graph records it.
+    """
     x, new = args
     if not isinstance(new, ShardedTensor) and scope().promoting:
         new = lift(new, x.mesh, "data")
@@ -292,7 +319,10 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         raise ShardError(
             "data is replaced by data of the same size and layout",
             op="data",
-            operands={"x": typeof(x), "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__},
+            operands={
+                "x": typeof(x),
+                "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__,
+            },
             mesh=x.mesh,
             fix=f"x.data = sl.{verb}(y, sl.layout_of(x))" if fit else "x = y",
         )
@@ -308,7 +338,12 @@ if may_swap_data is not None:
         x, new = args
         if not isinstance(x, ShardedTensor) or not isinstance(new, ShardedTensor):
             return False
-        same = (new.sharding, new.padded_shape, new.shape, new.mesh) == (x.sharding, x.padded_shape, x.shape, x.mesh)
+        same = (new.sharding, new.padded_shape, new.shape, new.mesh) == (
+            x.sharding,
+            x.padded_shape,
+            x.shape,
+            x.mesh,
+        )
         return same and bool(func(x.raw, new.raw))
 
 
@@ -329,7 +364,11 @@ def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
         if value.ndim:
-            raise BadArgument("fill_ takes a value of no dimensions", op="fill_", operands={"value": typeof(value)})
+            raise BadArgument(
+                "fill_ takes a value of no dimensions",
+                op="fill_",
+                operands={"value": typeof(value)},
+            )
         value = settle(lift(value, x.mesh, "fill_"))
         if value.sharding.partial:
             raise partial_escape("fill_", value)
@@ -385,7 +424,8 @@ def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
 
 _UNCAST.update(
     f
-    for f, rule in TABLE.items()
-    if rule in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _set_data, _item, _format, _array)
+    for f, implementation in TABLE.items()
+    if implementation
+    in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _set_data, _item, _format, _array)
 )
 _UNCAST.add(Tensor.data.__get__)

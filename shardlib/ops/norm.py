@@ -54,11 +54,12 @@ def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tens
 
 
 class _Normalise(Local):
-    """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * w, over ``width`` trailing dims.
+    """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2)
+    + eps) * w, over ``width`` trailing dims.
 
-    apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the trailing
-    dims, ``overs`` are those over which the gradients of x, w and b are summed.  Half precision is
-    rounded once, at the end.
+    apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the
+    trailing dims, ``overs`` are those over which the gradients of x, w and b are summed.  Half
+    precision is rounded once, at the end.
     """
 
     @staticmethod
@@ -86,7 +87,11 @@ class _Normalise(Local):
             assert x is not None and scale is not None, "saved above"
             g, y = _wide(wrap(grads[0], mesh)), _normal(_rows(_wide(x), width), mean, scale)
             db = None if b is None else _settled(g.sum_to_size(b.shape), overs[-1], b.dtype)
-            dw = None if w is None else _settled((g * y.reshape(g.shape)).sum_to_size(w.shape), overs[1], w.dtype)
+            dw = (
+                None
+                if w is None
+                else _settled((g * y.reshape(g.shape)).sum_to_size(w.shape), overs[1], w.dtype)
+            )
             g = _rows(g if w is None else g * _wide(w), width)
             sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
             sums = (psum(sums, axes) if axes else sums) / count
@@ -140,15 +145,16 @@ def _whole(
 ) -> Tensor:  # fmt: skip
     """Layer normalisation of rows that each rank holds whole: torch's own kernel.
 
-    The scale and the shift of half precision values are widened first, so that their gradients are summed, over
-    the mesh too, before they are rounded.
+    The scale and the shift of half precision values are widened first, so that their gradients are
+    summed, over the mesh too, before they are rounded.
     """
     mesh = x.mesh
     raw = vary(raw, mesh, overs[0]) if overs[0] else raw
     w, b = widened((w, b), mesh, (overs[1] if w is not None else (), overs[-1]))
     if not lead(mesh) and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
         return F.layer_norm(raw, shape, w, b, eps)
-    wide = raw.float() if is_half(raw) else raw  # every rank has its own scale; elsewhere no kernel mixes dtypes
+    # every rank has its own scale; elsewhere no kernel mixes dtypes
+    wide = raw.float() if is_half(raw) else raw
     out = F.layer_norm(wide, shape, None, None, eps)
     for scale, f in ((w, torch.mul), (b, torch.add)):
         if scale is not None:
@@ -174,9 +180,14 @@ def _normalised(
         )
     for v in values:
         mixed = centre and v.dtype != x.dtype and not (is_half(x) and v.dtype == torch.float32)
-        if mixed or not v.dtype.is_floating_point or (v is not x and tuple(v.padded_shape) != shape):
+        if (
+            mixed
+            or not v.dtype.is_floating_point
+            or (v is not x and tuple(v.padded_shape) != shape)
+        ):
             raise BadArgument(
-                f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which is floating point",
+                f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
+                "is floating point",
                 op=op,
                 operands={"tensor": typeof(x), "parameter": typeof(v)},
                 mesh=mesh,
@@ -185,7 +196,9 @@ def _normalised(
         if value.sharding.partial:
             raise partial_escape(op, value)
     raws, overs, out, size, deferred = brought(op, values)
-    w, b = (next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias))
+    w, b = (
+        next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias)
+    )
     axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
     if centre and not axes:
         whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
@@ -195,14 +208,19 @@ def _normalised(
 
 
 _LAYER = binder(
-    "layer_norm(input: tensor, normalized_shape, weight: tensor = None, bias: tensor = None, eps: number = 1e-5, "
+    "layer_norm(input: tensor, normalized_shape, weight: tensor = None, bias: tensor = None, eps: "
+    "number = 1e-5, "
     "cudnn_enable=True)"
 )
-_RMS = binder("rms_norm(input: tensor, normalized_shape, weight: tensor = None, eps: number = None)")
+_RMS = binder(
+    "rms_norm(input: tensor, normalized_shape, weight: tensor = None, eps: number = None)"
+)
 
 
 def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand whose normalised dimensions have no padding: rows of ones are padding again."""
+    """Serve a padded operand whose normalised dimensions have no
+    padding: rows of ones are padding again.
+    """
     given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
     x, width = given["input"], len(given["normalized_shape"])
     others = (given["weight"], given.get("bias"))
@@ -224,5 +242,6 @@ def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """F.rms_norm with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
-    eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps  # as torch: of what it computes in
+    # as torch: of what it computes in
+    eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps
     return _normalised("rms_norm", x, tuple(shape), w, None, eps, False)

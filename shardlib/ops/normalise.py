@@ -1,4 +1,6 @@
-"""Normalisations over batches, groups and instances; those over trailing dimensions are in norm.py."""
+"""Normalisations over batches, groups and instances; those over
+trailing dimensions are in norm.py.
+"""
 
 from typing import Any
 
@@ -39,17 +41,23 @@ def _instances(b: Bound) -> Labels:
 
 
 declare(
-    "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, use_input_stats=True, "
+    "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, "
+    "use_input_stats=True, "
     "momentum=0.1, eps=1e-05, cudnn_enabled=True)",
     _instances,
 )
 
-_BATCH = binder("batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)")
+_BATCH = binder(
+    "batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, "
+    "cudnn_enabled)"
+)
 
 
 @implements(torch.batch_norm)
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Statistics over the whole batch, whoever holds it; the running ones are updated as torch does."""
+    """Statistics over the whole batch, whoever holds it;
+    the running ones are updated as torch does.
+    """
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():
@@ -59,8 +67,12 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
             raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",
                               operands={"tensor": typeof(x), "other": typeof(t)})  # fmt: skip
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (mean, var)):
-        raise BadArgument("running statistics have no gradient, and these ask for one", op="batch_norm",
-                          operands={"running_mean": typeof(mean)}, fix="running_mean.detach()")  # fmt: skip
+        raise BadArgument(
+            "running statistics have no gradient, and these ask for one",
+            op="batch_norm",
+            operands={"running_mean": typeof(mean)},
+            fix="running_mean.detach()",
+        )
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     if g["training"] or mean is None:

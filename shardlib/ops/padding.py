@@ -22,12 +22,16 @@ __all__ = ["filled", "inside", "last_only", "masked", "padded_to"]
 
 
 def masked(x: ShardedTensor) -> ShardedTensor:
-    """Return the value of the padded sizes, with zeros in the padding and a gradient of zeros there."""
+    """Return the value of the padded sizes, with zeros in
+    the padding and a gradient of zeros there.
+    """
     return filled(x, 0)
 
 
 def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
-    """Return the value of the padded sizes, with ``value`` in the padding, which has no gradient."""
+    """Return the value of the padded sizes, with ``value`` in
+    the padding, which has no gradient.
+    """
     whole = x.with_padding
     if not x.is_padded or not holds_values(x.mesh):
         return whole
@@ -36,21 +40,35 @@ def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
 
 def inside(x: ShardedTensor) -> ShardedTensor:
     """Return which positions of a padded tensor are elements."""
-    known = x.mesh.plans.setdefault(inside, {})  # a small table of its own: masks are as large as blocks
+    # a small table of its own: masks are as large as blocks
+    known = x.mesh.plans.setdefault(inside, {})
     key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
     raw = known.get(key)
     if raw is None:
-        raw = remember(known, key, _mask(x.sharding, tuple(x.padded_shape), tuple(x.shape), x.mesh, x.raw.device), 64)
+        raw = remember(
+            known,
+            key,
+            _mask(x.sharding, tuple(x.padded_shape), tuple(x.shape), x.mesh, x.raw.device),
+            64,
+        )
     return ShardedTensor(raw, x.place._replace(true_shape=None, deferred=frozenset()))
 
 
-def _mask(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
+def _mask(
+    layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device
+) -> Tensor:
     key = _mask, layout, shape, true, device
     found = mesh.plans.get(key)
-    return remember(mesh.plans, key, _made(layout, shape, true, mesh, device)) if found is None else found
+    return (
+        remember(mesh.plans, key, _made(layout, shape, true, mesh, device))
+        if found is None
+        else found
+    )
 
 
-def _made(layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
+def _made(
+    layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device
+) -> Tensor:
     masks = []
     for c in played(mesh):
         here = torch.ones((), dtype=torch.bool, device=device)

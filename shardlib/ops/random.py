@@ -1,7 +1,7 @@
 """torch's random functions on sharded tensors: every number is keyed by its global position.
 
-Filling in place, tensors like another, samples of given distributions.  ``generator=`` is honoured: rank 0's draw
-from it is the key.  Arguments are checked by torch, on a tensor of hardly an element.
+Filling in place, tensors like another, samples of given distributions.  ``generator=`` is honoured:
+rank 0's draw from it is the key.  Arguments are checked by torch, on a tensor of hardly an element.
 """
 
 import math
@@ -18,7 +18,18 @@ from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
-from shardlib.ops.keyed import Make, Pairs, along, drawn, gaussian, half_open, open_unit, signed, then, unit
+from shardlib.ops.keyed import (
+    Make,
+    Pairs,
+    along,
+    drawn,
+    gaussian,
+    half_open,
+    open_unit,
+    signed,
+    then,
+    unit,
+)
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
@@ -43,11 +54,18 @@ def _settled(name: str, x: ShardedTensor) -> None:
 def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
     """torch's own refusal of bad arguments."""
     try:
-        few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1  # of no element torch takes any dtype
-        func(torch.zeros(few, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device), *args, **kwargs)
+        # of no element torch takes any dtype
+        few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1
+        func(
+            torch.zeros(few, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device),
+            *args,
+            **kwargs,
+        )
     except TypeError as e:
         name = func.__name__
-        raise ShardError(str(e), op=name, operands={"input": typeof(x)}, fix=f"help(torch.Tensor.{name})") from None
+        raise ShardError(
+            str(e), op=name, operands={"input": typeof(x)}, fix=f"help(torch.Tensor.{name})"
+        ) from None
 
 
 # ---------------------------------------------------------------- distributions
@@ -55,7 +73,11 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
 
 def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
     """In [low, high), also after rounding to ``dtype``."""
-    top = torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item() if high > low else low
+    top = (
+        torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item()
+        if high > low
+        else low
+    )
     return then(unit(dtype), lambda u: u.mul_(high - low).add_(low).to(dtype).clamp_(max=top))
 
 
@@ -73,7 +95,11 @@ def cauchy(median: float, sigma: float) -> Make:
 
 def geometric(p: float) -> Make:
     """Draw how many trials it takes until the first success."""
-    return lambda h: open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(h)
+    return lambda h: (
+        open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
+        if p < 1
+        else torch.ones_like(h)
+    )
 
 
 def log_normal(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
@@ -92,7 +118,8 @@ def integers(low: int, high: int) -> Make:
     if span < 1 << 63:
         return lambda h: (h >> 1).bitwise_and_((1 << 63) - 1).remainder_(span).add_(low)
 
-    def wide(h: Tensor) -> Tensor:  # int64 has no unsigned remainder; here it is at most one subtraction
+    # int64 has no unsigned remainder; here it is at most one subtraction
+    def wide(h: Tensor) -> Tensor:
         over = (h ^ signed(1 << 63)) >= signed(span ^ (1 << 63))
         return h - over * signed(span) + low
 
@@ -104,7 +131,10 @@ def _largest(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:
-        return 2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype] + 1
+        return (
+            2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+            + 1
+        )
     top = torch.iinfo(dtype).max
     return top + (dtype != torch.int64)
 
@@ -112,11 +142,17 @@ def _largest(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- in place
 
 
-def filled(x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None) -> ShardedTensor:
-    """``x`` with its elements drawn, in place; no second block is made where its memory is dense."""
+def filled(
+    x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None
+) -> ShardedTensor:
+    """``x`` with its elements drawn, in place; no second
+    block is made where its memory is dense.
+    """
     raw = x.raw
     if torch.is_grad_enabled() and raw.requires_grad and raw.is_leaf:
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
     key = next_key(x.mesh, generator)
     here = raw.is_contiguous() and not (torch.is_grad_enabled() and raw.requires_grad)
     if raw.is_complex():
@@ -129,17 +165,19 @@ def filled(x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | No
     return x
 
 
-def _in_place(func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]) -> None:
+def _in_place(
+    func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]
+) -> None:
     bind = binder(signature)
 
-    def rule(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    def implementation(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         x = args[0]
         _settled(func.__name__, x)
         _asked(func, x, args[1:], kwargs)
         b = bind(*args, **kwargs)
         return filled(x, make(b, x), b["generator"])
 
-    implements(func, padded=True)(rule)
+    implements(func, padded=True)(implementation)
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
@@ -153,7 +191,9 @@ _in_place(Tensor.exponential_, "exponential_(input, lambd=1.0, *, generator=None
           lambda b, x: exponential(b["lambd"]))  # fmt: skip
 _in_place(Tensor.cauchy_, "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)",
           lambda b, x: cauchy(b["median"], b["sigma"]))  # fmt: skip
-_in_place(Tensor.geometric_, "geometric_(input, p, *, generator=None)", lambda b, x: geometric(b["p"]))
+_in_place(
+    Tensor.geometric_, "geometric_(input, p, *, generator=None)", lambda b, x: geometric(b["p"])
+)
 _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generator=None)",
           lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
@@ -164,8 +204,15 @@ def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = args[0]
     _settled("uniform_", x)
     _asked(func, x, args[1:], kwargs)
-    low, high = (*args[1:], *(kwargs.get(n, d) for n, d in (("from", 0.0), ("to", 1.0))[len(args) - 1 :]))
-    return filled(x, uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype), kwargs.get("generator"))
+    low, high = (
+        *args[1:],
+        *(kwargs.get(n, d) for n, d in (("from", 0.0), ("to", 1.0))[len(args) - 1 :]),
+    )
+    return filled(
+        x,
+        uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype),
+        kwargs.get("generator"),
+    )
 
 
 @implements(Tensor.random_, padded=True)
@@ -276,10 +323,14 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             _settled("normal", t)
     held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
     if held.numel() and not held.is_meta and held.min() < 0:
-        raise RuntimeError(f"normal expects all elements of std >= 0.0, but found std {float(held.min())}")
+        raise RuntimeError(
+            f"normal expects all elements of std >= 0.0, but found std {float(held.min())}"
+        )
     with torch.no_grad():
         frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
-        z = frame.becomes(drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype))
+        z = frame.becomes(
+            drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype)
+        )
         out = mean + std * z
     for t in (mean, std):
         if isinstance(t, Tensor) and t.requires_grad:
@@ -300,13 +351,16 @@ def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     key = next_key(x.mesh, b["generator"])
     rate = x.raw.detach().double()
     sample = torch.zeros_like(rate) if rate.is_meta else _counts(x, rate, key)
-    return x.becomes(_Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype))  # type: ignore[arg-type]
+    return x.becomes(
+        _Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype)
+    )  # type: ignore[arg-type]
 
 
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
     """Small rates by inverting the distribution, large ones by rejection.
 
-    Source: Hoermann, The transformed rejection method for generating Poisson random variables, 1993, PTRS.
+    Source: Hoermann, The transformed rejection method for
+            generating Poisson random variables, 1993, PTRS.
     """
     out = torch.zeros_like(rate)
     small = rate < 10
@@ -342,14 +396,21 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
 
 
 _OPTIONS = (
-    "dtype=None, layout=None, device=None, pin_memory=False, requires_grad=False, memory_format=None, generator=None"
+    "dtype=None, layout=None, device=None, pin_memory=False, requires_grad=False, "
+    "memory_format=None, generator=None"
 )
 
 
-def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]) -> ShardedTensor:
+def _like(
+    func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]
+) -> ShardedTensor:
     x, dtype = b["input"], b["dtype"] or b["input"].dtype
     device = torch.device(b["device"]) if b["device"] is not None else x.raw.device
-    if device.type != x.raw.device.type or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
+    if (
+        device.type != x.raw.device.type
+        or b["layout"] not in (None, torch.strided)
+        or b["pin_memory"]
+    ):
         raise Unsupported(
             "its result lies where the tensor lies, dense",
             op=func.__name__,
@@ -358,7 +419,11 @@ def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pai
             fix=f"torch.{func.__name__}(x)",
         )
     if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
-        raise Unsupported(f"the memory format {b['memory_format']}", op=func.__name__, fix=f"torch.{func.__name__}(x)")
+        raise Unsupported(
+            f"the memory format {b['memory_format']}",
+            op=func.__name__,
+            fix=f"torch.{func.__name__}(x)",
+        )
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
     bare = Layout(x.dims, skew=x.sharding.skew)
     out = ShardedTensor(raw, Place(bare, x.padded_shape, x.mesh, x.place.true_shape))
@@ -367,9 +432,15 @@ def _like(func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pai
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
 
 
-_EMPTY = {torch.rand_like: Tensor.uniform_, torch.randn_like: Tensor.normal_, torch.randint_like: Tensor.random_}
+_EMPTY = {
+    torch.rand_like: Tensor.uniform_,
+    torch.randn_like: Tensor.normal_,
+    torch.randint_like: Tensor.random_,
+}
 _rand = binder(f"rand_like(input, *, {_OPTIONS})")
-_randint = binder(f"randint_like(input, high: int, *, {_OPTIONS})\nrandint_like(input, low, high, *, {_OPTIONS})")
+_randint = binder(
+    f"randint_like(input, high: int, *, {_OPTIONS})\nrandint_like(input, low, high, *, {_OPTIONS})"
+)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
@@ -385,7 +456,11 @@ def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(torch.randn_like, padded=True)
 def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Of mean 0 and variance 1, in the tensor's layout."""
-    return _like(func, _rand(*args, **kwargs), lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, _real(t)))
+    return _like(
+        func,
+        _rand(*args, **kwargs),
+        lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, _real(t)),
+    )
 
 
 @implements(torch.randint_like, padded=True)
@@ -394,7 +469,9 @@ def randint_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     b = _randint(*args, **kwargs)
     low, high = (int(v) for v in (b.get("low", 0), b["high"]))
     if low >= high:
-        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+        raise RuntimeError(
+            f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}"
+        )
     return _like(func, b, lambda _: integers(low, high))
 
 
@@ -406,11 +483,13 @@ _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *
 
 @implements(torch.multinomial, Tensor.multinomial)
 def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Indices drawn with the row's weights: the largest of log(weight) + Gumbel noise, whatever the row's split.
+    """Indices drawn with the row's weights: the largest of log(weight)
+    + Gumbel noise, whatever the row's split.
 
-    Without replacement the ``num_samples`` largest, with replacement the largest of each of so many draws.
-    Of a split row only each rank's candidates travel.
-    Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006; Gumbel's maximum.
+    Without replacement the ``num_samples`` largest, with replacement the largest of each of so many
+    draws.  Of a split row only each rank's candidates travel.
+    Source: Efraimidis and Spirakis, Weighted random sampling
+            with a reservoir, 2006; Gumbel's maximum.
     """
     b = _multinomial(*args, **kwargs)
     x, count, again = b["input"], b["num_samples"], bool(b["replacement"])
@@ -419,22 +498,36 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     n = x.shape[-1]
     if count <= 0 or (count > n and not again):
-        text = "sample n_sample > prob_dist.size(-1) samples without replacement" if count > 0 else "0 samples"
+        text = (
+            "sample n_sample > prob_dist.size(-1) samples without replacement"
+            if count > 0
+            else "0 samples"
+        )
         raise RuntimeError(f"multinomial: cannot draw {count} samples: {text}")
     if not x.is_floating_point():
-        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {x.dtype}")
+        raise RuntimeError(
+            f"multinomial only supports floating-point dtypes for input, got: {x.dtype}"
+        )
     raw = x.raw.detach()
     if not raw.is_meta and not bool(((raw >= 0) & raw.isfinite()).all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     key = next_key(x.mesh, b["generator"])
     weight = raw.double().log()
-    noise = lambda lane: weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()  # noqa: E731
-    picks = [_largest_of(x, noise(lane), 1) for lane in range(count)] if again else [_largest_of(x, noise(0), count)]
+
+    def noise(lane: int) -> Tensor:
+        return weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()
+
+    picks = (
+        [_largest_of(x, noise(lane), 1) for lane in range(count)]
+        if again
+        else [_largest_of(x, noise(0), count)]
+    )
     found = torch.cat([i for _, i in picks], -1)
     top = picks[0][0]
     if not raw.is_meta and bool((top[..., 0 if again else -1] == -math.inf).any()):
         raise RuntimeError(
-            "invalid multinomial distribution (with replacement=False, not enough non-negative category to sample)"
+            "invalid multinomial distribution (with replacement=False, not enough non-negative "
+            "category to sample)"
             if not again
             else "invalid multinomial distribution (sum of probabilities <= 0)"
         )
@@ -443,7 +536,9 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores along the last dimension, and where in the whole row: of every rank's own largest."""
+    """Return the largest scores along the last dimension, and where in
+    the whole row: of every rank's own largest.
+    """
     layout = x.sharding.resolve(x.ndim)
     value, local = scores.topk(min(count, scores.shape[-1]), -1)
     if not real_axes(x.mesh, layout.dims[-1].axes):
@@ -453,7 +548,9 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
     size = torch.Size((*x.padded_shape[:-1], value.shape[-1] * each))
     blocks = Layout((*layout.dims[:-1], Dim(layout.dims[-1].axes)))
     whole = Layout((*layout.dims[:-1], Dim()))
-    value, where = (reshard(ShardedTensor(t, Place(blocks, size, x.mesh)), whole).raw for t in (value, where))
+    value, where = (
+        reshard(ShardedTensor(t, Place(blocks, size, x.mesh)), whole).raw for t in (value, where)
+    )
     best, at = value.topk(count, -1)
     return best, where.gather(-1, at)
 
@@ -462,19 +559,28 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
 
 
 _pool = binder(
-    "pool(input, kernel_size, output_size=None, output_ratio=None, return_indices=False, _random_samples=None)"
+    "pool(input, kernel_size, output_size=None, output_ratio=None, return_indices=False, "
+    "_random_samples=None)"
 )
 
 
 def _fractional(d: int, indices: bool) -> Callable[..., Any]:
     """fractional_max_pool2d, 3d: where windows begin is drawn for each sample and channel."""
 
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         b = _pool(*args, **kwargs)
-        x, size, ratio, places = b["input"], b["output_size"], b["output_ratio"], b["_random_samples"]
+        x, size, ratio, places = (
+            b["input"],
+            b["output_size"],
+            b["output_ratio"],
+            b["_random_samples"],
+        )
         _settled(func.__name__, x)
         if size is None and ratio is None:
-            raise ValueError(f"fractional_max_pool{d}d requires specifying either an output_size or an output_ratio")
+            raise ValueError(
+                f"fractional_max_pool{d}d requires specifying either an output_size or an "
+                "output_ratio"
+            )
         if size is None:
             ratio = ratio if isinstance(ratio, tuple | list) else (ratio,) * d
             size = [int(n * r) for n, r in zip(x.shape[-d:], ratio, strict=True)]
@@ -486,17 +592,22 @@ def _fractional(d: int, indices: bool) -> Callable[..., Any]:
             front = (x.mesh.size,) * lead(x.mesh)
             block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
             places = torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))
-        kernel, size = (v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size))
+        kernel, size = (
+            v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size)
+        )
         pool = builtin(f"fractional_max_pool{d}d")
 
         def labels(a: Any, k: Any) -> Labels:
             named = ("n", "c") if x.ndim == d + 2 else ("c",)
-            return {a[0].at: (*named, *[None] * d), a[3].at: (*(None,) * (2 - len(named)), *named, None)}
+            return {
+                a[0].at: (*named, *[None] * d),
+                a[3].at: (*(None,) * (2 - len(named)), *named, None),
+            }
 
         out = rows_call(pool, (x, kernel, size, places), {}, labels)
         return out if indices or b["return_indices"] else out[0]
 
-    return rule
+    return implementation
 
 
 for _d, _with, _without in (

@@ -1,8 +1,10 @@
-"""Ids, targets and indices that a table or a set of classes does not have are refused, as torch refuses them.
+"""Ids, targets and indices that a table or a set of classes does not
+have are refused, as torch refuses them.
 
-On a CPU the ids are looked at before they are used, and the error comes at once.  On CUDA that would make the
-host wait for the device at every lookup, so the device asserts, as torch's own embedding and gather do there: the
-kernel fails, and the next call that waits for the device raises RuntimeError.
+On a CPU the ids are looked at before they are used, and the error comes at once.  On CUDA that
+would make the host wait for the device at every lookup, so the device asserts, as torch's own
+embedding and gather do there: the kernel fails, and the next call that waits for the device raises
+RuntimeError.
 """
 
 import torch
@@ -14,8 +16,12 @@ from shardlib.errors import OutOfRange
 __all__ = ["in_range"]
 
 
-def in_range(ids: Tensor, count: int, op: str, what: str, ignore: int | None = None, lowest: int = 0) -> None:
-    """Refuse ids outside ``lowest`` .. count - 1 that are not ``ignore``; ``ids`` is a raw block of whole numbers."""
+def in_range(
+    ids: Tensor, count: int, op: str, what: str, ignore: int | None = None, lowest: int = 0
+) -> None:
+    """Refuse ids outside ``lowest`` .. count - 1 that are not ``ignore``;
+    ``ids`` is a raw block of whole numbers.
+    """
     if ids.is_meta or not ids.numel():
         return
     if ids.device.type == "cpu":

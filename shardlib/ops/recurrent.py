@@ -32,10 +32,12 @@ declare(
 )
 
 
-def _by_layers(rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout between layers: one layer after the other, with ``F.dropout``, which is keyed by position."""
+def _by_layers(implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Dropout between layers: one layer after the other, with
+    ``F.dropout``, which is keyed by position.
+    """
     if kwargs or len(args) != 9 or not isinstance(args[3], bool) or not (args[5] and args[6]):
-        return rule(func, args, kwargs)
+        return implementation(func, args, kwargs)
     x, hx, params, biases, layers, p, train, both, first = args
     each, ways, several = len(params) // layers, 2 if both else 1, isinstance(hx, tuple | list)
     ends = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import pmax, unwrap, wrap
-from shardlib.errors import BadArgument, NoRule
+from shardlib.errors import BadArgument, NoImplementation
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
@@ -20,7 +20,16 @@ from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.ops.whole import each
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, implements, is_half, local_call, partial_escape, real_axes, total, typeof
+from shardlib.tensor import (
+    ShardedTensor,
+    implements,
+    is_half,
+    local_call,
+    partial_escape,
+    real_axes,
+    total,
+    typeof,
+)
 
 __all__ = ["SUM", "reduced_layout"]
 
@@ -29,7 +38,9 @@ def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """(dims reduced, mesh axes that split them, result layout, result shape)."""
-    return _reduced_layout(x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op)
+    return _reduced_layout(
+        x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -42,7 +53,9 @@ def _reduced_layout(
     tokens = layout.resolve(ndim).dims
     axes = tuple(a for d in gone for a in tokens[d].axes)
     kept = [Dim() if d in gone else t for d, t in enumerate(tokens) if keepdim or d not in gone]
-    shape = torch.Size([1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone])
+    shape = torch.Size(
+        [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
+    )
     return gone, axes, Layout(dims=tuple(kept), partial=layout.partial), shape
 
 
@@ -66,7 +79,9 @@ _SOFTMAX = binder("""
 """)
 
 
-def _arguments(bind: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
+def _arguments(
+    bind: Any, args: Any, kwargs: Any
+) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
     given = bind(*args, **kwargs)
     x, dim = given.pop("input"), given.pop("dim", None)
     return x, None if dim == [] else dim, given.pop("keepdim", False), given
@@ -110,8 +125,15 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Local sum, then one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
-    if func in (torch.mean, Tensor.mean) and not (x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]):
-        raise NoRule("a mean needs floating point", op="mean", operands={"tensor": typeof(x)}, fix="x.double().mean()")
+    if func in (torch.mean, Tensor.mean) and not (
+        x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]
+    ):
+        raise NoImplementation(
+            "a mean needs floating point",
+            op="mean",
+            operands={"tensor": typeof(x)},
+            fix="x.double().mean()",
+        )
     asked = more.get("dtype") or x.raw.dtype
     half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
     more = more | {"dtype": torch.float32} if half else more
@@ -128,7 +150,9 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Say whether some, or all, elements are nonzero: counted, so that split dimensions take one psum."""
+    """Say whether some, or all, elements are nonzero:
+    counted, so that split dimensions take one psum.
+    """
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
         raise TypeError("torch reduces nothing here")
@@ -145,12 +169,18 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements(torch.amax, Tensor.amax, padded=_without("-inf"))
 @implements(torch.amin, Tensor.amin, padded=_without("inf"))
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Local maximum; over split dimensions a pmax as well.  Where several are largest they share the gradient."""
+    """Local maximum; over split dimensions a pmax as well.
+    Where several are largest they share the gradient.
+    """
     return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
 
 
-def extreme(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = False) -> ShardedTensor:
-    """``nans``  the gradient of a NaN goes to all that are, as in torch's max() and norms; else nowhere finite."""
+def extreme(
+    func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = False
+) -> ShardedTensor:
+    """``nans``  the gradient of a NaN goes to all that are, as in
+    torch's max() and norms; else nowhere finite.
+    """
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
@@ -159,19 +189,25 @@ def extreme(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = F
         raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
         return x.becomes(raw, layout, shape)
     with torch.no_grad():
-        raw = _over_ranks(local_call(func, x.mesh, (x.raw, gone, True), {}), x.mesh, axes, "max" in func.__name__)
+        raw = _over_ranks(
+            local_call(func, x.mesh, (x.raw, gone, True), {}), x.mesh, axes, "max" in func.__name__
+        )
     if x.raw.requires_grad and torch.is_grad_enabled():
         with torch.no_grad():
             same = (x.raw == raw) | (x.raw.isnan() & raw.isnan()) if nans else x.raw == raw
             ties = same.to(x.dtype)
-            share = ties / total(local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes)
+            share = ties / total(
+                local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes
+            )
         raw = _Shared.apply(x.raw, raw, share)
     raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
     return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
 class _Shared(Local):
-    """apply(x, value, share): ``value``, a reduction of x whose gradient each element has its share of."""
+    """apply(x, value, share): ``value``, a reduction of x
+    whose gradient each element has its share of.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:
@@ -184,7 +220,9 @@ class _Shared(Local):
 
 
 def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> Tensor:
-    """The extreme over mesh axes; the least is what is largest of the negatives (~x: of integers that always is)."""
+    """The extreme over mesh axes; the least is what is largest of the
+    negatives (~x: of integers that always is).
+    """
     dtype = raw.dtype
     real = dtype.is_floating_point
     raw = raw if real or dtype == torch.int64 else raw.to(torch.int32)
@@ -193,7 +231,9 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
     return (found if largest else -found if real else ~found).to(dtype)
 
 
-def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]) -> ShardedTensor:
+def merged(
+    func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]
+) -> ShardedTensor:
     """A reduction that merges by itself: of every block, gathered, and of those again.
 
     What travels is one number per rank and row.
@@ -211,7 +251,9 @@ def merged(func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str,
         return x.becomes(run(x, keepdim), layout, shape)
     tokens = x.dims
     kept = Layout(tuple(Dim(t.axes) if d in gone else t for d, t in enumerate(tokens)))
-    size = [x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)]
+    size = [
+        x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)
+    ]
     parts = x.becomes(run(x, True), kept, torch.Size(size))
     whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
     return x.becomes(run(whole, keepdim), layout, shape)
@@ -249,17 +291,28 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     x = _asked(x, dtype)
-    if abs(ord_) == math.inf and 0 not in x.padded_shape and (x.dtype.is_floating_point or x.dtype.is_complex):
+    if (
+        abs(ord_) == math.inf
+        and 0 not in x.padded_shape
+        and (x.dtype.is_floating_point or x.dtype.is_complex)
+    ):
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
     if ord_ == 0 or 0 in x.padded_shape or not (x.dtype.is_floating_point or x.dtype.is_complex):
-        raise NoRule("no rule for this norm", op="vector_norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x)")
+        raise NoImplementation(
+            "no implementation of this norm",
+            op="vector_norm",
+            operands={"tensor": typeof(x)},
+            fix="sl.unshard(x)",
+        )
     if not real_axes(x.mesh, x.sharding.axes):
-        raise NoRule("whole", op="vector_norm", fix="x")
+        raise NoImplementation("whole", op="vector_norm", fix="x")
     half = is_half(x)
     if ord_ == 1:  # also where one is NaN: its block's norm would hide the others' gradients
         out = (x.float() if half else x).abs().sum(dim, keepdim)
         return out.to(x.dtype) if half else out
-    out = merged(torch.linalg.vector_norm, x.float() if half else x, dim, keepdim, {"args": (ord_,)})
+    out = merged(
+        torch.linalg.vector_norm, x.float() if half else x, dim, keepdim, {"args": (ord_,)}
+    )
     return out.to(x.dtype) if half else out
 
 
@@ -268,7 +321,12 @@ def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Over one dimension or all: a vector's norm; "fro" as torch takes it."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
-        raise NoRule("no rule for this norm", op="norm", operands={"tensor": typeof(x)}, fix="sl.unshard(x).norm()")
+        raise NoImplementation(
+            "no implementation of this norm",
+            op="norm",
+            operands={"tensor": typeof(x)},
+            fix="sl.unshard(x).norm()",
+        )
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
@@ -290,7 +348,8 @@ def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(
     F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax,
-    F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax, padded=_padded_softmax,
+    F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
+    padded=_padded_softmax,
 )  # fmt: skip
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Local over a whole dimension; over a split one a pmax and a psum per row."""
@@ -306,7 +365,9 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
                           mesh=x.mesh, fix="x.double().softmax(-1)")  # fmt: skip
     if not x.dims[dim].is_split:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
-        return x.becomes(local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype}))
+        return x.becomes(
+            local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype})
+        )
     dtype = x.dtype if dtype is None else dtype
     x = _wide(x, dtype)
     shifted = x - x.detach().amax(dim, keepdim=True)
@@ -340,11 +401,19 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     unbiased = more.get("correction", more.get("unbiased", True))
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
-        raise NoRule("no real floating point", op="var", operands={"tensor": typeof(x)}, fix="x.double().var()")
+        raise NoImplementation(
+            "no real floating point",
+            op="var",
+            operands={"tensor": typeof(x)},
+            fix="x.double().var()",
+        )
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
         return rows_call(
-            func, args, kwargs, lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))}
+            func,
+            args,
+            kwargs,
+            lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))},
         )
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, _wide(x, x.dtype)
@@ -369,7 +438,8 @@ def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
-    kept = x.dtype if x.dtype == torch.bool else None  # asked for: torch takes it for no dtype of its own accord
+    # asked for: torch takes it for no dtype of its own accord
+    kept = x.dtype if x.dtype == torch.bool else None
     if not dim:
         return x.prod(dtype=kept)
     for d in reversed(dim):
@@ -393,7 +463,10 @@ def _nanmean(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
 
 
 def _spread(of: Any) -> Any:
-    return lambda input, dim, keepdim, **how: (of(input, dim, keepdim=keepdim, **how), input.mean(dim, keepdim))
+    return lambda input, dim, keepdim, **how: (
+        of(input, dim, keepdim=keepdim, **how),
+        input.mean(dim, keepdim),
+    )
 
 
 def _aminmax(input: Tensor, dim: Any, keepdim: bool) -> Any:
@@ -413,7 +486,11 @@ spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)", _aminmax)
 
 def _with_mean(of: Any) -> Any:
     def body(
-        input: Tensor, dim: Any = None, keepdim: bool = False, correction: Any = None, unbiased: Any = True
+        input: Tensor,
+        dim: Any = None,
+        keepdim: bool = False,
+        correction: Any = None,
+        unbiased: Any = True,
     ) -> Any:
         if dim in ([], ()):
             raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
@@ -440,7 +517,10 @@ def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Te
         return torch.linalg.vector_norm(A, 2, (rows_, cols), keepdim)
     if ord not in (1, -1, math.inf, -math.inf):
         return rows_call(
-            torch.linalg.matrix_norm, (A, ord, dim, keepdim), {}, lambda a, k: rows(a[0], lambda s: {rows_, cols})
+            torch.linalg.matrix_norm,
+            (A, ord, dim, keepdim),
+            {},
+            lambda a, k: rows(a[0], lambda s: {rows_, cols}),
         )
     added, kept = (rows_, cols) if abs(ord) == 1 else (cols, rows_)
     sums_ = A.abs().sum(added, True)
@@ -449,11 +529,21 @@ def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Te
 
 
 def _norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
-    """Without an order a vector's norm; with one a matrix's where two dimensions are named, or there are two."""
-    if ord is None or isinstance(dim, int) or (dim is None and A.ndim == 1) or (dim is not None and len(dim) == 1):
+    """Without an order a vector's norm; with one a matrix's where
+    two dimensions are named, or there are two.
+    """
+    if (
+        ord is None
+        or isinstance(dim, int)
+        or (dim is None and A.ndim == 1)
+        or (dim is not None and len(dim) == 1)
+    ):
         return torch.linalg.vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
     return torch.linalg.matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-spelled("linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim: bool = False, *, dtype=None)", _matrix_norm)
+spelled(
+    "linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim: bool = False, *, dtype=None)",
+    _matrix_norm,
+)
 spelled("linalg.norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)", _norm)

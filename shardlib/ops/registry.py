@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from shardlib.cost import Cost
-from shardlib.errors import NoRule, ShardError
+from shardlib.errors import NoImplementation, ShardError
 from shardlib.layouts import Layout
 from shardlib.layouts.base import the_one
 from shardlib.mesh import Entered, Mesh, Scope, scope
@@ -49,16 +49,19 @@ class Match:
 
     ``out``       the result's layout.
     ``run``       what runs: for matmul a Schedule, for attention a Plan.
-    ``forward``, ``backward``  the cost of each; bytes and messages are tested against the counted ones.
+    ``forward``, ``backward``  the cost of each; bytes and messages
+                               are tested against the counted ones.
     ``note``      what ``sl.why`` says of it besides.
-    ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks as they lie.
-    ``over``      per operand, the mesh axes over which its gradient must be summed; found from ``out`` if not given.
+    ``gathers``   whether it gathers operands, or scatters a
+                  sum, where others keep blocks as they lie.
+    ``over``      per operand, the mesh axes over which its gradient must be
+                  summed; found from ``out`` if not given.
     ``gathered``  bytes of operands gathered whole over an axis while it runs.
     ``shared``    of those, bytes that further products will read.
     ``saved``     bytes saved for backward beyond the operands' own blocks.
     ``adds``      may be given a bias of any dtype.
-    ``call``      runs it instead of ``run`` where operands are looked at first: moved once for several
-                  products, or gathered early; matmul only.
+    ``call``      runs it instead of ``run`` where operands are looked at first: moved once for
+                  several products, or gathered early; matmul only.
     ``algorithm`` the name it was chosen under.
 
     >>> import torch, shardlib as sl
@@ -103,11 +106,13 @@ _CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
 
 
 def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
-    """Register an algorithm for an operation; the decorated function maps a case to a Match or a refusal.
+    """Register an algorithm for an operation; the decorated
+    function maps a case to a Match or a refusal.
 
-    ``order``  of algorithms that fit, the first says where the result lies unless that is asked for, and of equally
-               cheap ones the first runs.  Those that keep blocks come before those that gather; among each, the
-               lower order, then the name.  Those built in are below 100, which is what others get.
+    ``order``  of algorithms that fit, the first says where the result lies unless that is asked
+               for, and of equally cheap ones the first runs.  Those that keep blocks come before
+               those that gather; among each, the lower order, then the name.  Those built in are
+               below 100, which is what others get.
 
     Under a name that exists it replaces that algorithm, in its place.
 
@@ -124,9 +129,13 @@ def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
 
     def enter(match: Any) -> Any:
         known = _ALGORITHMS.get(op, [])
-        place = order if order is not None else next((a.order for a in known if a.name == name), 100)
+        place = (
+            order if order is not None else next((a.order for a in known if a.name == name), 100)
+        )
         others = [a for a in known if a.name != name]
-        _ALGORITHMS[op] = sorted([*others, _Algorithm(name, match, place)], key=lambda a: (a.order, a.name))
+        _ALGORITHMS[op] = sorted(
+            [*others, _Algorithm(name, match, place)], key=lambda a: (a.order, a.name)
+        )
         _renew()
         return match
 
@@ -146,12 +155,22 @@ def remove(op: str, name: str) -> None:
 def _check_known(op: str, name: str, by: str) -> None:
     known = [a.name for a in _ALGORITHMS.get(op, [])]
     if name not in known:
-        what = f"{op} has {', '.join(known)}" if known else f"operations with a choice: {', '.join(_ALGORITHMS)}"
-        some, first = (op, known[0]) if known else next((o, found[0].name) for o, found in _ALGORITHMS.items())
+        what = (
+            f"{op} has {', '.join(known)}"
+            if known
+            else f"operations with a choice: {', '.join(_ALGORITHMS)}"
+        )
+        some, first = (
+            (op, known[0])
+            if known
+            else next((o, found[0].name) for o, found in _ALGORITHMS.items())
+        )
         raise ShardError(
             f"unknown algorithm {name!r}; {what}",
             op=by,
-            fix=f"sl.algorithm({some}={first!r})" if by == "algorithm" else f"sl.{by}({some!r}, {first!r})",
+            fix=f"sl.algorithm({some}={first!r})"
+            if by == "algorithm"
+            else f"sl.{by}({some!r}, {first!r})",
         )
 
 
@@ -195,7 +214,8 @@ def implicit_budget() -> float | None:
 
 
 class saving(Entered):
-    """Allow a product to gather its operands and to save them so for backward, where that moves less.
+    """Allow a product to gather its operands and to save
+    them so for backward, where that moves less.
 
     ``max_bytes`` per product, gathered and saved together.  Outside, products save blocks only,
     and operands are gathered only where no schedule of panels fits their layouts.
@@ -210,7 +230,11 @@ class saving(Entered):
 
     def __init__(self, max_bytes: float = float("inf")) -> None:
         if isinstance(max_bytes, str) or not max_bytes >= 0:
-            raise ShardError(f"max_bytes is a number of bytes, not {max_bytes!r}", op="saving", fix="sl.saving(2**30)")
+            raise ShardError(
+                f"max_bytes is a number of bytes, not {max_bytes!r}",
+                op="saving",
+                fix="sl.saving(2**30)",
+            )
         self.max_bytes = max_bytes
 
     def changes(self, now: Scope) -> dict[str, Any]:
@@ -220,13 +244,15 @@ class saving(Entered):
 def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
 
-    Raises: NoRule listing every candidate and why it does not fit.
+    Raises: NoImplementation listing every candidate and why it does not fit.
     """
     return known((op, key), lambda: decide(op, case()), _CHOSEN)
 
 
 def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
-    """What ``make`` gave for this key under the same pins and algorithms; ``mesh.plans`` goes with its mesh."""
+    """What ``make`` gave for this key under the same pins and
+    algorithms; ``mesh.plans`` goes with its mesh.
+    """
     now = scope()
     full = (key, now.pins, now.saving, _Registered.changes)
     found = table.get(full)
@@ -248,7 +274,9 @@ def fitting(op: str, case: Any) -> Match | None:
 
 
 class _Registered:
-    """``changes``  how often algorithms were registered or taken out; what was chosen before is void."""
+    """``changes``  how often algorithms were registered or
+    taken out; what was chosen before is void.
+    """
 
     changes = 0
 
@@ -268,7 +296,10 @@ def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
     wanted = getattr(case, "out", None)
     if wanted is None:
         return verdicts
-    return [(n, m if isinstance(m, str) or m.out == wanted else f"gives {m.out}, not {wanted}") for n, m in verdicts]
+    return [
+        (n, m if isinstance(m, str) or m.out == wanted else f"gives {m.out}, not {wanted}")
+        for n, m in verdicts
+    ]
 
 
 def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:
@@ -286,13 +317,17 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     else:
         least = [(n, m) for n, m in alike if m.gathered + m.saved <= room]
     links = dict(getattr(case, "links", ()))
-    return min(least or alike, key=lambda nm: (nm[1].cost.seconds(links), nm[1].cost.messages), default=None)
+    return min(
+        least or alike,
+        key=lambda nm: (nm[1].cost.seconds(links), nm[1].cost.messages),
+        default=None,
+    )
 
 
 def decide(op: str, case: Any) -> Match:
     """The cheapest match of a case, or the pinned one.
 
-    Raises: NoRule listing every candidate and why it does not fit.
+    Raises: NoImplementation listing every candidate and why it does not fit.
     """
     asked = dict(scope().pins).get(op)
     verdicts = _verdicts(op, case)
@@ -300,7 +335,7 @@ def decide(op: str, case: Any) -> Match:
     if asked is not None:
         match = dict(verdicts)[asked]
         if isinstance(match, str):
-            raise NoRule(
+            raise NoImplementation(
                 f"{asked} does not fit: {match}",
                 op=op,
                 operands=case.operands(),

@@ -16,13 +16,22 @@ from shardlib.ops.attention.masks import Causal, Full
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
-from shardlib.tensor import Place, ShardedTensor, implements, lift, local_call, partial_escape, typeof
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    implements,
+    lift,
+    local_call,
+    partial_escape,
+    typeof,
+)
 
 __all__ = ["scaled_dot_product_attention"]
 
 
 _SDPA = binder(
-    "sdpa(query: tensor, key: tensor, value: tensor, attn_mask: tensor = None, dropout_p: number = 0.0, "
+    "sdpa(query: tensor, key: tensor, value: tensor, attn_mask: tensor = None, dropout_p: number = "
+    "0.0, "
     "is_causal: bool = False, scale: number = None, enable_gqa: bool = False)"
 )
 
@@ -31,7 +40,8 @@ _SDPA = binder(
 def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """q, k, v [B, H, S, D] with B and H split alike and D whole; S whole, or split in all three.
 
-    A split sequence goes to ``ring_attention``, and so does dropout, which is drawn by global position there.
+    A split sequence goes to ``ring_attention``, and so does dropout,
+    which is drawn by global position there.
     """
     given = _SDPA(*args, **kwargs)
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")
@@ -39,18 +49,30 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
     operands = {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.dtype.is_floating_point:
-        raise BadArgument("query, key and value have one dtype, which is floating point",
-                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
+        raise BadArgument(
+            "query, key and value have one dtype, which is floating point",
+            op="scaled_dot_product_attention",
+            operands=operands,
+            mesh=mesh,
+        )
     if (
         min(len(t.padded_shape) for t in (q, k, v)) < 2
         or q.padded_shape[-1] != k.padded_shape[-1]
         or k.padded_shape[-2] != v.padded_shape[-2]
     ):
-        raise BadArgument("queries and keys have one size, keys and values one length",
-                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
+        raise BadArgument(
+            "queries and keys have one size, keys and values one length",
+            op="scaled_dot_product_attention",
+            operands=operands,
+            mesh=mesh,
+        )
     if not 0.0 <= given["dropout_p"] <= 1.0:
-        raise BadArgument(f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
-                          op="scaled_dot_product_attention", operands=operands, mesh=mesh)  # fmt: skip
+        raise BadArgument(
+            f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
+            op="scaled_dot_product_attention",
+            operands=operands,
+            mesh=mesh,
+        )
     tokens = q.dims
     k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
     if len(tokens) == 4 and (tokens[2].is_split or given["dropout_p"]):
@@ -62,7 +84,8 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         if dims[-1].is_split or dims[-2].is_split or dims[:-2] != tokens[:-2]:
             want = " ".join([*(str(d) for d in tokens[:-2]), ".", "."])
             raise ImplicitCommunication(
-                "attention is local where batch and heads are split alike and sequence and head size are whole",
+                "attention is local where batch and heads are split alike and sequence and head "
+                "size are whole",
                 op="scaled_dot_product_attention",
                 operands=operands,
                 mesh=mesh,
@@ -80,19 +103,33 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     if mask is not None:
         mask = lift(mask, mesh, "scaled_dot_product_attention")
         scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
-        frame = ShardedTensor(q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh))
+        frame = ShardedTensor(
+            q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh)
+        )
         (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
     raw = local_call(func, mesh, (q.raw, k.raw, v.raw), given)
     deferred = q.deferred | k.deferred | v.deferred
     return ShardedTensor(
-        raw, Place(q.sharding, torch.Size((*q.padded_shape[:-1], v.padded_shape[-1])), mesh, deferred=deferred)
+        raw,
+        Place(
+            q.sharding,
+            torch.Size((*q.padded_shape[:-1], v.padded_shape[-1])),
+            mesh,
+            deferred=deferred,
+        ),
     )
 
 
-def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]) -> ShardedTensor:
-    """Return the arguments of F.scaled_dot_product_attention as ``ring_attention``'s: its mask is a bias here."""
+def _round_a_ring(
+    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]
+) -> ShardedTensor:
+    """Return the arguments of F.scaled_dot_product_attention as
+    ``ring_attention``'s: its mask is a bias here.
+    """
     if (
-        q.padded_shape[1] != k.padded_shape[1] and k.padded_shape[1] != 1 and not given.get("enable_gqa")
+        q.padded_shape[1] != k.padded_shape[1]
+        and k.padded_shape[1] != 1
+        and not given.get("enable_gqa")
     ):  # one head is broadcast
         raise ShardError(
             f"{q.padded_shape[1]} heads of queries and {k.padded_shape[1]} of keys",
@@ -109,10 +146,18 @@ def _round_a_ring(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: d
 
 
 def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
-    """Keys or values whose heads are whole, cut to the heads of the queries; nothing moves for that."""
+    """Keys or values whose heads are whole, cut to the
+    heads of the queries; nothing moves for that.
+    """
     ndim = len(q.padded_shape)
     mine, theirs = q.sharding.resolve(ndim).dims, t.dims
-    if len(theirs) != ndim or ndim < 3 or theirs[-3].is_split or not mine[-3].is_split or t.sharding.partial:
+    if (
+        len(theirs) != ndim
+        or ndim < 3
+        or theirs[-3].is_split
+        or not mine[-3].is_split
+        or t.sharding.partial
+    ):
         return t
     if set(mine[-3].axes) & set(t.sharding.axes):
         return t  # refused, or gathered, as split otherwise than the queries

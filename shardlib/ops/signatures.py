@@ -6,9 +6,9 @@ An operator's signature is text, one line per overload, as torch's documentation
     var(input, dim: ints, unbiased: bool, keepdim: bool = False)
     flip(input, *dims: int)
 
-Each line is compiled at the first call into a function of those parameters whose body checks the annotated
-types and returns the arguments by name, so Python's own call machinery does the binding: by
-position, by keyword in any order, with defaults.  A call that no line fits raises TypeError, and
+Each line is compiled at the first call into a function of those parameters whose body checks the
+annotated types and returns the arguments by name, so Python's own call machinery does the binding:
+by position, by keyword in any order, with defaults.  A call that no line fits raises TypeError, and
 the dispatcher then asks torch itself on whole operands; nothing is ever dropped.
 
 ``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is understood everywhere; an ``out``
@@ -41,13 +41,16 @@ def _is_int(v: Any) -> bool:
     return isinstance(v, int) and not isinstance(v, bool)
 
 
-_TYPES: dict[str, Callable[[Any], bool]] = {  # annotation -> whether a value fits; bool is no int here
+# annotation -> whether a value fits; bool is no int here
+_TYPES: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "bool": lambda v: isinstance(v, bool),
     "ints": lambda v: _is_int(v) or (isinstance(v, tuple | list) and all(map(_is_int, v))),
     "number": lambda v: isinstance(v, int | float | complex) and not isinstance(v, bool),
     "tensor": lambda v: isinstance(v, Tensor | Slot),
-    "tensors": lambda v: isinstance(v, tuple | list) and all(isinstance(t, Tensor | Slot) for t in v),
+    "tensors": lambda v: (
+        isinstance(v, tuple | list) and all(isinstance(t, Tensor | Slot) for t in v)
+    ),
     "none": lambda v: v is None,
 }
 _OMITTED = object()
@@ -60,13 +63,21 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
     assert isinstance(tree, ast.FunctionDef), "a signature is one line of a def"
     a = tree.args
     plain = [*a.posonlyargs, *a.args]
-    names = [p.arg for p in plain] + ([a.vararg.arg] if a.vararg else []) + [p.arg for p in a.kwonlyargs]
+    names = (
+        [p.arg for p in plain]
+        + ([a.vararg.arg] if a.vararg else [])
+        + [p.arg for p in a.kwonlyargs]
+    )
     checks = []
-    optional = {p.arg for p in plain[len(plain) - len(a.defaults) :]} | {p.arg for p in a.kwonlyargs}
+    optional = {p.arg for p in plain[len(plain) - len(a.defaults) :]} | {
+        p.arg for p in a.kwonlyargs
+    }
     for p in [*plain, *a.kwonlyargs]:
         if isinstance(p.annotation, ast.Name):
             spare = f"{p.arg} is not None and " if p.arg in optional else ""
-            checks.append(f"    if {spare}not _is_{p.annotation.id}({p.arg}): raise TypeError({p.arg!r})")
+            checks.append(
+                f"    if {spare}not _is_{p.annotation.id}({p.arg}): raise TypeError({p.arg!r})"
+            )
         p.annotation = None
     if a.vararg:  # by position, as one sequence, or by keyword
         v = a.vararg.arg
@@ -74,7 +85,8 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
         a.kwonlyargs.append(ast.arg(arg=f"_{v}"))
         a.kw_defaults.append(ast.Name(id="_OMITTED", ctx=ast.Load()))
         checks += [
-            f"    if _{v} is not _OMITTED: {v} = ({v} or _{v}) if isinstance(_{v}, (tuple, list)) else (_{v},)",
+            f"    if _{v} is not _OMITTED: {v} = ({v} or _{v}) if isinstance(_{v}, (tuple, list)) "
+            f"else (_{v},)",
             f"    elif len({v}) == 1 and isinstance({v}[0], (tuple, list)): {v} = tuple({v}[0])",
         ]
     if not any(p.arg == "out" for p in a.kwonlyargs):
@@ -96,14 +108,17 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
 
 @cache
 def binder(signature: str) -> Callable[..., dict[str, Any]]:
-    """call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.  Raises: TypeError.
+    """call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.
+    Raises: TypeError.
 
     >>> binder("var(input, dim: ints = None, *, correction: number = 1)")(0, axis=1)
     {'input': 0, 'dim': 1, 'correction': 1}
     """
 
     def compiled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for the first call: three hundred signatures at import would take a third of its time."""
+        """Wait for the first call: three hundred signatures
+        at import would take a third of its time.
+        """
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
 

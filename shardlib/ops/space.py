@@ -1,4 +1,6 @@
-"""Operators over space: batches, and channels where they are apart, are rows; positions and weights are whole."""
+"""Operators over space: batches, and channels where they are apart,
+are rows; positions and weights are whole.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +73,9 @@ declare(
 
 
 def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
-    """Samples are rows, and so are filters unless channels are grouped; channels and space are whole."""
+    """Samples are rows, and so are filters unless channels
+    are grouped; channels and space are whole.
+    """
 
     def labels(b: Bound) -> Labels:
         x, w, bias = b["input"], b["weight"], b["bias"]
@@ -83,53 +87,83 @@ def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
     return labels
 
 
-declare("conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(1))
-declare("conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(2))
-declare("conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(3))
+declare(
+    "conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(1)
+)
+declare(
+    "conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(2)
+)
+declare(
+    "conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(3)
+)
 
 
 def _depthwise(k: int) -> None:
-    """One filter per channel: channels are rows too, for a block of filters convolves its own block of channels."""
+    """One filter per channel: channels are rows too, for a block of
+    filters convolves its own block of channels.
+    """
     name = f"conv{k}d"
-    plain, text = getattr(F, name), f"{name}(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)"
+    plain, text = (
+        getattr(F, name),
+        f"{name}(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)",
+    )
     usual, bind = TABLE[plain], binder(text)
-    for func in homes(name):  # what follows answers for them, and leaves the rest to the declaration
+    # what follows answers for them, and leaves the rest to the declaration
+    for func in homes(name):
         del TABLE[func]
 
     def apart(
-        x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
     ) -> Tensor:
-        return plain(x, w, bias, stride, padding, dilation, w.shape[0])  # the block's groups, of all
+        # the block's groups, of all
+        return plain(x, w, bias, stride, padding, dilation, w.shape[0])
 
     def labels(args: Any, kwargs: Any) -> Labels:
         x, w, bias, *_ = args
-        out: Labels = {x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k, w.at: ("c",) + (None,) * (k + 1)}
+        out: Labels = {
+            x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k,
+            w.at: ("c",) + (None,) * (k + 1),
+        }
         return out | ({bias.at: ("c",)} if isinstance(bias, Slot) else {})
 
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()
-        one = isinstance(x, Tensor) and isinstance(w, Tensor) and w.ndim == k + 2 and x.ndim in (k + 1, k + 2)
+        one = (
+            isinstance(x, Tensor)
+            and isinstance(w, Tensor)
+            and w.ndim == k + 2
+            and x.ndim in (k + 1, k + 2)
+        )
         if not one or not groups == w.shape[0] == x.shape[-k - 1] or w.shape[1] != 1 or groups == 1:
             return usual(func, args, kwargs)
         return rows_call(apart, (x, w, bias, stride, padding, dilation, groups), {}, labels)
 
     apart.__name__ = name
-    implements(*homes(name))(rule)
+    implements(*homes(name))(implementation)
 
 
 for _k in (1, 2, 3):
     _depthwise(_k)
 
 declare(
-    "conv_transpose1d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    "conv_transpose1d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
+    "dilation=1)",
     _convolved(1, transposed=True),
 )
 declare(
-    "conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    "conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
+    "dilation=1)",
     _convolved(2, transposed=True),
 )
 declare(
-    "conv_transpose3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)",
+    "conv_transpose3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
+    "dilation=1)",
     _convolved(3, transposed=True),
 )
 declare(
@@ -169,7 +203,9 @@ declare(
 
 
 def _samples(b: Bound) -> Labels:
-    """The first dimension of the input, and of the operands named here, is rows; the rest is whole."""
+    """The first dimension of the input, and of the operands
+    named here, is rows; the rest is whole.
+    """
     first, *rest = slots(b)
     alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
     out: Labels = {s.at: (None,) * s.ndim for s in rest}

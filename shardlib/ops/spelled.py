@@ -45,7 +45,9 @@ spelled("column_stack(tensors)", _column_stack)
 spelled("ravel(input)", lambda input: input.reshape(-1))
 spelled("fliplr(input)", lambda input: input.flip(1))
 spelled("flipud(input)", _flipud)
-spelled("dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p))
+spelled(
+    "dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p)
+)
 spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
 spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum(dtype=input.dtype))
 spelled("msort(input)", lambda input: input.sort(0).values)
@@ -62,13 +64,18 @@ spelled("dsplit(input, indices_or_sections)", _cut(2))
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Pieces cut without a graph ask for a gradient in torch (seen in 2.13), but not those of unsafe functions."""
+    """Pieces cut without a graph ask for a gradient in torch (seen in
+    2.13), but not those of unsafe functions.
+    """
     return x if torch.is_grad_enabled() else x.detach()
 
 
 spelled("unsafe_split(input, split_size, dim: int = 0)", lambda input, split_size, dim: _apart(input).split(
     split_size, dim))  # fmt: skip
-spelled("unsafe_chunk(input, chunks: int, dim: int = 0)", lambda input, chunks, dim: _apart(input).chunk(chunks, dim))
+spelled(
+    "unsafe_chunk(input, chunks: int, dim: int = 0)",
+    lambda input, chunks, dim: _apart(input).chunk(chunks, dim),
+)
 
 
 def _to_size(input: Tensor, size: Any) -> Tensor:
@@ -78,7 +85,9 @@ def _to_size(input: Tensor, size: Any) -> Tensor:
     lead = input.ndim - len(size)
     if lead < 0:
         raise TypeError("a smaller tensor")
-    gone = [d for d in range(input.ndim) if d < lead or (size[d - lead] == 1 and input.shape[d] != 1)]
+    gone = [
+        d for d in range(input.ndim) if d < lead or (size[d - lead] == 1 and input.shape[d] != 1)
+    ]
     return (input.sum(gone, keepdim=True) if gone else input).reshape(tuple(size))
 
 
@@ -103,15 +112,20 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
 
 
-_VIEWS = {"view": Tensor.view, "alias": torch.clone, "unfold": Tensor.unfold, "expand": Tensor.expand}
+_VIEWS = {
+    "view": Tensor.view,
+    "alias": torch.clone,
+    "unfold": Tensor.unfold,
+    "expand": Tensor.expand,
+}
 
 implements(
     *[
         f
         for name in """
-        alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy split_with_sizes_copy
-        squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy view_as_complex_copy
-        view_as_real_copy view_copy
+        alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy
+        split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
+        unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy
         """.split()
         for f in homes(name)
     ]

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import BadArgument, ImplicitCommunication, NoRule, OutOfRange, Unsupported, lettered
+from shardlib.errors import (
+    BadArgument,
+    ImplicitCommunication,
+    NoImplementation,
+    OutOfRange,
+    Unsupported,
+    lettered,
+)
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
 from shardlib.ops.padding import last_only, padded_to
@@ -26,14 +33,15 @@ from shardlib.tensor import (
     is_dense,
     lift,
     local_call,
-    no_rule,
+    no_implementation,
     partial_escape,
     typeof,
 )
 
 __all__ = ["VIEW", "piece", "view_layout"]
 
-_Digits = list[tuple[str | Dim | None, int]]  # (axis, a sequence in its order, or None; radix), major first
+# (axis, a sequence in its order, or None; radix), major first
+_Digits = list[tuple[str | Dim | None, int]]
 
 
 def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
@@ -45,7 +53,9 @@ def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
     return [*out, (None, rest)]
 
 
-def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]) -> Layout | str:
+def view_layout(
+    layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
+) -> Layout | str:
     """Return the layout of a tensor seen under a new shape, or why the blocks do not allow it.
 
     >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (8, 5, 4, 3), {"d": 2, "y": 2})
@@ -76,7 +86,9 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
                 continue
         taken: _Digits = []
         need = n
-        while i < len(shape) and (have < n or (len(digits) == 1 and digits[0][0] is None and have % n)):
+        while i < len(shape) and (
+            have < n or (len(digits) == 1 and digits[0][0] is None and have % n)
+        ):
             for axis, radix in _digits(layout.dims[i], shape[i], mesh):
                 if axis is None and digits and digits[-1][0] is None:
                     digits[-1] = (None, digits[-1][1] * radix)  # unsplit digits are one
@@ -95,7 +107,11 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
                 digits.insert(0, (None, radix // need))
                 need = 1
             else:
-                what = f"axis {axis!r} (size {radix})" if isinstance(axis, str) else f"a factor {radix}"
+                what = (
+                    f"axis {axis!r} (size {radix})"
+                    if isinstance(axis, str)
+                    else f"a factor {radix}"
+                )
                 what = f"a sequence split {axis}" if isinstance(axis, Dim) else what
                 return f"{what} does not fit into a dimension of size {n}"
         have //= n
@@ -111,9 +127,14 @@ def view_layout(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], me
     return Layout(dims=tuple(dims), partial=layout.partial)
 
 
-def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]) -> Layout | str:
+def _with_ones(
+    layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
+) -> Layout | str:
     """Axes of size one split nothing: they follow the dimension that starts where theirs did."""
-    bare = [Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh[p] > 1), d.order) for d in layout.dims]
+    bare = [
+        Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh[p] > 1), d.order)
+        for d in layout.dims
+    ]
     bare = [d if d.axes else Dim() for d in bare]
     out = view_layout(Layout(tuple(bare), layout.partial), shape, new, mesh)
     if isinstance(out, str):
@@ -130,7 +151,10 @@ def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mes
         if dims[j] == bare[i] and new[j] == shape[i]:
             dims[j] = d
         elif dims[j].order == "contiguous":
-            first = next((k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1), len(d.parts))
+            first = next(
+                (k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1),
+                len(d.parts),
+            )
             ones = [a for a in d.axes if mesh[a] == 1]
             lead = [a for a in ones if a in d.parts[:first]]
             dims[j] = Dim((*lead, *dims[j].parts, *(a for a in ones if a not in lead)))
@@ -138,7 +162,9 @@ def _with_ones(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mes
 
 
 def _dim(digits: _Digits) -> Dim:
-    """Digits as a token: unsplit digits before the last axis are factors, those after it the rest."""
+    """Digits as a token: unsplit digits before the last axis
+    are factors, those after it the rest.
+    """
     if digits and isinstance(digits[-1][0], Dim):
         ring = digits[-1][0]
         groups = _dim([*digits[:-1], ("", 1)]).parts[:-1]
@@ -161,7 +187,11 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
     """Sizes without a -1, which together make ``count``."""
     known = math.prod(s for s in sizes if s != -1)
     holes = sizes.count(-1)
-    fits = holes <= 1 and all(s >= -1 for s in sizes) and (known and count % known == 0 if holes else known == count)
+    fits = (
+        holes <= 1
+        and all(s >= -1 for s in sizes)
+        and (known and count % known == 0 if holes else known == count)
+    )
     if not fits:
         raise BadArgument(
             f"shape {list(sizes)} is invalid for {count} elements",
@@ -174,7 +204,9 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
 
 
 @lru_cache(maxsize=4096)
-def _viewed(layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: tuple[tuple[str, int], ...]):
+def _viewed(
+    layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+):
     out = view_layout(layout, shape, new, dict(mesh))
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
@@ -184,7 +216,8 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
         raise BadArgument(
-            f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of them",
+            f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of "
+            "them",
             op="view",
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
@@ -212,9 +245,14 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     """Say whether torch would see the whole tensor under ``new`` sizes without a copy.
 
-    Its strides are guessed from the block's: in the same order, with a gap wherever the block has one.
+    Its strides are guessed from the block's: in the same
+    order, with a gap wherever the block has one.
     """
-    size, block, local = x.padded_shape, block_strides(x), x.sharding.local_shape(tuple(x.padded_shape), x.mesh)
+    size, block, local = (
+        x.padded_shape,
+        block_strides(x),
+        x.sharding.local_shape(tuple(x.padded_shape), x.mesh),
+    )
     whole = [0] * len(size)
     inner, outer = 1, 1  # where the block, and the whole tensor, would go on without a gap
     for d in sorted(range(len(size)), key=lambda d: (block[d], local[d] > 1, -d)):
@@ -235,7 +273,9 @@ VIEW = binder("""
 
 
 def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand: other dimensions merge and split; the padded last one stays as it is."""
+    """Serve a padded operand: other dimensions merge and split;
+    the padded last one stays as it is.
+    """
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
     known = [n for n in wanted if n != -1]
@@ -254,7 +294,9 @@ def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand of a function that moves dimensions about, and leaves each as it is."""
+    """Serve a padded operand of a function that moves
+    dimensions about, and leaves each as it is.
+    """
     x, *rest = args
     with torch.no_grad():
         true = func(torch.empty(x.shape, device="meta"), *rest, **kwargs).shape
@@ -269,7 +311,7 @@ def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as torch, which gives views as a dtype no graph
-        raise no_rule(func, args, kwargs, "a view as another dtype")
+        raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
     return _view(Tensor.view if func is Tensor.view else Tensor.reshape, x, new)
 
@@ -291,13 +333,19 @@ def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
-        raise BadArgument("start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)})
+        raise BadArgument(
+            "start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)}
+        )
     if x.padded_shape and start == end:
         return x
     return _view(
         Tensor.reshape,
         x,
-        (*x.padded_shape[:start], x.padded_shape[start : end + 1].numel(), *x.padded_shape[end + 1 :]),
+        (
+            *x.padded_shape[:start],
+            x.padded_shape[start : end + 1].numel(),
+            *x.padded_shape[end + 1 :],
+        ),
     )
 
 
@@ -316,7 +364,11 @@ def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
-    layout = x.sharding if order == tuple(range(len(order))) else x.sharding.resolve(len(order)).transpose(*order)
+    layout = (
+        x.sharding
+        if order == tuple(range(len(order)))
+        else x.sharding.resolve(len(order)).transpose(*order)
+    )
     raw = local_call(Tensor.permute, x.mesh, (x.raw, order), {})
     return x.becomes(raw, layout, torch.Size([x.padded_shape[d] for d in order]))
 
@@ -328,7 +380,9 @@ _PERMUTE = binder("permute(input, *dims: int)")
 def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
-        raise BadArgument(f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute")
+        raise BadArgument(
+            f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute"
+        )
     return _permuted(x, dims_of(order, len(x.padded_shape), "permute"))
 
 
@@ -338,7 +392,14 @@ _TRANSPOSE = binder("""
 """)
 
 
-@implements(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, padded=_padded_dims)
+@implements(
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.swapaxes,
+    torch.swapaxes,
+    Tensor.swapdims,
+    padded=_padded_dims,
+)
 def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.padded_shape)))
@@ -356,8 +417,14 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
-        raise BadArgument(f"a transpose of {ndim} dimensions", op="t", operands={"tensor": typeof(x)}, mesh=x.mesh)
-    order = (*range(ndim - 2), ndim - 1, ndim - 2) if func == Tensor.mT.__get__ else tuple(reversed(range(ndim)))
+        raise BadArgument(
+            f"a transpose of {ndim} dimensions", op="t", operands={"tensor": typeof(x)}, mesh=x.mesh
+        )
+    order = (
+        (*range(ndim - 2), ndim - 1, ndim - 2)
+        if func == Tensor.mT.__get__
+        else tuple(reversed(range(ndim)))
+    )
     out = _permuted(x, order)
     if x.place.out_layout is None:
         return out
@@ -375,7 +442,14 @@ def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return _permuted(x, tuple(torch.movedim(frame, source, target).stride()))
 
 
-@implements(Tensor.t_, Tensor.transpose_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_, Tensor.unsqueeze_)
+@implements(
+    Tensor.t_,
+    Tensor.transpose_,
+    Tensor.swapaxes_,
+    Tensor.swapdims_,
+    Tensor.squeeze_,
+    Tensor.unsqueeze_,
+)
 def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Refused: a value has one shape."""
     name, x = func.__name__.rstrip("_"), args[0]
@@ -416,7 +490,9 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
     gone = {d for d in chosen if x.padded_shape[d] == 1}
     keep = [d for d in range(ndim) if d not in gone]
-    layout = Layout(dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial)
+    layout = Layout(
+        dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial
+    )
     new = torch.Size([x.padded_shape[d] for d in keep])
     raw = local_call(Tensor.reshape, x.mesh, (x.raw, layout.local_shape(tuple(new), x.mesh)), {})
     return x.becomes(raw, layout, new)
@@ -433,13 +509,20 @@ def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     else:
         x, sizes, _ = _EXPAND(*args, **kwargs).values()
     lead = len(sizes) - len(x.padded_shape)
-    new = tuple(x.padded_shape[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes))
+    new = tuple(
+        x.padded_shape[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes)
+    )
     if (
         lead < 0
         or min(new, default=0) < 0
         or any(m not in (1, n) for m, n in zip(x.padded_shape, new[lead:], strict=True))
     ):
-        raise BadArgument(f"cannot expand to {list(sizes)}", op="expand", operands={"tensor": typeof(x)}, mesh=x.mesh)
+        raise BadArgument(
+            f"cannot expand to {list(sizes)}",
+            op="expand",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+        )
     layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
     raw = local_call(Tensor.expand, x.mesh, (x.raw, layout.local_shape(new, x.mesh)), {})
     return x.becomes(raw, layout, torch.Size(new))
@@ -470,7 +553,14 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-@implements(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.split_with_sizes, torch.split_with_sizes)
+@implements(
+    Tensor.split,
+    torch.split,
+    Tensor.chunk,
+    torch.chunk,
+    Tensor.split_with_sizes,
+    torch.split_with_sizes,
+)
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
     if not x.padded_shape:
@@ -513,7 +603,9 @@ def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor
     """Pieces of a split dimension, if every rank holds an equal share of each, in one run."""
     token, mesh = x.dims[dim], tuple(x.mesh.axes.items())
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    cuts = [cut(token, x.padded_shape[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    cuts = [
+        cut(token, x.padded_shape[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)
+    ]
     if any(c is None for c in cuts):
         return None
     return tuple(_piece(x, dim, n, *c) for n, c in zip(sizes, cuts, strict=True) if c is not None)
@@ -521,7 +613,9 @@ def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor
 
 def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
     ndim, dims = len(x.padded_shape), x.dims
-    raw = local_call(torch.narrow, x.mesh, (x.raw, dim - ndim, here.start, here.stop - here.start), {})
+    raw = local_call(
+        torch.narrow, x.mesh, (x.raw, dim - ndim, here.start, here.stop - here.start), {}
+    )
     layout = Layout(dims=(*dims[:dim], token, *dims[dim + 1 :]), partial=x.sharding.partial)
     shape = torch.Size((*x.padded_shape[:dim], size, *x.padded_shape[dim + 1 :]))
     return x.becomes(raw, layout, shape)
@@ -542,7 +636,9 @@ def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     dim = dim_of(dim, len(x.padded_shape), "unbind")
     if x.padded_shape and not x.padded_shape[dim]:
         return ()
-    return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {}))
+    return tuple(
+        squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {})
+    )
 
 
 _SELECT = binder("select(input, dim: int, index: int)")
@@ -574,7 +670,9 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
     if named > len(x.padded_shape):
-        raise OutOfRange(f"too many indices for a tensor of {len(x.padded_shape)} dimensions", op="getitem")
+        raise OutOfRange(
+            f"too many indices for a tensor of {len(x.padded_shape)} dimensions", op="getitem"
+        )
     fill = [slice(None)] * (len(x.padded_shape) - named)
     if Ellipsis in index:
         at = index.index(Ellipsis)
@@ -593,7 +691,11 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
             raise OutOfRange(f"index {i} is out of bounds for dimension {d} with size {size}", op="getitem",
                              operands={"tensor": typeof(x)}, mesh=x.mesh)  # fmt: skip
-        if token.is_split and i != slice(None) and not (isinstance(i, slice) and i.indices(size) == (0, size, 1)):
+        if (
+            token.is_split
+            and i != slice(None)
+            and not (isinstance(i, slice) and i.indices(size) == (0, size, 1))
+        ):
             raise ImplicitCommunication(
                 f"index {i!r} cuts through dimension {d}, which is split {token}",
                 op="getitem",
@@ -606,20 +708,28 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             sizes.append(len(range(*i.indices(size))))
         d += 1
     local = tuple(
-        slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i for k, i in enumerate(index)
+        slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i
+        for k, i in enumerate(index)
     )
     raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, local), {})
     return x.becomes(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes))
 
 
 def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
-    """Slices of split dimensions of which every rank holds an equal share, taken; the index that is left."""
+    """Slices of split dimensions of which every rank holds an
+    equal share, taken; the index that is left.
+    """
     out, d = list(index), 0
     for k, i in enumerate(index):
         if i is None:
             continue
         token, size = x.dims[d], x.padded_shape[d]
-        if token.is_split and isinstance(i, slice) and i.indices(size) != (0, size, 1) and i.indices(size)[2] == 1:
+        if (
+            token.is_split
+            and isinstance(i, slice)
+            and i.indices(size) != (0, size, 1)
+            and i.indices(size)[2] == 1
+        ):
             start, stop, _ = i.indices(size)
             found = cut(token, size, tuple(x.mesh.axes.items()), start, max(start, stop))
             if found is not None:
@@ -638,7 +748,9 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, widths = given.pop("input"), list(given.pop("pad"))
     ndim = len(x.padded_shape)
     if len(widths) % 2 or len(widths) > 2 * ndim:
-        raise BadArgument(f"{len(widths)} widths for {ndim} dimensions", op="pad", operands={"tensor": typeof(x)})
+        raise BadArgument(
+            f"{len(widths)} widths for {ndim} dimensions", op="pad", operands={"tensor": typeof(x)}
+        )
     dims = x.sharding.resolve(ndim).dims
     if x.sharding.partial and given.get("value"):
         raise partial_escape("pad", x)
@@ -667,7 +779,9 @@ def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> boo
 def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
     """Pieces that are whole where others are split, cut as those are; nothing moves for that."""
     ndim = len(values[0].padded_shape)
-    if len({v.sharding for v in values}) == 1 or any(len(v.padded_shape) != ndim or v.sharding.partial for v in values):
+    if len({v.sharding for v in values}) == 1 or any(
+        len(v.padded_shape) != ndim or v.sharding.partial for v in values
+    ):
         return values
     tokens = [v.sharding.resolve(ndim).dims for v in values]
     finest = [next((t[d] for t in tokens if t[d].is_split), Dim()) for d in range(ndim)]
@@ -685,11 +799,13 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Each element ``repeats`` times along a dimension: local, since blocks and groups stay in order."""
+    """Each element ``repeats`` times along a dimension:
+    local, since blocks and groups stay in order.
+    """
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if dim is None or not isinstance(repeats, int):
-        raise no_rule(func, args, kwargs, "repeats must be an int and dim given")
+        raise no_implementation(func, args, kwargs, "repeats must be an int and dim given")
     dim = dim_of(dim, ndim, "repeat_interleave")
     if repeats < 0 or (length is not None and length != repeats * x.padded_shape[dim]):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
@@ -713,8 +829,15 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         values = [v for v in values if v.padded_shape != (0,)]  # as torch does
     ndim = len(values[0].padded_shape)
     dim = dim_of(dim, ndim, func.__name__)
-    rest = {(len(v.padded_shape), *(n for d, n in enumerate(v.padded_shape) if d != dim)) for v in values}
-    if len(rest) > 1 or not ndim or (func is torch.stack and len({v.padded_shape for v in values}) > 1):
+    rest = {
+        (len(v.padded_shape), *(n for d, n in enumerate(v.padded_shape) if d != dim))
+        for v in values
+    }
+    if (
+        len(rest) > 1
+        or not ndim
+        or (func is torch.stack and len({v.padded_shape for v in values}) > 1)
+    ):
         raise BadArgument(
             f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
             op=func.__name__,
@@ -732,7 +855,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     values = _alike(values, dim)
     first = values[0]
     if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
-        raise NoRule(
+        raise NoImplementation(
             "the pieces lie differently",
             op=func.__name__,
             operands=lettered(map(typeof, values)),

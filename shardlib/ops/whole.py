@@ -1,7 +1,7 @@
-"""What no rule answers: run it on the whole tensors, if they are here or may be brought.
+"""What no implementation answers: run it on the whole tensors, if they are here or may be brought.
 
 1. A function of torch written in Python is opened: its body runs on the sharded values, and every
-   operator inside it finds its own rule.
+   operator inside it finds its own implementation.
 2. Operands that every rank holds whole: the function runs on them as they are.
 3. Split or pending operands: inside ``sl.implicit(max_bytes)`` they are gathered, counted, and the
    result is whole; outside, ImplicitCommunication says how many bytes and what to write.
@@ -21,7 +21,7 @@ from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
-    NoRule,
+    NoImplementation,
     PlainTensor,
     ShardError,
     Unsupported,
@@ -39,7 +39,7 @@ from shardlib.tensor import (
     _First,
     check_met,
     lift,
-    no_rule,
+    no_implementation,
     on_shapes,
     real_axes,
     replicated,
@@ -52,10 +52,11 @@ __all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run"]
 
 _NEVER = frozenset(
     """
-    backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared __dlpack__ numpy __array__
-    register_hook register_post_accumulate_grad_hook __reduce_ex__ __deepcopy__ as_strided as_strided_ pin_memory
-    _typed_storage __cuda_array_interface__ to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr
-    to_sparse_bsc to_mkldnn map_ map2_ apply_ module_load _has_compatible_shallow_copy_type get_device
+    backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared
+    __dlpack__ numpy __array__ register_hook register_post_accumulate_grad_hook __reduce_ex__
+    __deepcopy__ as_strided as_strided_ pin_memory _typed_storage __cuda_array_interface__ to_sparse
+    to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn map_ map2_
+    apply_ module_load _has_compatible_shallow_copy_type get_device
     """.split()
 )  # what is about memory or the autograd graph, not about values
 
@@ -84,14 +85,17 @@ def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
 
 
 def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
-    """The function on every rank's blocks, one rank after the other; leaves[i] for i in ``at`` hold raw tensors."""
+    """The function on every rank's blocks, one rank after the other;
+    leaves[i] for i in ``at`` hold raw tensors.
+    """
     if not lead(mesh):
         a, k = optree.tree_unflatten(tree, leaves)
         return run(func, mesh, a, k)
     found: list[Any] = []
     shape: Any = None
     writes = func in WRITERS and isinstance(leaves[at[0]], Tensor)
-    copies: list[Tensor] = []  # one storage has one version: what one rank writes is what another saved
+    # one storage has one version: what one rank writes is what another saved
+    copies: list[Tensor] = []
     for rank in range(mesh.size):
         mine = list(leaves)
         for i in at:
@@ -112,17 +116,25 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
             same = _block_view(values, [leaves[i] for i in at])
             joined.append(torch.stack(values) if same is None else same)
         elif any(v != values[0] and v == v for v in values):
-            raise ShardError("the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)")
+            raise ShardError(
+                "the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)"
+            )
         else:
             joined.append(values[0])
     return optree.tree_unflatten(shape, joined)
 
 
 def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
-    """Return the ranks' results as one view of all ranks' blocks, if they are the same view of each."""
+    """Return the ranks' results as one view of all ranks'
+    blocks, if they are the same view of each.
+    """
     first = found[0]
     for raw in blocks:
-        if not isinstance(raw, Tensor) or not same_memory(first, raw) or first.is_neg() != raw.is_neg():
+        if (
+            not isinstance(raw, Tensor)
+            or not same_memory(first, raw)
+            or first.is_neg() != raw.is_neg()
+        ):
             continue
         try:
             if raw.is_complex() and not first.is_complex():
@@ -137,23 +149,34 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
             ):  # a place that hangs on values
                 return None
             return raw.as_strided(
-                (raw.shape[0], *first.shape), (raw.stride(0), *first.stride()), first.storage_offset()
+                (raw.shape[0], *first.shape),
+                (raw.stride(0), *first.stride()),
+                first.storage_offset(),
             )
         except RuntimeError:
             return None
     return None
 
 
-def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True) -> Any:
-    """Answer what nothing else does, on whole tensors; ``opens`` False: its Python body need not be tried."""
+def on_whole(
+    func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
+) -> Any:
+    """Answer what nothing else does, on whole tensors; ``opens``
+    False: its Python body need not be tried.
+    """
     name = getattr(func, "__name__", str(func))
     if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
         raise refusal  # what a graph says, gathered tensors do not mend
-    if name in _NEVER or (name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES):
-        raise refusal or no_rule(func, args, kwargs)
+    if name in _NEVER or (
+        name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES
+    ):
+        raise refusal or no_implementation(func, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor | tuple | list):
         return _into(func, args, kwargs)
-    if any(isinstance(t, Tensor) and not isinstance(t, ShardedTensor) for t in written(func, args, kwargs)):
+    if any(
+        isinstance(t, Tensor) and not isinstance(t, ShardedTensor)
+        for t in written(func, args, kwargs)
+    ):
         return _on_plain(func, args, kwargs)
     if (
         refusal is None
@@ -164,35 +187,51 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     ):
         met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
         ours = [x for x in met if isinstance(x, ShardedTensor)]
-        for x in met if ours else ():  # what the body makes itself is the same on every rank; this need not be
+        # what the body makes itself is the same on every rank; this need not be
+        for x in met if ours else ():
             check_met(x, ours[0].mesh, name)
         try:
             with within(promoting=True, opened=(*scope().opened, func)):
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
-            refusal = no_rule(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
+            refusal = no_implementation(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
     if seeded(func, args, kwargs):
         raise Unsupported(
-            "this draws random numbers from each rank's own generator, and the ranks' copies would differ",
+            "this draws random numbers from each rank's own generator, and the ranks' copies would "
+            "differ",
             op=name,
-            operands={"tensor": typeof(next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor)))},
+            operands={
+                "tensor": typeof(
+                    next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor))
+                )
+            },
             fix="torch.rand_like(x)",
         )
     flag = _SPARSE.get(name, len(args))
     if kwargs.get("sparse_grad") or kwargs.get("sparse") or (flag < len(args) and args[flag]):
         named = {k: v for k, v in kwargs.items() if k not in ("sparse_grad", "sparse")}
-        raise _sparse(func, (*args[:flag], False, *args[flag + 1 :]) if flag < len(args) else args, named)
+        raise _sparse(
+            func, (*args[:flag], False, *args[flag + 1 :]) if flag < len(args) else args, named
+        )
     if name in _RESHAPING:
         line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
-        raise Unsupported("a sharded tensor keeps its shape", op=name, operands={"tensor": typeof(args[0])}, fix=line)
+        raise Unsupported(
+            "a sharded tensor keeps its shape",
+            op=name,
+            operands={"tensor": typeof(args[0])},
+            fix=line,
+        )
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     ours = [leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)]
     if not ours:
-        raise refusal or no_rule(func, args, kwargs)
+        raise refusal or no_implementation(func, args, kwargs)
     mesh = ours[0].mesh
     if name in ("__getitem__", "__setitem__"):  # torch takes plain indices of any device
-        values = [leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh) for i in at]
+        values = [
+            leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh)
+            for i in at
+        ]
     else:
         values = [lift(leaves[i], mesh, name) for i in at]
     wholes = [v if not v.is_padded and is_whole(v) else None for v in values]
@@ -205,13 +244,14 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
         and any(bytes_.values())
     ):
         try:
-            old = values[0].clone() if torch.is_grad_enabled() else values[0]  # what backward reads is not overwritten
+            # what backward reads is not overwritten
+            old = values[0].clone() if torch.is_grad_enabled() else values[0]
             return _stored(values[0], apart(old, *args[1:], **kwargs), name)
         except ShardError:
             pass  # the whole tensors, then
     budget = implicit_budget()
     if any(bytes_.values()) and (budget is None or max(bytes_.values()) > budget):
-        if isinstance(refusal, ShardError) and not isinstance(refusal, NoRule):
+        if isinstance(refusal, ShardError) and not isinstance(refusal, NoImplementation):
             raise refusal
         raise _refused(func, name, leaves, tree, values, at, bytes_, refusal)
     moved = [_gathered(v) if w is None else w for v, w in zip(values, wholes, strict=True)]
@@ -228,7 +268,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
             raw = raw.clone()  # autograd lets nothing write to what a transfer returned
         raws.append(raw)
     quiet = [
-        any(leaves[i] is t for t in (targets if raw.is_inference() else stats)) for i, raw in zip(at, raws, strict=True)
+        any(leaves[i] is t for t in (targets if raw.is_inference() else stats))
+        for i, raw in zip(at, raws, strict=True)
     ]
     given = list(leaves)
     for i, raw in zip(at, raws, strict=True):
@@ -238,7 +279,8 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
     before = [(writes(r), r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = run(func, mesh, a, k)
-    if lead(mesh) and _viewing(out, raws, before):  # then of the blocks themselves, not of a copy of one
+    # then of the blocks themselves, not of a copy of one
+    if lead(mesh) and _viewing(out, raws, before):
         blocks = [m.raw for m in moved]
         for i, raw in zip(at, blocks, strict=True):
             given[i] = raw
@@ -251,7 +293,9 @@ def on_whole(func: Any, args: Any, kwargs: Any, refusal: Exception | None = None
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call that writes to a plain tensor, which no sharded value can become: its operands are plain and whole."""
+    """A call that writes to a plain tensor, which no sharded value can
+    become: its operands are plain and whole.
+    """
     name, targets = func.__name__, written(func, args, kwargs)
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -262,8 +306,13 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
     for t in targets:
         check_met(t, mesh, name)
         if isinstance(t, ShardedTensor):
-            raise PlainTensor("plain and sharded tensors are written to in one call", op=name,
-                              operands={"x": typeof(t)}, mesh=mesh, fix="sl.unshard(x)")  # fmt: skip
+            raise PlainTensor(
+                "plain and sharded tensors are written to in one call",
+                op=name,
+                operands={"x": typeof(t)},
+                mesh=mesh,
+                fix="sl.unshard(x)",
+            )
     cost = max(map(_bytes, ours.values()))
     if cost > (implicit_budget() or 0):
         raise ImplicitCommunication(
@@ -289,9 +338,14 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **rest)
     pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
     for target, value in pairs:
-        tracked = [t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad]
+        tracked = [
+            t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad
+        ]
         if torch.is_grad_enabled() and tracked:
-            raise BadArgument("arguments given as out= have no gradient, and an operand asks for one", op=func.__name__)
+            raise BadArgument(
+                "arguments given as out= have no gradient, and an operand asks for one",
+                op=func.__name__,
+            )
         if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
             raise Unsupported(
                 "some functions cast what they write to out=, and some do not",
@@ -308,7 +362,8 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
                 tuple(value.padded_shape), value.mesh, value.raw.element_size()
             )
             raise ImplicitCommunication(
-                f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank would move "
+                f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes "
+                "per rank would move "
                 "unasked",
                 op=func.__name__,
                 operands={"out": typeof(target), "result": typeof(value)},
@@ -324,7 +379,8 @@ def _stored(x: Any, value: Any, op: str) -> Any:
         raise PlainTensor("a plain tensor cannot take a sharded value", op=op, fix="x = f(x)")
     if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
         raise BadArgument(
-            f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to this tensor",
+            f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to "
+            "this tensor",
             op=op,
             operands={"tensor": typeof(x), "result": typeof(value)},
             mesh=x.mesh,
@@ -338,7 +394,9 @@ _APART = {
     if n.endswith("_") and not n.endswith("__") and n not in _NEVER
     if callable(f := getattr(Tensor, n)) and callable(g := getattr(Tensor, n[:-1], None))
 }
-"""In-place method -> the method that gives a new tensor, which may have a rule where the other has none."""
+"""In-place method -> the method that gives a new tensor, which may have an
+implementation where the other has none.
+"""
 
 
 _UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split())
@@ -349,8 +407,9 @@ def _per_rank(
     func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor], values: Any, moved: Any,
     mesh: Mesh, deferred: Any, quiet: list[bool],
 ) -> Any:  # fmt: skip
-    """Simulated ranks whose gradients differ: one after the other, each on copies, so that what one writes
-    in place is not what another saved."""
+    """Simulated ranks whose gradients differ: one after the other, each on copies, so that what one
+    writes in place is not what another saved.
+    """
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
 
     def one(*blocks: Any, **more: Any) -> Any:
@@ -366,7 +425,9 @@ def _per_rank(
     for v, m, mine, old, unsaid in zip(values, moved, copies, before, quiet, strict=True):
         if unsaid or [writes(c) for c in mine] != old:
             _write(v, m, torch.stack(mine), name, True)
-    out = optree.tree_map(lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True)
+    out = optree.tree_map(
+        lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True
+    )
     return replied(out, raws, values, mesh, deferred, True)
 
 
@@ -401,10 +462,13 @@ def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
     )
 
 
-_SPARSE = {"embedding": 6, "embedding_bag": 5}  # position of the flag in torch.embedding_bag and F.embedding
+# position of the flag in torch.embedding_bag and F.embedding
+_SPARSE = {"embedding": 6, "embedding_bag": 5}
 
 _STATISTICS = {"native_batch_norm": 3, "batch_norm": 3, "batch_norm_update_stats": 1}
-"""Position of the running statistics of functions that write to them and do not count it as a change."""
+"""Position of the running statistics of functions that write
+to them and do not count it as a change.
+"""
 
 
 def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -414,7 +478,8 @@ def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
     return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
 
 
-_PLAINLY = frozenset("pca_lowrank svd_lowrank".split())  # bodies that draw plain tensors, each rank its own
+# bodies that draw plain tensors, each rank its own
+_PLAINLY = frozenset("pca_lowrank svd_lowrank".split())
 
 
 _VALUES = frozenset("real imag H mH".split())
@@ -426,7 +491,11 @@ def _property(func: Any) -> str:
 
 def _bytes(x: ShardedTensor) -> float:
     size = tuple(x.padded_shape)
-    return float((x.sharding >> Layout.parse("...").resolve(len(size))).bytes(size, x.mesh, x.raw.element_size()))
+    return float(
+        (x.sharding >> Layout.parse("...").resolve(len(size))).bytes(
+            size, x.mesh, x.raw.element_size()
+        )
+    )
 
 
 def _gathered(x: ShardedTensor) -> ShardedTensor:
@@ -434,11 +503,15 @@ def _gathered(x: ShardedTensor) -> ShardedTensor:
         whole = reshard(x.with_padding, "...")[tuple(slice(n) for n in x.shape)]
         return whole.becomes(whole.raw.contiguous())
     whole = reshard(x, "...")
-    return whole if whole is x or whole.raw.is_contiguous() else whole.becomes(whole.raw.contiguous())
+    return (
+        whole if whole is x or whole.raw.is_contiguous() else whole.becomes(whole.raw.contiguous())
+    )
 
 
 def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
-    """What the function wrote to a gathered copy, back to where the tensor lies; ``ranks``: it holds every rank's."""
+    """What the function wrote to a gathered copy, back to where the
+    tensor lies; ``ranks``: it holds every rank's.
+    """
     mesh = x.mesh
     if raw is moved.raw and moved is x:
         return
@@ -446,21 +519,30 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     front = lead(mesh) if ranks else 0
     if tuple(raw.shape[front:]) != tuple(moved.padded_shape) or x.is_padded:
         what = {"tensor": typeof(x)}
-        raise Unsupported("a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)")
+        raise Unsupported(
+            "a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)"
+        )
     if raw is moved.raw:
         new = moved
     else:
         full = raw if front or not lead(mesh) else _Copies.apply(raw, mesh.size)
         new = ShardedTensor(
             full,
-            Place(Layout.parse("...").resolve(len(x.padded_shape)), moved.padded_shape, mesh, deferred=moved.deferred),
+            Place(
+                Layout.parse("...").resolve(len(x.padded_shape)),
+                moved.padded_shape,
+                mesh,
+                deferred=moved.deferred,
+            ),
         )  # type: ignore[arg-type]
     if x.sharding.partial:
         new = reshard(new, x.sharding)
     x.raw.copy_(reshard(new, x.sharding).raw)
 
 
-def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool) -> Any:
+def replied(
+    out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool
+) -> Any:
     """Whole results as sharded tensors; an operand that comes back is that operand."""
 
     def back(t: Any) -> Any:
@@ -474,7 +556,10 @@ def replied(out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: 
         full: Any = t if per_rank or not lead(mesh) else _Copies.apply(t, mesh.size)
         shape = full.shape[lead(mesh) :]
         new = ShardedTensor(
-            full, Place(Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred=deferred)
+            full,
+            Place(
+                Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred=deferred
+            ),
         )
         for raw, v in zip(raws, values, strict=True):
             if same_memory(t, raw):
@@ -492,7 +577,8 @@ def _refused(
         return refusal
     whole = {i: "..." for i in bytes_}
     return ImplicitCommunication(
-        f"{name} needs whole operands, and {sum(bytes_.values()):.0f} bytes per rank would move unasked",
+        f"{name} needs whole operands, and {sum(bytes_.values()):.0f} bytes per rank would move "
+        "unasked",
         op=name,
         operands=lettered(map(typeof, values)),
         mesh=values[0].mesh,
@@ -500,15 +586,21 @@ def _refused(
     )
 
 
-def fix_line(func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int) -> str:
+def fix_line(
+    func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int
+) -> str:
     """Return the call again, with its operands called x, y, z, ..., as a line that runs."""
     names = {i: name for name, i in lettered(at).items()}
     title = torch.overrides.resolve_name(func) or _title(func)
-    writes = (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
+    writes = (
+        (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
+    )
     parts = []
     for i, x in enumerate(leaves):
         if i in names:
-            parts.append(_Text(names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})"))
+            parts.append(
+                _Text(names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})")
+            )
         else:
             parts.append(_Text(_written(x)))
     a, k = optree.tree_unflatten(tree, parts)
@@ -550,7 +642,11 @@ def _text(x: Any) -> str:
 
 def _written(x: Any) -> str:
     text = repr(x)
-    return text if not text.startswith("<") and text not in ("inf", "nan", "-inf") else f"float({text!r})"
+    return (
+        text
+        if not text.startswith("<") and text not in ("inf", "nan", "-inf")
+        else f"float({text!r})"
+    )
 
 
 FALLBACK.append(on_whole)

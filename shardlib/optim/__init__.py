@@ -19,6 +19,6 @@ from shardlib.optim.transforms import (
 from shardlib.optim.zero import zero
 
 __all__ = [
-    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "global_norm", "identity", "lion",
-    "masked", "scale", "scale_by_schedule", "set_to_zero", "sgd", "zero",
+    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "global_norm",
+    "identity", "lion", "masked", "scale", "scale_by_schedule", "set_to_zero", "sgd", "zero",
 ]  # fmt: skip

@@ -21,8 +21,9 @@ __all__ = ["Bucket", "Item", "Slot", "flatten", "index", "unflatten"]
 class Item:
     """One leaf to place: its block's shape, its dtype and split axes, and which value it is.
 
-    Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as text: a bucket's
-    name carries a digest of its leaves' places, so what was made for others is not taken for it.
+    Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
+    text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
+    taken for it.
     """
 
     path: str

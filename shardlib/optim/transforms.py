@@ -18,8 +18,9 @@ from shardlib.mesh import Mesh, bind
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each", "global_norm", "identity",
-    "lion", "masked", "scale", "scale_by_schedule", "set_to_zero", "sgd", "trainable",
+    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "each",
+    "global_norm", "identity", "lion", "masked", "scale", "scale_by_schedule", "set_to_zero",
+    "sgd", "trainable",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
@@ -59,9 +60,10 @@ class TraceState(NamedTuple):
 def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
     """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
 
-    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is, and so does what
-    is no tensor.
-    Raises: ShardError where the trees differ, or a leaf lies otherwise in one of them than in ``first``.
+    None stands for a frozen leaf: where any tree has one, ``first``'s stays
+    as it is, and so does what is no tensor.
+    Raises: ShardError where the trees differ, or a leaf lies
+            otherwise in one of them than in ``first``.
     """
 
     def one(x: Any, *more: Any) -> Any:
@@ -97,7 +99,8 @@ def _alike(x: Tensor, other: Any, op: str) -> None:
             why, fix = "have different sizes", "tx.init(x)"
         elif other.sharding.partial and not x.sharding.partial:
             raise PartialEscape(
-                f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the other's is not",
+                f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the "
+                "other's is not",
                 op=op,
                 operands={"x": typeof(x), "y": typeof(other)},
                 mesh=x.mesh,
@@ -111,13 +114,21 @@ def _alike(x: Tensor, other: Any, op: str) -> None:
     else:
         why, fix, mesh = "are not both sharded", "sl.shard(x, sl.layout_of(y), y.mesh)", other.mesh
     kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
-    raise ShardError(f"leaves of two trees {why}", op=op, operands={"x": typeof(x), "y": kind}, mesh=mesh, fix=fix)
+    raise ShardError(
+        f"leaves of two trees {why}",
+        op=op,
+        operands={"x": typeof(x), "y": kind},
+        mesh=mesh,
+        fix=fix,
+    )
 
 
 def trainable(params: Any) -> Any:
     """The tree with None for each frozen leaf: one that requires no grad where another does."""
     leaves, tree = optree.tree_flatten(params)
-    return optree.tree_unflatten(tree, [None if f else x for x, f in zip(leaves, frozen(leaves), strict=True)])
+    return optree.tree_unflatten(
+        tree, [None if f else x for x, f in zip(leaves, frozen(leaves), strict=True)]
+    )
 
 
 def _moments(params: Any) -> Any:
@@ -212,17 +223,23 @@ def chain(*transforms: Transform) -> Transform:
         return grads, tuple(new)
 
     traits = {t.trait for t in transforms}
-    return Transform(init, update, next((t for t in ("tree", "norm") if t in traits), "elementwise"))
+    return Transform(
+        init, update, next((t for t in ("tree", "norm") if t in traits), "elementwise")
+    )
 
 
 def scale(factor: float) -> Transform:
     """Multiply updates by a number."""
-    return Transform(lambda params: EmptyState(), lambda g, s, p=None: (each(lambda x: x * factor, g), s))
+    return Transform(
+        lambda params: EmptyState(), lambda g, s, p=None: (each(lambda x: x * factor, g), s)
+    )
 
 
 def scale_by_schedule(schedule: Schedule) -> Transform:
     """Multiply updates by ``schedule(step)``, steps counted from 0."""
-    return Transform(lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1))
+    return Transform(
+        lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1)
+    )
 
 
 def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Transform:
@@ -245,7 +262,11 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
 
 
 def adamw(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
 ) -> Transform:
     """Adam with decoupled weight decay, as torch.optim.AdamW.
 
@@ -279,7 +300,9 @@ def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 
     return adamw(lr, b1, b2, eps, weight_decay=0.0)
 
 
-def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> Transform:
+def lion(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+) -> Transform:
     """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675."""
 
     def init(params: Any) -> TraceState:
@@ -303,9 +326,9 @@ def masked(tx: Transform, mask: Any) -> Transform:
     """Apply ``tx`` where ``mask`` (a tree of bools, or a function of the tree) is true.
 
     The rest passes unchanged, as in optax: ``apply_updates`` would then ADD its raw gradients.  For
-    leaves that are to stay as they are:
-    ``chain(masked(adamw(1e-3), mask), masked(set_to_zero(), lambda t: optree.tree_map(operator.not_, mask)))``,
-    or ``requires_grad_(False)``, for which no gradient is computed at all.
+    leaves that are to stay as they are: ``chain(masked(adamw(1e-3), mask), masked(set_to_zero(),
+    lambda t: optree.tree_map(operator.not_, mask)))``, or ``requires_grad_(False)``, for which no
+    gradient is computed at all.
 
     >>> rest = {"w": False, "b": True}
     >>> tx = chain(masked(scale(-1.0), {"w": True, "b": False}), masked(set_to_zero(), rest))
@@ -329,7 +352,9 @@ def masked(tx: Transform, mask: Any) -> Transform:
 
 def set_to_zero() -> Transform:
     """Updates of zero: what it is given stays as it is."""
-    return Transform(lambda params: EmptyState(), lambda g, s, p=None: (each(torch.zeros_like, g), s))
+    return Transform(
+        lambda params: EmptyState(), lambda g, s, p=None: (each(torch.zeros_like, g), s)
+    )
 
 
 def _tree(mask: Any, tree: Any) -> Any:
@@ -351,7 +376,10 @@ def global_norm(tree: Any) -> Tensor:
     per_mesh: dict[Mesh, Tensor] = {}
     for x in optree.tree_leaves(tree):
         if not isinstance(x, ShardedTensor):
-            total = total.to(x.device) + torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+            total = (
+                total.to(x.device)
+                + torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+            )
             continue
         copies = x.mesh.size
         for axis in x.sharding.axes:
@@ -362,7 +390,10 @@ def global_norm(tree: Any) -> Tensor:
     for mesh, squares in per_mesh.items():
         local = storage(list(squares), mesh)
         with bind(mesh):
-            total = total.to(squares.device) + unwrap(psum(wrap(local, mesh), mesh.names)).reshape(-1)[0]
+            total = (
+                total.to(squares.device)
+                + unwrap(psum(wrap(local, mesh), mesh.names)).reshape(-1)[0]
+            )
     return total.sqrt()
 
 

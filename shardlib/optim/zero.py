@@ -32,7 +32,8 @@ __all__ = ["zero"]
 def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -> Transform:
     """Split ``tx``'s state over mesh axis ``axis``; parameters and gradients keep their layouts.
 
-    ``tx``  elementwise, or with a global norm inside (``chain(clip_by_global_norm(1), adamw(..))``).
+    ``tx``  elementwise, or with a global norm inside
+            (``chain(clip_by_global_norm(1), adamw(..))``).
     Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here)
     or already summed (sliced, nothing moves).  Frozen parameters are in no bucket.  Updates equal
     ``tx``'s own, bit for bit, given the same reduced gradient.
@@ -49,7 +50,9 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     """
     if stage != 1:
         raise Unsupported(
-            f"stage {stage} is not built; stage 1 is", op="zero", fix=f"sl.optim.zero(tx, axis={axis!r}, stage=1)"
+            f"stage {stage} is not built; stage 1 is",
+            op="zero",
+            fix=f"sl.optim.zero(tx, axis={axis!r}, stage=1)",
         )
     if tx.trait == "tree":
         raise Unsupported(
@@ -65,7 +68,9 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
-            raise ShardError("zero needs the parameters", op="zero", fix="tx.update(grads, state, params)")
+            raise ShardError(
+                "zero needs the parameters", op="zero", fix="tx.update(grads, state, params)"
+            )
         every, tree = optree.tree_flatten(params)
         held = frozen(every)
         leaves = [p for p, f in zip(every, held, strict=True) if not f]
@@ -74,7 +79,9 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
         mesh, buckets = _index(leaves, axis, bucket_mb)
         with torch.no_grad():
             parts = _shards(given, mesh, buckets, axis, pending=_pending(given, axis))
-            updates, state = tx.update(parts, state, _shards(leaves, mesh, buckets, axis, pending=False))
+            updates, state = tx.update(
+                parts, state, _shards(leaves, mesh, buckets, axis, pending=False)
+            )
             blocks: dict[int, Tensor] = {}
             with bind(mesh):
                 for bucket in buckets:
@@ -90,12 +97,22 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
     """Blocks go into the buckets by position: each gradient must be split as its parameter is."""
     for p, g in zip(params, grads, strict=True):
         alike = isinstance(g, ShardedTensor) and isinstance(p, ShardedTensor) and g.mesh is p.mesh
-        if not alike or g.dims != p.dims or g.sharding.skew != p.sharding.skew or g.shape != p.shape:
+        if (
+            not alike
+            or g.dims != p.dims
+            or g.sharding.skew != p.sharding.skew
+            or g.shape != p.shape
+        ):
             bare = isinstance(p, ShardedTensor)
             raise ShardError(
-                "a gradient lies otherwise than its parameter" if g is not None else "a parameter has no gradient",
+                "a gradient lies otherwise than its parameter"
+                if g is not None
+                else "a parameter has no gradient",
                 op="zero",
-                operands={"parameter": typeof(p), "gradient": typeof(g) if isinstance(g, Tensor) else str(g)},
+                operands={
+                    "parameter": typeof(p),
+                    "gradient": typeof(g) if isinstance(g, Tensor) else str(g),
+                },
                 mesh=p.mesh if bare else None,
                 fix="sl.value_and_grad(loss)(params)",
             )
@@ -160,5 +177,7 @@ def _shards(
             part = psum_scatter(flat, axis, 0) if pending else pslice(flat, axis, 0)
             split = (*bucket.axes, axis)
             size = bucket.length * mesh.axis_size(bucket.axes)
-            out[bucket.name] = ShardedTensor(unwrap(part), Place(Layout((Dim(split),)), torch.Size([size]), mesh))
+            out[bucket.name] = ShardedTensor(
+                unwrap(part), Place(Layout((Dim(split),)), torch.Size([size]), mesh)
+            )
     return out

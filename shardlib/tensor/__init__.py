@@ -1,4 +1,6 @@
-"""The sharded tensor: its place, its dispatch, its gradient calculus, and plain tensors beside it."""
+"""The sharded tensor: its place, its dispatch, its gradient
+calculus, and plain tensors beside it.
+"""
 
 from shardlib.tensor.gradients import (
     Wide,
@@ -16,7 +18,15 @@ from shardlib.tensor.gradients import (
     vjp_again,
     widened,
 )
-from shardlib.tensor.lifting import _Copies, _First, check_met, lift, local_call, promoting, replicated
+from shardlib.tensor.lifting import (
+    _Copies,
+    _First,
+    check_met,
+    lift,
+    local_call,
+    promoting,
+    replicated,
+)
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     _UNCAST,
@@ -29,7 +39,7 @@ from shardlib.tensor.tensor import (
     implements,
     is_dense,
     layout_of,
-    no_rule,
+    no_implementation,
     no_transform,
     on_shapes,
     partial_escape,
@@ -59,7 +69,7 @@ __all__ = [
     "lift",
     "local_call",
     "made_of",
-    "no_rule",
+    "no_implementation",
     "no_transform",
     "of_pending",
     "on_shapes",

@@ -30,16 +30,17 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor
 
 __all__ = [
-    "Wide", "gradient_of", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending", "total", "varied",
-    "varied_wide", "vary", "vjp_again", "widened",
+    "Wide", "gradient_of", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
+    "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
 ]  # fmt: skip
 
 
 class Wide:
     """The gradient of a half precision value, in fp32 until it is summed and rounded once.
 
-    Autograd carries gradients in their value's dtype.  Products that read one value add theirs here instead and
-    hand autograd none; the node that sums runs after all of them, and takes what this backward added.
+    Autograd carries gradients in their value's dtype.  Products that read one value add theirs here
+    instead and hand autograd none; the node that sums runs after all of them, and takes what this
+    backward added.
     """
 
     __slots__ = ("sum", "task")
@@ -72,7 +73,9 @@ class _Vary(Local):
     """Identity; the gradient is summed over ``axes``."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None
+    ) -> Tensor:
         ctx.mesh, ctx.axes, ctx.wide, ctx.dtype = mesh, axes, wide, raw.dtype
         ctx.set_materialize_grads(False)
         return raw.view_as(raw)
@@ -82,16 +85,21 @@ class _Vary(Local):
         g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
         if g is None:
             return None, None, None, None
-        half = ctx.dtype in (torch.bfloat16, torch.float16)  # its parts travel as they are and are summed in fp32
+        # its parts travel as they are and are summed in fp32
+        half = ctx.dtype in (torch.bfloat16, torch.float16)
         g = _Sum.apply(g.float() if half else g, ctx.mesh, ctx.axes, ctx.dtype if half else None)
         return g, None, None, None
 
 
 class _Sum(Local):
-    """psum whose result is the same on every rank, and so is its cotangent: backward is the identity."""
+    """psum whose result is the same on every rank, and so is
+    its cotangent: backward is the identity.
+    """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None
+    ) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
             out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
@@ -116,9 +124,11 @@ class _Share(Local):
 
 
 class _OfPending(Local):
-    """Identity on a part of a pending sum; its gradient is the same on the ``count`` ranks that compute it.
+    """Identity on a part of a pending sum; its gradient is the
+    same on the ``count`` ranks that compute it.
 
-    They compute it from values marked by ``vary``, so each returns its share of what comes back through it.
+    They compute it from values marked by ``vary``, so each returns
+    its share of what comes back through it.
     """
 
     @staticmethod
@@ -132,7 +142,9 @@ class _OfPending(Local):
 
 
 class _ToPending(Local):
-    """Identity on a part of a pending sum; its cotangent, a replicated value, meets parts that differ."""
+    """Identity on a part of a pending sum; its cotangent, a
+    replicated value, meets parts that differ.
+    """
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -171,7 +183,9 @@ _SERIAL = itertools.count()
 
 
 class _Made:
-    """What was made of a value's blocks, and of which: an entry is void once they changed in place."""
+    """What was made of a value's blocks, and of which: an entry
+    is void once they changed in place.
+    """
 
     __slots__ = ("found", "raw", "serial", "tracked", "version")
 
@@ -196,7 +210,9 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
 
 
 def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
-    """``vary`` of a value, made once: all that read it so add their gradients before the one psum."""
+    """``vary`` of a value, made once: all that read it so add
+    their gradients before the one psum.
+    """
     return varied_wide(x, axes)[0]
 
 
@@ -213,17 +229,23 @@ def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide |
     return found[key]
 
 
-def widened(raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]) -> list[Tensor | None]:
-    """``vary`` of several values, and in fp32 of half precision ones, whose gradients come together.
+def widened(
+    raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]
+) -> list[Tensor | None]:
+    """``vary`` of several values, and in fp32 of half
+    precision ones, whose gradients come together.
 
-    Those summed over the same axes travel in one psum; half precision is summed wide, and rounded as it travels
-    and once.
+    Those summed over the same axes travel in one psum; half precision is summed
+    wide, and rounded as it travels and once.
     """
     met = [
         real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
         for t, over in zip(raws, overs, strict=True)
     ]
-    out = [t.float() if t is not None and not over and is_half(t) else t for t, over in zip(raws, met, strict=True)]
+    out = [
+        t.float() if t is not None and not over and is_half(t) else t
+        for t, over in zip(raws, met, strict=True)
+    ]
     left = [i for i, over in enumerate(met) if over]
     while left:
         first = raws[left[0]]
@@ -236,7 +258,9 @@ def widened(raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collectio
 
 
 class _VaryAll(Local):
-    """apply(mesh, axes, *raws): each as it is, half precision in fp32; their gradients are summed in one psum."""
+    """apply(mesh, axes, *raws): each as it is, half precision in
+    fp32; their gradients are summed in one psum.
+    """
 
     @staticmethod
     def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
@@ -260,7 +284,9 @@ class _VaryAll(Local):
         return None, None, *(None if g is None else next(found) for g in grads)
 
 
-def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None) -> Tensor:
+def total(
+    raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None
+) -> Tensor:
     """Sum over ``axes``; the result is replicated and so is its cotangent.
 
     ``narrow``  the dtype of what travels and of the result, where raw is wider.
@@ -272,20 +298,30 @@ def total(raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | 
 
 
 def vjp_again(
-    f: Callable[..., Tensor], mesh: Mesh, inputs: Sequence[Tensor | None], overs: Sequence[Collection[str]], g: Tensor
+    f: Callable[..., Tensor],
+    mesh: Mesh,
+    inputs: Sequence[Tensor | None],
+    overs: Sequence[Collection[str]],
+    g: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of f(*inputs) as functions that can be differentiated again; for backward in grad mode.
+    """The gradients of f(*inputs) as functions that can be
+    differentiated again; for backward in grad mode.
 
-    ``inputs``  saved raw inputs (their graph goes on), ``overs`` the axes over which each one's is summed.
+    ``inputs``  saved raw inputs (their graph goes on), ``overs``
+                the axes over which each one's is summed.
     """
-    met = [None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)]
+    met = [
+        None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)
+    ]
     need = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(f(*met), need, g, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
-    """The axes of more than one rank, in the mesh's order: every rank must name them in the same one."""
+    """The axes of more than one rank, in the mesh's order:
+    every rank must name them in the same one.
+    """
     return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1) if axes else ()
 
 
@@ -303,7 +339,9 @@ def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
     """A gradient block as a value: in ``x``'s layout, pending over the axes that ``x`` defers."""
     layout = x.sharding
     if x.deferred:
-        layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(len(x.padded_shape))
+        layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(
+            len(x.padded_shape)
+        )
     elif layout.partial:
         layout = Layout(layout.dims, (), layout.skew).resolve(len(x.padded_shape))
     return ShardedTensor(raw_grad, Place(layout, x.padded_shape, x.mesh, x.place.true_shape))

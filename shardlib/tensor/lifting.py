@@ -42,7 +42,9 @@ def promoting() -> within:
 
 
 def check_met(x: Any, mesh: Mesh, op: str) -> None:
-    """Refuse an operand on another mesh, and a plain one outside ``promoting`` unless it is a scalar."""
+    """Refuse an operand on another mesh, and a plain one
+    outside ``promoting`` unless it is a scalar.
+    """
     if isinstance(x, ShardedTensor):
         if x.mesh is not mesh:
             raise ShardError(
@@ -62,7 +64,9 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
 
 
 def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
-    """``x`` as a ShardedTensor on ``mesh``; plain tensors only within ``promoting``, scalars always."""
+    """``x`` as a ShardedTensor on ``mesh``; plain tensors
+    only within ``promoting``, scalars always.
+    """
     check_met(x, mesh, op)
     return x if isinstance(x, ShardedTensor) else replicated(x, mesh)
 

@@ -26,7 +26,7 @@ from shardlib.autocast import cast
 from shardlib.collectives import holds_values, lead, wrap
 from shardlib.errors import (
     BadArgument,
-    NoRule,
+    NoImplementation,
     OutOfRange,
     PartialEscape,
     PlainTensor,
@@ -41,28 +41,34 @@ from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "block_of", "block_strides",
-    "has_padding", "implements",
-    "is_dense", "layout_of", "no_rule", "no_transform", "on_shapes", "partial_escape", "torch_refuses", "typeof",
+    "has_padding", "implements", "is_dense", "layout_of", "no_implementation", "no_transform",
+    "on_shapes", "partial_escape", "torch_refuses", "typeof",
 ]  # fmt: skip
 
-Rule = Callable[..., Any]
-Padded = Callable[[Rule, Any, Any, Any], Any]
+Implementation = Callable[..., Any]
+Padded = Callable[[Implementation, Any, Any, Any], Any]
 
-TABLE: dict[Any, Rule] = {}
-"""torch function -> rule(func, args, kwargs).  Filled by ``implements`` in the files of ops/."""
+TABLE: dict[Any, Implementation] = {}
+"""torch function -> implementation(func, args, kwargs).
+Filled by ``implements`` in the files of ops/.
+"""
 
 TAKES_PADDING: set[Any] = set()
-"""The functions whose implementation takes padded operands; calls of others are refused, or gathered."""
+"""The functions whose implementation takes padded operands;
+calls of others are refused, or gathered.
+"""
 
-FALLBACK: list[Rule] = []
-"""At most one rule for every other function; see dtensor.py."""
+FALLBACK: list[Implementation] = []
+"""At most one implementation for every other function; see dtensor.py."""
 
 
 _UNCAST: set[Any] = set()
 """Functions that look at a tensor and compute nothing: autocast does not concern them."""
 
 
-def implements(*funcs: Any, padded: bool | Padded = False) -> Callable[[Rule], Rule]:
+def implements(
+    *funcs: Any, padded: bool | Padded = False
+) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one are an error.
 
     ``padded``  what becomes of padded operands.  True: the implementation reads their place
@@ -70,8 +76,8 @@ def implements(*funcs: Any, padded: bool | Padded = False) -> Callable[[Rule], R
                 kwargs)``.  False: they are refused, or gathered within ``sl.implicit``.
     """
 
-    def enter(rule: Rule) -> Rule:
-        run = rule if isinstance(padded, bool) else _either(rule, padded)
+    def enter(implementation: Implementation) -> Implementation:
+        run = implementation if isinstance(padded, bool) else _either(implementation, padded)
         for func in dict.fromkeys(funcs):
             if func in TABLE:
                 raise ValueError(f"{func} has two implementations: {TABLE[func]} and {run}")
@@ -83,13 +89,13 @@ def implements(*funcs: Any, padded: bool | Padded = False) -> Callable[[Rule], R
     return enter
 
 
-def _either(rule: Rule, padded: Padded) -> Rule:
+def _either(implementation: Implementation, padded: Padded) -> Implementation:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         if has_padding(args) or (kwargs and has_padding(kwargs.values())):
-            return padded(rule, func, args, kwargs)
-        return rule(func, args, kwargs)
+            return padded(implementation, func, args, kwargs)
+        return implementation(func, args, kwargs)
 
-    return wraps(rule)(run)
+    return wraps(implementation)(run)
 
 
 class ShardedTensor(torch.Tensor):
@@ -117,7 +123,9 @@ class ShardedTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         pass
 
-    def becomes(self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None) -> "ShardedTensor":
+    def becomes(
+        self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
+    ) -> "ShardedTensor":
         """Another block at the same place, or one whose layout or global sizes have changed.
 
         What a weight says of its products (``out_layout``) and what was merged into its rows stay
@@ -196,9 +204,11 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = TABLE.get(func, _unknown)
-        if func not in TAKES_PADDING and (has_padding(args) or (kwargs and has_padding(kwargs.values()))):
-            rule = _refuse_padding
+        implementation = TABLE.get(func, _unknown)
+        if func not in TAKES_PADDING and (
+            has_padding(args) or (kwargs and has_padding(kwargs.values()))
+        ):
+            implementation = _refuse_padding
         if LINKS:
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
@@ -206,11 +216,13 @@ class ShardedTensor(torch.Tensor):
         if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
             return FALLBACK[0](func, args, kwargs or {})
         if (watcher := scope().watcher) is not None:
-            rule = partial(watcher, _guarded(rule))
+            implementation = partial(watcher, _guarded(implementation))
         if any_autocast() and func not in _UNCAST:
-            return cast(_guarded(rule), func, args, kwargs or {}, composite=func not in TABLE)
+            return cast(
+                _guarded(implementation), func, args, kwargs or {}, composite=func not in TABLE
+            )
         try:
-            return rule(func, args, kwargs or {})
+            return implementation(func, args, kwargs or {})
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs or {})
         except RuntimeError as e:
@@ -220,10 +232,15 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NoRule(
-            f"{func} reached a ShardedTensor below its rules (torch.func transforms and C++ code do that)",
+        raise NoImplementation(
+            f"{func} reached a ShardedTensor below its implementations (torch.func transforms and "
+            "C++ code do that)",
             op=str(func),
-            operands={"x": next(typeof(v) for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor))},
+            operands={
+                "x": next(
+                    typeof(v) for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor)
+                )
+            },
             fix="sl.unshard(x)",
         )
 
@@ -260,7 +277,9 @@ def has_padding(values: Iterable[Any]) -> bool:
 
 
 def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
-    """Where padding would be read, and may hold anything; what is written in other functions may be right."""
+    """Where padding would be read, and may hold anything; what is
+    written in other functions may be right.
+    """
     if func not in TABLE and FALLBACK:
         try:
             return FALLBACK[0](func, args, kwargs, None)
@@ -288,8 +307,17 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
             refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
 
 
-_MENDED = (NoRule, Unsupported, PartialEscape, RankMismatch, TypeError, AttributeError, IndexError, NotImplementedError)
-"""What a rule may refuse with where whole operands would do."""
+_MENDED = (
+    NoImplementation,
+    Unsupported,
+    PartialEscape,
+    RankMismatch,
+    TypeError,
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+)
+"""What an implementation may refuse with where whole operands would do."""
 
 
 def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
@@ -307,10 +335,12 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
-    """The error for a call that no layout would mend: torch refuses it on tensors of these shapes and dtypes.
+    """The error for a call that no layout would mend: torch refuses
+    it on tensors of these shapes and dtypes.
 
-    It is asked on meta tensors, which hold no values: what hangs on values raises NotImplementedError there, or
-    says so.  They have no graph either, so functions of autograd are not asked.
+    It is asked on meta tensors, which hold no values: what hangs on values raises
+    NotImplementedError there, or says so.  They have no graph either, so functions of autograd are
+    not asked.
     """
     if getattr(func, "__module__", "") == "torch.autograd" or func is Tensor.backward:
         return None
@@ -341,10 +371,10 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
     return None
 
 
-def _guarded(rule: Rule) -> Rule:
+def _guarded(implementation: Implementation) -> Implementation:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return rule(func, args, kwargs)
+            return implementation(func, args, kwargs)
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs)
 
@@ -384,11 +414,15 @@ def typeof(x: Tensor) -> str:
     'f32[3]'
     """
     if is_dtensor(x):
-        x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), Place(Layout.from_dtensor(x), x.shape, None))  # type: ignore[arg-type]
+        nowhere: Any = None  # its type does not name the mesh
+        place = Place(Layout.from_dtensor(x), x.shape, nowhere)
+        x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), place)
     if not isinstance(x, ShardedTensor):
         return f"{_SHORT.get(x.dtype, str(x.dtype))}[{', '.join(map(str, x.shape))}]"
     dims = x.dims
-    body = ", ".join(f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.shape, dims, strict=True))
+    body = ", ".join(
+        f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.shape, dims, strict=True)
+    )
     tail = f"{{sum:{' '.join(x.sharding.partial)}}}" if x.sharding.partial else ""
     skew = f"{{skew:{x.sharding.skew}}}" if x.sharding.skew else ""
     padded = f"{{padded:{list(x.padded_shape)}}}" if x.is_padded else ""
@@ -408,7 +442,10 @@ def layout_of(x: Tensor) -> Layout:
     if is_dtensor(x):
         return Layout.from_dtensor(x)
     raise PlainTensor(
-        "a plain tensor has no layout", op="layout_of", operands={"tensor": typeof(x)}, fix='sl.shard(x, "...")'
+        "a plain tensor has no layout",
+        op="layout_of",
+        operands={"tensor": typeof(x)},
+        fix='sl.shard(x, "...")',
     )
 
 
@@ -420,12 +457,15 @@ def block_strides(x: ShardedTensor) -> tuple[int, ...]:
 def is_dense(x: ShardedTensor) -> bool:
     """Whether the whole tensor would be contiguous.
 
-    A block has its tensor's order of strides.  Along a dimension of which a block has one position its own stride
-    says nothing to torch, but it still says where the dimension came in that order, and what was cut from it.
+    A block has its tensor's order of strides.  Along a dimension of which a block has one position
+    its own stride says nothing to torch, but it still says where the dimension came in that order,
+    and what was cut from it.
     """
     size = x.raw.shape[lead(x.mesh) :]
     expected = 1
-    for n, stride, whole in zip(reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True):
+    for n, stride, whole in zip(
+        reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True
+    ):
         if whole == 1:
             continue
         if stride != expected:
@@ -460,20 +500,24 @@ _VALUES = frozenset("real imag H mH".split())  # properties that are functions o
 
 def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    if (name == "__get__" or name == "__set__") and getattr(func.__self__, "__name__", "") not in _VALUES:
+    if (name == "__get__" or name == "__set__") and getattr(
+        func.__self__, "__name__", ""
+    ) not in _VALUES:
         with no_torch_function():
             return func(*args, **kwargs)
     if FALLBACK:
         return FALLBACK[0](func, args, kwargs)
-    raise no_rule(func, args, kwargs)
+    raise no_implementation(func, args, kwargs)
 
 
-def no_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoRule:
-    """The error for a function that has no rule."""
+def no_implementation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = ""
+) -> NoImplementation:
+    """The error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
     found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
-    return NoRule(
-        f"no rule for {name}" + (f": {why}" if why else ""),
+    return NoImplementation(
+        f"no implementation of {name}" + (f": {why}" if why else ""),
         op=name,
         operands=lettered(map(typeof, found)),
         mesh=found[0].mesh if found else None,

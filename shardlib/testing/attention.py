@@ -1,7 +1,7 @@
 """The laws that an engine and a mask of one's own must keep, as functions to call in a test.
 
-Each raises AssertionError naming the law and the case that broke it.  All run on simulated ranks, in
-fp64, against attention on whole tensors as its definition says.
+Each raises AssertionError naming the law and the case that broke it.  All run on simulated ranks,
+in fp64, against attention on whole tensors as its definition says.
 """
 
 import itertools
@@ -59,7 +59,11 @@ def dense_attention(
     scores = scores if added is None else scores + added.to(scores.dtype)
     scores = scores if bias is None or bias.dtype == torch.bool else scores + bias
     scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
-    scores = scores.masked_fill(~bias, -math.inf) if bias is not None and bias.dtype == torch.bool else scores
+    scores = (
+        scores.masked_fill(~bias, -math.inf)
+        if bias is not None and bias.dtype == torch.bool
+        else scores
+    )
     empty = (scores == -math.inf).all(-1)
     scores = scores.masked_fill(empty.unsqueeze(-1), 0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
@@ -102,8 +106,8 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
     """Hold an engine to its contract.
 
     - It is hashable, equal to itself, and plans the same case alike.
-    - Where it fits, output, log-sum-exp and every gradient are dense's: masks, grouped heads, lengths that do
-      not divide, bias, sink, dropout.
+    - Where it fits, output, log-sum-exp and every gradient are dense's: masks, grouped heads,
+      lengths that do not divide, bias, sink, dropout.
     - What it says it moves is what is counted, bytes and messages, forward and backward.
     - Its areas name every rank.  It runs on shapes alone, so that its memory can be counted.
     - A gradient of its gradient is dense's, or refused.
@@ -113,8 +117,14 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
     >>> check_engine(__import__("shardlib").ops.attention.engines.OneWay())
     """
     assert hash(engine) == hash(engine) and engine == engine, f"{engine} is no value"
-    masks = (Full(), Causal(), Causal() & Window(4), Documents((0, 4, 5, 13))) if masks is None else masks
-    refusals = [refused for case in _cases(masks, (13, 13)) if (refused := _check_attention(engine, case))]
+    masks = (
+        (Full(), Causal(), Causal() & Window(4), Documents((0, 4, 5, 13)))
+        if masks is None
+        else masks
+    )
+    refusals = [
+        refused for case in _cases(masks, (13, 13)) if (refused := _check_attention(engine, case))
+    ]
     assert len(refusals) < len(_cases(masks, (13, 13))), f"{engine} fits nothing: {refusals[0]}"
     _check_second_derivative(engine)
 
@@ -129,7 +139,9 @@ def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
 
 
 class _Wanted(NamedTuple):
-    """Output, log-sum-exp and the gradients of q, k, v, bias, sink on whole tensors, and the cotangents."""
+    """Output, log-sum-exp and the gradients of q, k, v, bias,
+    sink on whole tensors, and the cotangents.
+    """
 
     values: list[Tensor]
     cotangents: tuple[Tensor, Tensor]
@@ -140,7 +152,9 @@ def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor 
     with simulate(s=1) as one:
         seed = next_key(one)
     q, k, v = leaves
-    out, lse = dense_attention(q, k, v, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None)
+    out, lse = dense_attention(
+        q, k, v, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None
+    )
     gone = lse == -math.inf
     cotangents = _normal(*out.shape, seed=6), _normal(*lse.shape, seed=7).masked_fill(gone, 0)
     loss = (out * cotangents[0]).sum()
@@ -163,7 +177,12 @@ def _check_attention(engine: Engine, case: _Case) -> str:
         if isinstance(plan, str):
             return plan
         assert plan == engine.plan(planned_case), f"{engine} plans one case in two ways: {case}"
-        options: Any = {"bias": extra[0], "sink": extra[1], "dropout": case.dropout, "return_lse": True}
+        options: Any = {
+            "bias": extra[0],
+            "sink": extra[1],
+            "dropout": case.dropout,
+            "return_lse": True,
+        }
         torch.manual_seed(0)
         with trace() as forward:
             out, lse = ring_attention(*xs, mask=case.mask, algorithm=engine, **options)
@@ -190,13 +209,19 @@ def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backwa
         passes.append(("backward", plan.backward, backward))
     for name, stated, counted in passes:
         said, found = (stated.bytes, stated.messages), (counted.bytes, counted.messages)
-        assert said == found, f"{engine} says {said} bytes and messages {name}, counted {found}: {case}"
+        assert said == found, (
+            f"{engine} says {said} bytes and messages {name}, counted {found}: {case}"
+        )
 
 
 def _check_paper(engine: Engine, case: _Case, plan: Plan) -> None:
     """Areas name every rank; the plan runs on shapes alone."""
-    assert all(len(step) == plan.p for step in plan.areas), f"areas of {engine} do not name every rank: {case}"
-    assert peak(plan, torch.float32, plan.p - 1).backward > 0, f"{engine} computes nothing on paper: {case}"
+    assert all(len(step) == plan.p for step in plan.areas), (
+        f"areas of {engine} do not name every rank: {case}"
+    )
+    assert peak(plan, torch.float32, plan.p - 1).backward > 0, (
+        f"{engine} computes nothing on paper: {case}"
+    )
 
 
 def _check_second_derivative(engine: Engine) -> None:
@@ -217,7 +242,9 @@ def _check_second_derivative(engine: Engine) -> None:
         try:
             got = torch.autograd.grad(penalty((out * shard(cotangent, Ring("s", 2))).sum(), xs), xs)
         except Unsupported:
-            assert not engine.saves_operands, f"{engine} saves its operands and refuses a second derivative"
+            assert not engine.saves_operands, (
+                f"{engine} saves its operands and refuses a second derivative"
+            )
             return
         for mine, its in zip(got, want, strict=True):
             error = _gap(unshard(mine), its)
@@ -227,13 +254,17 @@ def _check_second_derivative(engine: Engine) -> None:
 # ---------------------------------------------------------------- masks
 
 
-def check_mask(mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequence[str | Engine] = ("auto",)) -> None:
-    """Hold a mask to its contract, for sequences of ``q`` queries and ``k`` keys, 2 batch entries, 3 or 6 heads.
+def check_mask(
+    mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequence[str | Engine] = ("auto",)
+) -> None:
+    """Hold a mask to its contract, for sequences of ``q`` queries and
+    ``k`` keys, 2 batch entries, 3 or 6 heads.
 
     - It is hashable and equal to itself.
-    - ``allowed`` gives booleans that broadcast, the same for a block as for the whole; so do ``scores``.
-    - What ``relation`` and ``cuts`` say is what ``allowed`` says: the kernel calls that follow from them cover
-      each allowed pair once, and no other.
+    - ``allowed`` gives booleans that broadcast, the same for a
+      block as for the whole; so do ``scores``.
+    - What ``relation`` and ``cuts`` say is what ``allowed`` says: the kernel calls that follow from
+      them cover each allowed pair once, and no other.
     - Attention with it is dense's, values and gradients, with each of ``engines``.
 
     Raises: AssertionError.
@@ -248,10 +279,13 @@ def check_mask(mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequen
     for p, order, key_order in itertools.product((1, 2, 3), _ORDERS, _ORDERS):
         for q_runs, k_runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
             rows, cols = (
-                torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64) for runs in (q_runs, k_runs)
+                torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64)
+                for runs in (q_runs, k_runs)
             )
             block = _allowed(mask, rows, cols, at)
-            assert torch.equal(block, whole[:, :, rows][..., cols]), f"{mask} answers otherwise for a block"
+            assert torch.equal(block, whole[:, :, rows][..., cols]), (
+                f"{mask} answers otherwise for a block"
+            )
             same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
             assert same, f"{mask} scores a block otherwise"
             covered = torch.zeros(block.shape, dtype=torch.int64)
@@ -260,12 +294,16 @@ def check_mask(mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequen
                 inside = inside.tril() if c.kind == "causal" else inside
                 inside = block[..., c.q0 : c.q1, c.k0 : c.k1] if c.kind == "masked" else inside
                 covered[..., c.q0 : c.q1, c.k0 : c.k1] += inside.long()
-            assert torch.equal(covered, block.long()), f"relation and allowed of {mask} differ: {q_runs}, {k_runs}"
+            assert torch.equal(covered, block.long()), (
+                f"relation and allowed of {mask} differ: {q_runs}, {k_runs}"
+            )
     for engine, mesh in itertools.product(engines, _MESHES[1:]):
         _check_masked(mask, engine, mesh, (q, k))
 
 
-def _check_masked(mask: Mask, algorithm: str | Engine, mesh: dict[str, int], lengths: tuple[int, int]) -> None:
+def _check_masked(
+    mask: Mask, algorithm: str | Engine, mesh: dict[str, int], lengths: tuple[int, int]
+) -> None:
     case = _Case(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
     leaves, *_ = _operands(case)
     with simulate(**mesh):
@@ -303,4 +341,8 @@ def _gap(got: Any, want: Tensor) -> float:
     got = unshard(got) if isinstance(got, ShardedTensor) else got
     gone = (got - want).abs().masked_fill(got == want, 0)
     finite = want[want.isfinite()].abs()
-    return float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0)) if got.numel() else 0.0
+    return (
+        float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0))
+        if got.numel()
+        else 0.0
+    )

@@ -24,15 +24,23 @@ from shardlib.tensor import typeof
 
 __all__ = ["check_algorithm"]
 
-_MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 3, "y": 2}, {"x": 1, "y": 2})
+_MESHES: tuple[dict[str, int], ...] = (
+    {"x": 2},
+    {"x": 3},
+    {"x": 2, "y": 2},
+    {"x": 3, "y": 2},
+    {"x": 1, "y": 2},
+)
 
 
 def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESHES) -> list[str]:
-    """Compare an algorithm with dense on everything that it takes; the operands that it took are returned.
+    """Compare an algorithm with dense on everything that it
+    takes; the operands that it took are returned.
 
     ``meshes``  axis names and sizes; every axis is used for every dimension.
 
-    Raises: AssertionError naming the operands, the law and both values.  An algorithm that takes nothing fails.
+    Raises: AssertionError naming the operands, the law and both
+            values.  An algorithm that takes nothing fails.
 
     >>> import shardlib as sl
     >>> sl.testing.check_algorithm("matmul", "cannon", meshes=[{"x": 2, "y": 2}])[0]
@@ -46,7 +54,9 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
         )
     taken = [text for mesh in meshes for text in _SUITES[op](name, mesh)]
     if not taken:
-        raise AssertionError(f"{name} takes no operands on {', '.join(map(str, meshes))}: nothing was tested")
+        raise AssertionError(
+            f"{name} takes no operands on {', '.join(map(str, meshes))}: nothing was tested"
+        )
     return taken
 
 
@@ -54,7 +64,9 @@ def _layouts(mesh: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to split two dimensions over axes: each over none, one or two of them."""
     tokens = [".", *mesh, *(f"({a} {b})" for a, b in itertools.permutations(mesh, 2))]
     axes = {token: [a for a in token.strip("()").split() if a != "."] for token in tokens}
-    return [(p, q) for p, q in itertools.product(tokens, repeat=2) if not set(axes[p]) & set(axes[q])]
+    return [
+        (p, q) for p, q in itertools.product(tokens, repeat=2) if not set(axes[p]) & set(axes[q])
+    ]
 
 
 def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
@@ -67,13 +79,20 @@ def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
                 continue
             text = f"{typeof(x)} @ {typeof(w)} on {' '.join(f'{a}={s}' for a, s in mesh.items())}"
             _equals_dense(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name)
-            _equals_dense(f"{name}: [m, 3, k] {text}", (m, 3, k), (k, n), f"{rows} . {inner}", w_text, name)
+            _equals_dense(
+                f"{name}: [m, 3, k] {text}", (m, 3, k), (k, n), f"{rows} . {inner}", w_text, name
+            )
         _counts_alike(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name, mesh)
         yield text
 
 
 def _equals_dense(
-    text: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], x_text: str, w_text: str, name: str
+    text: str,
+    x_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    x_text: str,
+    w_text: str,
+    name: str,
 ) -> None:
     """Values, gradients, prices, a bias, half precision and second derivatives."""
     draw = torch.Generator().manual_seed(0)
@@ -83,7 +102,9 @@ def _equals_dense(
     g = torch.randn(y.shape, dtype=torch.float64, generator=draw)
     y.backward(g)
     assert x.grad is not None and w.grad is not None, "both operands take part"
-    a, b = (shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True))
+    a, b = (
+        shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True)
+    )
     match = dict(why("matmul", a, b).verdicts)[name]
     if not isinstance(match, Match):  # more rows than it takes
         return
@@ -91,12 +112,19 @@ def _equals_dense(
         c = product(a, b)
     with trace() as backward:
         c.backward(shard(g, c.sharding))
-    _alike(f"{text}: the result's layout", c.sharding, Layout.parse(str(match.out)).resolve(len(x_shape)))
+    _alike(
+        f"{text}: the result's layout",
+        c.sharding,
+        Layout.parse(str(match.out)).resolve(len(x_shape)),
+    )
     _close(f"{text}: Y", unshard(c).detach(), y.detach())
     assert a.grad is not None and b.grad is not None
     _close(f"{text}: X's gradient", unshard(a.grad), x.grad)
     _close(f"{text}: W's gradient", unshard(b.grad), w.grad)
-    for which, t, cost in (("forward", forward, match.forward), ("backward", backward, match.backward)):
+    for which, t, cost in (
+        ("forward", forward, match.forward),
+        ("backward", backward, match.backward),
+    ):
         _alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
         _alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
     for which, of, other, want in (("X's", a, b, x.grad), ("W's", b, a, w.grad)):
@@ -113,7 +141,10 @@ def _equals_dense(
         got = unshard(F.linear(p, q.mT, held))
         _alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
         _close(
-            f"{text}: with a bias, in {dtype}", got.double(), low[0].double() @ low[1].double() + low[2].double(), most
+            f"{text}: with a bias, in {dtype}",
+            got.double(),
+            low[0].double() @ low[1].double() + low[2].double(),
+            most,
         )
     _second(text, dense, (a, b))
 
@@ -156,7 +187,9 @@ def _counts_alike(
 def _close(law: str, got: Tensor, want: Tensor, most: float = 1e-12) -> None:
     error = float((got - want).abs().max() / want.abs().max())
     if got.shape != want.shape or not error < most:
-        raise AssertionError(f"{law}: differs from dense by {error:.1e}, {list(got.shape)} and {list(want.shape)}")
+        raise AssertionError(
+            f"{law}: differs from dense by {error:.1e}, {list(got.shape)} and {list(want.shape)}"
+        )
 
 
 def _alike(law: str, got: Any, want: Any) -> None:

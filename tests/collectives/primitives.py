@@ -1,4 +1,6 @@
-"""One list of primitives with their meaning written as a loop over ranks; every back end must agree."""
+"""One list of primitives with their meaning written as a
+loop over ranks; every back end must agree.
+"""
 
 import itertools
 import math
@@ -29,7 +31,9 @@ def groups(mesh: dict[str, int], axis: Any) -> list[list[int]]:
         index = 0
         for a in axes:
             index = index * mesh[a] + place[a]
-        out.setdefault(tuple(v for n, v in place.items() if n not in axes), []).append((index, rank))
+        out.setdefault(tuple(v for n, v in place.items() if n not in axes), []).append(
+            (index, rank)
+        )
     return [[r for _, r in sorted(g)] for g in out.values()]
 
 
@@ -53,16 +57,22 @@ def cycle(by: int) -> Reference:
 
 def cost(kind: str, n: int, p: int) -> tuple[float, int]:
     return {
-        "gather": ((p - 1) * n, p - 1), "scatter": ((p - 1) * n / p, p - 1), "reduce": (2 * (p - 1) * n / p, 2 * (p - 1)),
+        "gather": ((p - 1) * n, p - 1), "scatter": ((p - 1) * n / p, p - 1),
+        "reduce": (2 * (p - 1) * n / p, 2 * (p - 1)),
         "one": ((p - 1) * n / p, 1), "shift": (n, 1), "none": (0, 0),
     }[kind]  # fmt: skip
 
 
 def in_reverse(x: Tensor, axis: Any) -> Tensor:
-    """Transfers of equal shape between the same ranks; each must get its own, whichever is awaited first."""
+    """Transfers of equal shape between the same ranks; each must
+    get its own, whichever is awaited first.
+    """
     posted = [
-        sl.collectives.start(sl.collectives.preduce, x, axis, 0), sl.collectives.start(sl.collectives.preduce, 2 * x, axis, 0),
-        sl.collectives.start(sl.collectives.shift, x, axis), sl.collectives.start(sl.collectives.shift, 3 * x, axis), sl.collectives.start(sl.collectives.pbroadcast, x, axis, 0),
+        sl.collectives.start(sl.collectives.preduce, x, axis, 0),
+        sl.collectives.start(sl.collectives.preduce, 2 * x, axis, 0),
+        sl.collectives.start(sl.collectives.shift, x, axis),
+        sl.collectives.start(sl.collectives.shift, 3 * x, axis),
+        sl.collectives.start(sl.collectives.pbroadcast, x, axis, 0),
     ]  # fmt: skip
     return torch.stack([p.wait() for p in reversed(posted)][::-1])
 
@@ -148,7 +158,9 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
     "psum of nothing": (lambda x, a: sl.psum(x[:0], a), lambda b, p: [b[0][:0]] * p, ""),
 }  # fmt: skip
 
-ADJOINTS = [n for n in PRIMITIVES if not n.startswith(("start", "two", "waited", "axis", "psum of nothing"))]
+ADJOINTS = [
+    n for n in PRIMITIVES if not n.startswith(("start", "two", "waited", "axis", "psum of nothing"))
+]
 
 
 def expected(name: str, mesh: dict[str, int], axis: Any, dtype: torch.dtype) -> Blocks:
@@ -180,10 +192,16 @@ def all_on_rank(axes: list[Any]) -> dict[Any, tuple[Tensor, Any, int]]:
 def adjoint_gap(name: str, axis: Any) -> float:
     """|<y, A x> - <A^T y, x>| over all real ranks, relative."""
     mesh = sl.current_mesh()
-    rank = sum(mesh.coord[n] * math.prod(list(mesh.sizes)[i + 1 :]) for i, n in enumerate(mesh.names))
-    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    rank = sum(
+        mesh.coord[n] * math.prod(list(mesh.sizes)[i + 1 :]) for i, n in enumerate(mesh.names)
+    )
+    x = torch.randn(
+        4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
     y = PRIMITIVES[name][0](x, axis)
-    g = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
+    g = torch.randn(
+        y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank)
+    )
     y.backward(g)
     sides = torch.stack([(y.detach() * g).sum(), (x.detach() * x.grad).sum()])
     left, right = sl.psum(sides, tuple(mesh.names)).tolist()
@@ -209,9 +227,12 @@ def of_nothing(axis: Any) -> list[torch.Size]:
     return [
         y.shape
         for y in (
-            sl.psum(x, axis), sl.all_gather(x, axis, 0), sl.all_gather(x, axis, 1), sl.psum_scatter(x, axis, 1),
-            sl.psum_scatter(x, axis, 0), sl.collectives.shift(x, axis), sl.collectives.pbroadcast(x, axis, 1), sl.collectives.preduce(x, axis, 1),
-            sl.all_to_all(x, axis, 1, 0), sl.all_to_all(x, axis, 0, 1), sl.collectives.pslice(x, axis, 1), sl.ppermute(x, axis, [(0, 1)]),
+            sl.psum(x, axis), sl.all_gather(x, axis, 0), sl.all_gather(x, axis, 1),
+            sl.psum_scatter(x, axis, 1),
+            sl.psum_scatter(x, axis, 0), sl.collectives.shift(x, axis),
+            sl.collectives.pbroadcast(x, axis, 1), sl.collectives.preduce(x, axis, 1),
+            sl.all_to_all(x, axis, 1, 0), sl.all_to_all(x, axis, 0, 1),
+            sl.collectives.pslice(x, axis, 1), sl.ppermute(x, axis, [(0, 1)]),
         )
     ]  # fmt: skip
 
@@ -232,8 +253,8 @@ def stacked_input(mesh: Any, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 __all__ = [
-    "ADJOINTS", "PRIMITIVES", "all_gradients", "all_on_rank", "expected", "gradient", "halves", "linear_adjoints",
-    "of_nothing", "stacked_input", "unwrap",
+    "ADJOINTS", "PRIMITIVES", "all_gradients", "all_on_rank", "expected", "gradient", "halves",
+    "linear_adjoints", "of_nothing", "stacked_input", "unwrap",
 ]  # fmt: skip
 
 MESHES: list[tuple[dict[str, int], list[Any]]] = [

@@ -39,7 +39,9 @@ def test_gradients_pass_gradcheck_on_simulated_ranks(name: str) -> None:
     for mesh, axis in [({"x": 2, "y": 2}, "x"), ({"x": 2, "y": 2}, ("y", "x")), ({"x": 4}, "x")]:
         with sl.simulate(**mesh) as m:
             x = torch.randn(m.size, 4, 6, dtype=torch.float64, requires_grad=True)
-            assert torch.autograd.gradcheck(lambda raw, m=m, a=axis: unwrap(PRIMITIVES[name][0](wrap(raw, m), a)), (x,))
+            assert torch.autograd.gradcheck(
+                lambda raw, m=m, a=axis: unwrap(PRIMITIVES[name][0](wrap(raw, m), a)), (x,)
+            )
 
 
 def test_gradients_are_adjoints_on_real_ranks(pool: Any) -> None:
@@ -58,7 +60,9 @@ def test_gradients_on_real_ranks_are_those_on_simulated_ones(pool: Any) -> None:
                 want = unwrap(gradient(name, axis, wrap(blocks, m)))
             for rank, answer in enumerate(answers):
                 said = f"{name} over {axis} on rank {rank}"
-                torch.testing.assert_close(answer[name, axis], want[rank], rtol=1e-12, atol=0, msg=said)
+                torch.testing.assert_close(
+                    answer[name, axis], want[rank], rtol=1e-12, atol=0, msg=said
+                )
 
 
 def test_flattened_axes_that_are_not_the_whole_mesh() -> None:
@@ -68,7 +72,9 @@ def test_flattened_axes_that_are_not_the_whole_mesh() -> None:
         want = expected(name, mesh, axis, torch.float64)
         for rank, answer in enumerate(answers):
             said = f"{name} over {axis} on rank {rank}"
-            torch.testing.assert_close(answer[name, axis][0], want[rank], rtol=1e-12, atol=0, msg=said)
+            torch.testing.assert_close(
+                answer[name, axis][0], want[rank], rtol=1e-12, atol=0, msg=said
+            )
 
 
 def test_blocks_without_elements_travel(pool: Any) -> None:
@@ -83,10 +89,14 @@ def test_sums_of_half_precision_round_once(pool: Any, dtype: torch.dtype) -> Non
     blocks = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     total = blocks.sum(0).to(dtype)
     for rank, (scattered, reduced) in enumerate(pool.run(halves, dtype, blocks, x=4)):
-        assert torch.equal(scattered, total.chunk(4)[rank]) and torch.equal(reduced, total * (rank == 1))
+        assert torch.equal(scattered, total.chunk(4)[rank]) and torch.equal(
+            reduced, total * (rank == 1)
+        )
     with sl.simulate(x=4):
         scattered, reduced = halves(dtype, blocks)
-    assert torch.equal(unwrap(scattered).flatten(), total) and torch.equal(unwrap(reduced)[1], total)
+    assert torch.equal(unwrap(scattered).flatten(), total) and torch.equal(
+        unwrap(reduced)[1], total
+    )
 
 
 def test_pvary_sums_its_gradient() -> None:
@@ -102,15 +112,35 @@ MISTAKES = [
     (lambda x: sl.psum_scatter(x, "y", 1), "UnevenSplit", "size 3 does not divide"),
     (lambda x: sl.all_gather(x, "x", 5), "RankMismatch", "dimension 5"),
     (lambda x: sl.collectives.pbroadcast(x, "x", 7), "ShardError", "root 7"),
-    (lambda x: sl.ppermute(x, "x", [(0, 1), (1, 1)]), "ShardError", "rank 1 sends or receives twice"),
+    (
+        lambda x: sl.ppermute(x, "x", [(0, 1), (1, 1)]),
+        "ShardError",
+        "rank 1 sends or receives twice",
+    ),
     (lambda x: sl.ppermute(x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
     (lambda x: sl.collectives.start(sl.psum, x.requires_grad_(), "x"), "ShardError", "no gradient"),
     (lambda x: sl.collectives.start(sl.pmean, x, "x"), "ShardError", "these have one: psum"),
-    (lambda x: sl.collectives.start(sl.collectives.pbroadcast, x, "x", -1), "ShardError", "root -1 is not among 0..1"),
-    (lambda x: sl.collectives.start(sl.collectives.preduce, x, "x", 2), "ShardError", "preduce: root 2"),
-    (lambda x: sl.collectives.start(sl.ppermute, x, "x", [(0, 2)]), "ShardError", "rank 2 is not among 0..1"),
+    (
+        lambda x: sl.collectives.start(sl.collectives.pbroadcast, x, "x", -1),
+        "ShardError",
+        "root -1 is not among 0..1",
+    ),
+    (
+        lambda x: sl.collectives.start(sl.collectives.preduce, x, "x", 2),
+        "ShardError",
+        "preduce: root 2",
+    ),
+    (
+        lambda x: sl.collectives.start(sl.ppermute, x, "x", [(0, 2)]),
+        "ShardError",
+        "rank 2 is not among 0..1",
+    ),
     (lambda x: sl.psum(x, ("x", "y", "x")), "AxisReused", "names a mesh axis twice"),
-    (lambda x: sl.all_gather(x, "x", 4, tiled=False), "RankMismatch", "dimension 4 of a block with 3 dimensions"),
+    (
+        lambda x: sl.all_gather(x, "x", 4, tiled=False),
+        "RankMismatch",
+        "dimension 4 of a block with 3 dimensions",
+    ),
     (lambda x: bool(sl.axis_index("x") > 0), "ShardError", "different values"),
 ]
 
@@ -137,7 +167,8 @@ def _mistakes() -> list[str]:
 
 def test_real_ranks_refuse_the_same_mistakes(pool: Any) -> None:
     for said in pool.run(_mistakes, x=2, y=2):
-        for line, (_, error, says) in list(zip(said, MISTAKES, strict=True))[:-1]:  # the last is of simulation alone
+        # the last is of simulation alone
+        for line, (_, error, says) in list(zip(said, MISTAKES, strict=True))[:-1]:
             assert line.startswith(error) and says.rpartition(": ")[2] in line, (line, says)
 
 
@@ -175,7 +206,8 @@ def test_a_sum_sent_narrow_is_rounded_once_on_the_way_and_once_at_the_end(p: int
 
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+    torch.uint32,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn,
 ]  # fmt: skip
 CALLS = {
@@ -195,7 +227,10 @@ def _of_each_dtype() -> dict[Any, Any]:
     out: dict[Any, Any] = {}
     for dtype in DTYPES:
         for rows in (4, 4096):
-            here = torch.arange(rows * 4).reshape(rows, 4) % 3 + torch.as_tensor(sl.axis_index("x")) % 2
+            here = (
+                torch.arange(rows * 4).reshape(rows, 4) % 3
+                + torch.as_tensor(sl.axis_index("x")) % 2
+            )
             block = here.float().to(dtype)
             for name, call in CALLS.items():
                 with sl.trace() as t:
@@ -203,7 +238,11 @@ def _of_each_dtype() -> dict[Any, Any]:
                         found: Any = call(block)
                     except sl.ShardError as e:
                         found = str(e).splitlines()[0]
-                text = found if isinstance(found, str) else (found.dtype, tuple(found.shape), _digest(found))
+                text = (
+                    found
+                    if isinstance(found, str)
+                    else (found.dtype, tuple(found.shape), _digest(found))
+                )
                 out[dtype, rows, name] = (text, t.bytes, t.messages)
     return out
 
@@ -221,7 +260,14 @@ def test_every_dtype_moves_alike_on_every_back_end(pool: Any) -> None:
     got = pool.run(_of_each_dtype, x=4)[0]
     assert {k: (got[k], want[k]) for k in want if got[k] != want[k]} == {}
     refused = {k[0] for k, v in want.items() if isinstance(v[0], str)}
-    assert refused == {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.complex128}
+    assert refused == {
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.complex128,
+    }
 
 
 def _largest_with_nan(size: int) -> list[float]:

@@ -16,7 +16,9 @@ RANKS = 3
 
 
 def r(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(RANKS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        RANKS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def i(top: int, *shape: int) -> Tensor:
@@ -228,16 +230,39 @@ def test_metadata_is_the_blocks() -> None:
         x = wrap(torch.randn(RANKS, 4, 6), m)
         for view in (x, x.mT, x[:, 1:3], x.chunk(2, 0)[1], x[None]):
             one = unwrap(view)[0]
-            assert (view.shape, view.stride(), view.is_contiguous()) == (one.shape, one.stride(), one.is_contiguous())
-            assert (view.nbytes, view.dtype, view.device, len(view)) == (one.nbytes, one.dtype, one.device, len(one))
+            assert (view.shape, view.stride(), view.is_contiguous()) == (
+                one.shape,
+                one.stride(),
+                one.is_contiguous(),
+            )
+            assert (view.nbytes, view.dtype, view.device, len(view)) == (
+                one.nbytes,
+                one.dtype,
+                one.device,
+                len(one),
+            )
 
 
 def test_python_takes_a_value_only_where_ranks_agree() -> None:
     with sl.simulate(x=2) as m:
         same, other = wrap(torch.tensor([1.5, 1.5]), m), wrap(torch.tensor([1.0, 2.0]), m)
-        assert f"{same:.2f}" == "1.50" and float(same) == 1.5 and same.numpy() == 1.5 and int(same) == 1
-        assert torch.equal(same, torch.tensor(1.5)) and torch.allclose(other, other) and not torch.equal(same, other)
-        for f in (lambda: f"{other:.2f}", lambda: torch.equal(other, torch.tensor(1.0)), other.tolist, other.numpy):
+        assert (
+            f"{same:.2f}" == "1.50"
+            and float(same) == 1.5
+            and same.numpy() == 1.5
+            and int(same) == 1
+        )
+        assert (
+            torch.equal(same, torch.tensor(1.5))
+            and torch.allclose(other, other)
+            and not torch.equal(same, other)
+        )
+        for f in (
+            lambda: f"{other:.2f}",
+            lambda: torch.equal(other, torch.tensor(1.0)),
+            other.tolist,
+            other.numpy,
+        ):
             with pytest.raises(sl.ShardError, match="different values"):
                 f()
 
@@ -272,4 +297,8 @@ def test_a_padding_row_has_no_gradient_on_any_rank() -> None:
         sl.psum(out, "x").sum().backward()
         with pytest.raises(IndexError, match="out of range"):
             torch.nn.functional.embedding(ids + sl.axis_index("x"), mine)
-    assert table.grad is not None and bool((table.grad[0] == 0).all()) and bool((table.grad[1:] != 0).all())
+    assert (
+        table.grad is not None
+        and bool((table.grad[0] == 0).all())
+        and bool((table.grad[1:] != 0).all())
+    )

@@ -22,7 +22,11 @@ def count(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> torch
     for coord in coordinates(mesh):
         index = layout.indices(shape, mesh, coord)
         grid = (
-            torch.meshgrid(*[torch.tensor(list(i), dtype=torch.int64) for i in index], indexing="ij") if shape else ()
+            torch.meshgrid(
+                *[torch.tensor(list(i), dtype=torch.int64) for i in index], indexing="ij"
+            )
+            if shape
+            else ()
         )
         owners[tuple(grid)] += 1
     return owners
@@ -55,7 +59,9 @@ def test_shards_tile_the_tensor(case: Any) -> None:
 def test_local_shape_is_the_shape_of_every_block(case: Any) -> None:
     layout, shape, mesh = case
     for coord in coordinates(mesh):
-        assert layout.local_shape(shape, mesh) == tuple(len(i) for i in layout.indices(shape, mesh, coord))
+        assert layout.local_shape(shape, mesh) == tuple(
+            len(i) for i in layout.indices(shape, mesh, coord)
+        )
 
 
 @laws
@@ -79,7 +85,9 @@ def test_transpose_commutes_with_shard(case: Any, random: Any) -> None:
 
 
 disjoint = st.tuples(*[layouts(3, special=False) for _ in range(3)]).map(
-    lambda ls: tuple(only(x, dict.fromkeys(a, 1)) for x, a in zip(ls, ("a", "b", "cd"), strict=True))
+    lambda ls: tuple(
+        only(x, dict.fromkeys(a, 1)) for x, a in zip(ls, ("a", "b", "cd"), strict=True)
+    )
 )
 
 
@@ -101,9 +109,9 @@ def test_refine_splits_further(three: tuple[Layout, Layout, Layout]) -> None:
     assert a.refine(sl.Replicated()) == a
 
 
-pairs = st.integers(0, 4).flatmap(lambda n: st.tuples(*[layouts(n) for _ in range(3)])) | skewable(3, 24, True).map(
-    lambda drawn: tuple(drawn[0])
-)
+pairs = st.integers(0, 4).flatmap(lambda n: st.tuples(*[layouts(n) for _ in range(3)])) | skewable(
+    3, 24, True
+).map(lambda drawn: tuple(drawn[0]))
 
 
 @laws
@@ -148,7 +156,9 @@ def test_at_least_as_split_is_a_partial_order(three: tuple[Layout, Layout, Layou
 def test_finer_blocks_lie_inside_coarser_ones(case: Any) -> None:
     a, b, shape, mesh = case
     for c in coordinates(mesh):
-        for mine, theirs in zip(a.indices(shape, mesh, c), (a & b).indices(shape, mesh, c), strict=True):
+        for mine, theirs in zip(
+            a.indices(shape, mesh, c), (a & b).indices(shape, mesh, c), strict=True
+        ):
             assert set(mine) <= set(theirs)
 
 
@@ -168,7 +178,9 @@ def test_equivalent_means_the_same_elements(case: Any) -> None:
 
 @st.composite
 def products(draw: Any) -> Any:
-    """Layouts a, b of [..., m, k] and [..., k, n], the shapes and the mesh; often they multiply in place."""
+    """Layouts a, b of [..., m, k] and [..., k, n], the shapes
+    and the mesh; often they multiply in place.
+    """
     mesh = draw(meshes(12))
     a = only(draw(layouts(draw(st.integers(2, 4)), partial=False)), mesh)
     free = [x for x in mesh if x not in a.axes]
@@ -179,8 +191,13 @@ def products(draw: Any) -> Any:
     if draw(st.integers(0, 3)) == 0:
         b = only(draw(layouts(len(b.dims), partial=False)), mesh)
     pad = max(len(a.dims), len(b.dims))
-    wide = [Layout((*[Dim()] * (pad - len(x.dims)), *x.dims)) for x in (a, b.transpose(*range(batch), -1, -2))]
-    shape = draw(shape_for([*wide, Layout((*wide[1].dims[:-2], wide[1].dims[-1], wide[1].dims[-2]))], mesh))
+    wide = [
+        Layout((*[Dim()] * (pad - len(x.dims)), *x.dims))
+        for x in (a, b.transpose(*range(batch), -1, -2))
+    ]
+    shape = draw(
+        shape_for([*wide, Layout((*wide[1].dims[:-2], wide[1].dims[-1], wide[1].dims[-2]))], mesh)
+    )
     *lead, m, k = shape
     n = draw(shape_for([Layout((b.dims[-1],))], mesh))[0]
     left, right = (*lead, m, k)[pad - len(a.dims) :], (*lead, k, n)[pad - len(b.dims) :]
@@ -198,11 +215,17 @@ def test_matmul_layout_agrees_with_a_dense_oracle(case: Any) -> None:
         alike = a.dims[-1] == b.dims[-2] and not set(b.dims[-1].axes) & set(a.axes)
         assert not (alike and len(b.dims) == 2)
         return
-    x, w = np.arange(math.prod(left)).reshape(left) - 3, np.arange(math.prod(right)).reshape(right) % 7
+    x, w = (
+        np.arange(math.prod(left)).reshape(left) - 3,
+        np.arange(math.prod(right)).reshape(right) % 7,
+    )
     dense = x @ w
     total = np.zeros_like(dense)
     for coord in coordinates(mesh):
-        mine, theirs = x[np.ix_(*a.indices(left, mesh, coord))], w[np.ix_(*b.indices(right, mesh, coord))]
+        mine, theirs = (
+            x[np.ix_(*a.indices(left, mesh, coord))],
+            w[np.ix_(*b.indices(right, mesh, coord))],
+        )
         total[np.ix_(*c.indices(dense.shape, mesh, coord))] += mine @ theirs
     replicas = math.prod(n for axis, n in mesh.items() if axis not in c.axes + c.partial)
     assert (total == replicas * dense).all()
@@ -249,13 +272,26 @@ MISTAKES = [
     ("sl.Layout.parse('tpp .').check((4, 4), {'tp': 2})", "UnknownAxis", "did you mean 'tp'"),
     ("sl.Layout.parse('x').check((5,), {'x': 2})", "UnevenSplit", "size 5 does not divide"),
     ("sl.Layout.parse('x y skew a').check((6, 6), {'x': 2, 'y': 3})", "MeshError", "equal size"),
-    ("sl.Layout.parse('x y') @ sl.Layout.parse('x y')", "ImplicitCommunication", "contraction split y in a and x in b"),
+    (
+        "sl.Layout.parse('x y') @ sl.Layout.parse('x y')",
+        "ImplicitCommunication",
+        "contraction split y in a and x in b",
+    ),
     ("sl.Layout.parse('x .') * sl.Layout.parse('. x')", "AxisReused", "both layouts"),
     ("sl.Layout.parse('g(x) zigzag(y)')", "LayoutSyntax", "unknown order 'g'"),
     ("sl.Layout.parse('z . + mean(y)')", "LayoutSyntax", "sum"),  # sum(z) would use z twice
-    ("sl.Layout.parse('tp tpp').check((4, 4), {'tp': 2})", "UnknownAxis", "this mesh has tp\n"),  # tp is taken
-    ("sl.Layout.parse('y x') @ sl.Layout.parse('. x .')", "ImplicitCommunication", "do not multiply in place"),
-    ("sl.Layout.parse('x . + sum(y)') @ sl.Layout.parse('. .')", "ImplicitCommunication", "do not multiply in place"),
+    # tp is taken
+    ("sl.Layout.parse('tp tpp').check((4, 4), {'tp': 2})", "UnknownAxis", "this mesh has tp\n"),
+    (
+        "sl.Layout.parse('y x') @ sl.Layout.parse('. x .')",
+        "ImplicitCommunication",
+        "do not multiply in place",
+    ),
+    (
+        "sl.Layout.parse('x . + sum(y)') @ sl.Layout.parse('. .')",
+        "ImplicitCommunication",
+        "do not multiply in place",
+    ),
     ("sl.Ring('s', schedule='zig')", "LayoutSyntax", "zigzag"),
 ]
 
@@ -350,7 +386,9 @@ def test_a_long_text_is_refused_at_once() -> None:
     assert time.monotonic() - before < 5
 
 
-@pytest.mark.parametrize("text", ["(² x)", "documents(s; 0)", "documents(s; 1 5)", "runs(x; 0:2x)", "runs(s;)"])
+@pytest.mark.parametrize(
+    "text", ["(² x)", "documents(s; 0)", "documents(s; 1 5)", "runs(x; 0:2x)", "runs(s;)"]
+)
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(sl.ShardError, match="cannot read"):
         Layout.parse(text)

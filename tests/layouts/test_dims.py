@@ -18,7 +18,9 @@ def test_skewed_shards_tile_the_matrix(q: int, skew: str, m: int, n: int) -> Non
     for c in coordinates(mesh):
         rows, cols = layout.slices((q * m, q * n), mesh, c)
         k = (c["x"] + c["y"]) % q
-        assert (rows.start, cols.start) == ((c["x"] * m, k * n) if skew == "a" else (k * m, c["y"] * n))
+        assert (rows.start, cols.start) == (
+            (c["x"] * m, k * n) if skew == "a" else (k * m, c["y"] * n)
+        )
 
 
 def test_an_order_in_groups_is_that_order_in_each() -> None:

@@ -19,7 +19,10 @@ from tests.strategies import placed
 def test_every_rank_receives_what_it_lacks(case: Any) -> None:
     """Counted position by position."""
     a, b, shape, mesh = case
-    coords = [dict(zip(mesh, c, strict=True)) for c in itertools.product(*(range(n) for n in mesh.values()))]
+    coords = [
+        dict(zip(mesh, c, strict=True))
+        for c in itertools.product(*(range(n) for n in mesh.values()))
+    ]
 
     def positions(layout: Layout, coord: dict[str, int]) -> set[tuple[int, ...]]:
         held = (
@@ -48,7 +51,9 @@ def test_every_rank_receives_what_it_lacks(case: Any) -> None:
 def test_nor_does_one_by_whole_blocks_or_over_copies(a: str, b: str, c: str, mesh: Any) -> None:
     first, way, last = map(Layout.parse, (a, b, c))
     shape = (64, 64)
-    assert cost(first, last, shape, mesh) <= cost(first, way, shape, mesh) + cost(way, last, shape, mesh)
+    assert cost(first, last, shape, mesh) <= cost(first, way, shape, mesh) + cost(
+        way, last, shape, mesh
+    )
 
 
 WAYS = [
@@ -62,7 +67,9 @@ WAYS = [
 
 
 def _there_and_back(a: str, b: str) -> tuple[bool, bool, bool]:
-    """Is the block the right one, does the way back end where it began, was it counted: on this rank."""
+    """Is the block the right one, does the way back end
+    where it began, was it counted: on this rank.
+    """
     x = torch.arange(16 * 8 * 12, dtype=torch.float64).reshape(16, 8, 12)
     start = sl.shard(x, a)
     with sl.trace() as t:

@@ -67,9 +67,13 @@ for a, b in [
 
 
 def test_every_process_finds_the_same_plan() -> None:
-    """Ranks plan alone: among equally cheap plans the choice must not hang on the hash of a name."""
+    """Ranks plan alone: among equally cheap plans the choice
+    must not hang on the hash of a name.
+    """
     runs = [
-        subprocess.Popen([sys.executable, "-c", PLANS], env=os.environ | {"PYTHONHASHSEED": str(n)}, stdout=-1)
+        subprocess.Popen(
+            [sys.executable, "-c", PLANS], env=os.environ | {"PYTHONHASHSEED": str(n)}, stdout=-1
+        )
         for n in (1, 2, 3)
     ]
     plans = [run.communicate()[0] for run in runs]

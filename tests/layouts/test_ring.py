@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.layouts import Ring
 
-BORDERS = st.lists(st.integers(0, 12), min_size=1, max_size=6).map(lambda n: (0, *itertools.accumulate(n)))
+BORDERS = st.lists(st.integers(0, 12), min_size=1, max_size=6).map(
+    lambda n: (0, *itertools.accumulate(n))
+)
 
 
 @st.composite
 def rings(draw: Any) -> tuple[Ring, int, int]:
-    """A ring in any order, a length it fits and a size; lengths also shorter than the ring and not divisible."""
+    """A ring in any order, a length it fits and a size; lengths also
+    shorter than the ring and not divisible.
+    """
     size = draw(st.integers(1, 9))
     schedule = draw(st.sampled_from(["contiguous", "zigzag", "striped", "documents", "runs"]))
     if schedule == "documents":

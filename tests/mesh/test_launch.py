@@ -34,7 +34,12 @@ def _fails_on_one() -> float:
 def _everywhere(scale: float) -> Any:
     mesh = sl.current_mesh()
     rank = sl.axis_index(mesh.names)
-    return rank, mesh.coord, scale * sl.psum(torch.tensor(float(rank)), mesh.names), torch.get_num_threads()
+    return (
+        rank,
+        mesh.coord,
+        scale * sl.psum(torch.tensor(float(rank)), mesh.names),
+        torch.get_num_threads(),
+    )
 
 
 def test_launch_returns_results_by_rank() -> None:

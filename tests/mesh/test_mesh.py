@@ -81,9 +81,19 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
         "    total = sl.unshard(a @ sl.shard(torch.ones(4, 4), '. .')).sum().item()\n"
         "import sys; sys.stdout.write(f'sum {total};')\n"
     )
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
+    done = subprocess.run(
+        run, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
+    )
     assert done.returncode == 0 and done.stdout.count("sum 16.0;") == 2, done.stdout + done.stderr
 
 
@@ -96,7 +106,10 @@ def test_sixty_four_simulated_ranks_multiply() -> None:
             with sl.algorithm(matmul=rule):
                 a, b = (sl.shard(t.detach(), "x y").requires_grad_() for t in (x, w))
                 (a @ b).square().sum().backward()
-                assert relative(sl.unshard(a.grad), x.grad) < 1e-12 and relative(sl.unshard(b.grad), w.grad) < 1e-12
+                assert (
+                    relative(sl.unshard(a.grad), x.grad) < 1e-12
+                    and relative(sl.unshard(b.grad), w.grad) < 1e-12
+                )
 
 
 def test_recorded_meshes_of_any_size_count_what_simulated_ones_move() -> None:
@@ -118,7 +131,9 @@ def test_meshes_are_equal_only_to_themselves() -> None:
     assert one == one and one != other and {one: 1, other: 2}[one] == 1
 
 
-@pytest.mark.parametrize(("axis", "says"), [("dat", "did you mean 'data'"), (("x", "dta"), "'data'"), ("q", "'q'")])
+@pytest.mark.parametrize(
+    ("axis", "says"), [("dat", "did you mean 'data'"), (("x", "dta"), "'data'"), ("q", "'q'")]
+)
 def test_an_unknown_axis_is_named_with_its_neighbour(axis: Any, says: str) -> None:
     mesh = sl.simulate(data=2, x=3)
     with pytest.raises(UnknownAxis, match="this mesh has data, x") as caught:
@@ -174,10 +189,13 @@ def test_make_mesh_fits_the_world_exactly(pool: Any) -> None:
     too_large, too_small, uneven = {"x": 4, "y": 2}, {"x": 2}, {"x": 3, "y": -1}
     for got in pool.run(_made, *fits, too_large, too_small, uneven, x=4):
         assert got[:5] == [
-            (("x",), (4,)), (("x", "y"), (2, 2)), (("x",), (4,)), (("x", "y"), (2, 2)), (("a", "x", "b"), (1, 4, 1)),
+            (("x",), (4,)), (("x", "y"), (2, 2)), (("x",), (4,)), (("x", "y"), (2, 2)),
+            (("a", "x", "b"), (1, 4, 1)),
         ]  # fmt: skip
         for (name, message, fix), ranks in zip(got[5:], (8, 2, 3), strict=True):
-            assert name == "MeshError" and f"needs {ranks} ranks, 4 processes are running" in message
+            assert (
+                name == "MeshError" and f"needs {ranks} ranks, 4 processes are running" in message
+            )
             run, simulated = fix.split("#")
             assert f"--nproc-per-node {ranks} " in run
             assert eval(simulated.partition(": ")[2]).size == ranks
@@ -202,7 +220,14 @@ def _views() -> list[bool]:
     except MeshError as e:
         scope: dict[str, Any] = {"init_device_mesh": init_device_mesh}
         unnamed = as_mesh(eval(e.fix, scope)).axes == {"x": 2, "y": 2}
-    return [same, placed, view.kind == "dist", view.axes == {"x": 2, "y": 2}, view.device.type == "cpu", unnamed]
+    return [
+        same,
+        placed,
+        view.kind == "dist",
+        view.axes == {"x": 2, "y": 2},
+        view.device.type == "cpu",
+        unnamed,
+    ]
 
 
 def test_a_named_device_mesh_has_one_view(pool: Any) -> None:
@@ -222,7 +247,9 @@ def _again() -> list[float]:
     return [*out, float(view is mesh)]
 
 
-def test_a_mesh_made_after_the_old_groups_are_gone_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_made_after_the_old_groups_are_gone_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDLIB_TEST_STORES", str(tmp_path))
     assert sl.launch(_again, x=2) == [[2.0, 2.0, 1.0]] * 2
 
@@ -243,16 +270,24 @@ print("right")
 
 
 def test_one_plain_process_is_a_mesh_of_one() -> None:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     clean["CUDA_VISIBLE_DEVICES"] = ""
     clean["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run([sys.executable, "-c", ALONE], env=clean, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=clean, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == "right", done.stderr
 
 
 @pytest.mark.parametrize("given", [({"x": 2},), ((2, 2), ("x", "y")), (2, 2)])
 @pytest.mark.parametrize("make", [sl.simulate, sl.record, sl.make_mesh])
-def test_sizes_without_names_are_refused_with_the_line_that_names_them(make: Any, given: Any) -> None:
+def test_sizes_without_names_are_refused_with_the_line_that_names_them(
+    make: Any, given: Any
+) -> None:
     with pytest.raises(sl.ShardError, match="axes are named") as e:
         make(*given)
     with eval(e.value.fix.replace("make_mesh", "simulate"), {"sl": sl}) as mesh:

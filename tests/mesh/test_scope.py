@@ -1,4 +1,6 @@
-"""What is ambient belongs to the thread, the task or the generator that entered it, and ends with its ``with``."""
+"""What is ambient belongs to the thread, the task or the generator
+that entered it, and ends with its ``with``.
+"""
 
 import asyncio
 import contextlib
@@ -255,7 +257,12 @@ def _made() -> bool:
     outer = here()
     with sl.make_mesh(device="cpu", x=2, y=2) as mesh:
         inside = type(mesh) is sl.Mesh and sl.current_mesh() is mesh
-        value = sl.unshard(sl.shard(torch.ones(2), "x") @ sl.shard(torch.ones(2, 2), "x y")).sum().item() == 4.0
+        value = (
+            sl.unshard(sl.shard(torch.ones(2), "x") @ sl.shard(torch.ones(2, 2), "x y"))
+            .sum()
+            .item()
+            == 4.0
+        )
     return inside and value and here() is outer
 
 
@@ -276,7 +283,9 @@ X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def trained(number: int) -> Iterator[tuple[list[float], Any]]:
-    """Train 20 steps in a simulated mesh of its own, with a pause after each; last: the losses, and what moved."""
+    """Train 20 steps in a simulated mesh of its own, with a pause
+    after each; last: the losses, and what moved.
+    """
     generator = torch.Generator().manual_seed(number)
     module = Net().double()
     with torch.no_grad():
@@ -308,7 +317,9 @@ def alone() -> list[Any]:
 
 def test_eight_threads_train_as_one_and_count_their_own() -> None:
     want = alone()
-    assert len({tuple(losses) for losses, _ in want}) == 8 and all(count[0] > 0 for _, count in want)
+    assert len({tuple(losses) for losses, _ in want}) == 8 and all(
+        count[0] > 0 for _, count in want
+    )
     start = threading.Barrier(8)
 
     def run(number: int) -> Any:
@@ -383,7 +394,9 @@ def seen_by_autograds_own_threads() -> bool:
 def test_autograds_own_threads_see_what_surrounds_the_call_of_backward() -> None:
     """In another process: where autograd has threads, none can be forked."""
     code = "from tests.mesh.test_scope import *; assert seen_by_autograds_own_threads()"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=120
+    )
 
 
 def test_promotion_and_budgets_are_each_threads_own() -> None:
@@ -434,7 +447,12 @@ def _used(mesh: Any) -> None:
         a, b = (sl.shard(torch.ones(4, 4), "x y").requires_grad_() for _ in range(2))
         torch.softmax(torch.einsum("ij,jk->ik", a, b) @ b, 0).sum().backward()
         padded = sl.shard(torch.ones(5, 3), "x y", pad=True)
-        (padded @ padded.mT).sum(), a[torch.tensor([0, 3])], torch.rand_like(a), sl.random.get_state()
+        (
+            (padded @ padded.mT).sum(),
+            a[torch.tensor([0, 3])],
+            torch.rand_like(a),
+            sl.random.get_state(),
+        )
         with sl.implicit():
             a.cumsum(0)
         q = sl.shard(torch.ones(1, 2, 8, 4), ". . (x y) .")

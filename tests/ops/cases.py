@@ -32,7 +32,8 @@ def compare(
     g = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(3))
     want.backward(g)
     ours = [
-        sl.shard(t.detach(), lay).requires_grad_(t.is_floating_point()) for t, lay in zip(tensors, layouts, strict=True)
+        sl.shard(t.detach(), lay).requires_grad_(t.is_floating_point())
+        for t, lay in zip(tensors, layouts, strict=True)
     ]
     torch.manual_seed(7)
     got = f(*ours)
@@ -48,7 +49,9 @@ def compare(
 
 
 def r(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def ids(*shape: int, top: int = 12) -> Tensor:
@@ -65,7 +68,9 @@ def gpt_attention(qkv: Tensor) -> Tensor:
 
 def loss(smooth: float = 0.0, ignore: int = -100, reduction: str = "mean") -> Callable[..., Tensor]:
     def f(logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, label_smoothing=smooth, ignore_index=ignore, reduction=reduction)
+        return F.cross_entropy(
+            logits, target, label_smoothing=smooth, ignore_index=ignore, reduction=reduction
+        )
 
     return f
 

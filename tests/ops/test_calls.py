@@ -1,4 +1,6 @@
-"""Every form of a call means what torch means by it: positions, keywords in any order, defaults, out=, in place."""
+"""Every form of a call means what torch means by it: positions,
+keywords in any order, defaults, out=, in place.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +80,10 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "count_nonzero of all": (lambda x: torch.count_nonzero(x, dim=None), (X,)),
     "count_nonzero of one": (lambda x: torch.count_nonzero(x, 1), (X,)),
     "expand": (lambda x: x[None].expand(size=(3, -1, -1), implicit=False), (X,)),
-    "split by keyword": (lambda x: torch.split(dim=1, split_size_or_sections=[2, 4], tensor=x), (X,)),
+    "split by keyword": (
+        lambda x: torch.split(dim=1, split_size_or_sections=[2, 4], tensor=x),
+        (X,),
+    ),
     "select by keyword": (lambda x: x.select(index=-2, dim=1), (X,)),
     "pad by keyword": (lambda x: F.pad(pad=(1, 2), input=x, value=3.0), (X,)),
     "repeat_interleave": (lambda x: torch.repeat_interleave(x, 2, dim=1, output_size=12), (X,)),
@@ -116,11 +121,20 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda c, x, w: torch.addmm(c, x, w.T, beta=0),
         (torch.full((4, 8), NAN).double(), X, W),
     ),
-    "layer_norm by keyword": (lambda x, w: F.layer_norm(normalized_shape=(6,), input=x, eps=0.1, weight=w), (X, W[0])),
-    "layer_norm, shift alone": (lambda x, b: torch.layer_norm(x, (6,), None, b, 0.1, False), (X, W[1])),
+    "layer_norm by keyword": (
+        lambda x, w: F.layer_norm(normalized_shape=(6,), input=x, eps=0.1, weight=w),
+        (X, W[0]),
+    ),
+    "layer_norm, shift alone": (
+        lambda x, b: torch.layer_norm(x, (6,), None, b, 0.1, False),
+        (X, W[1]),
+    ),
     "rms_norm by position": (lambda x, w: torch.rms_norm(x, [6], w, 0.1), (X, W[0])),
     "embedding by keyword": (lambda w, i: F.embedding(weight=w, input=i, padding_idx=-1), (W, IDS)),
-    "attention by keyword": (lambda q: F.scaled_dot_product_attention(value=q, key=q, query=q, is_causal=True), (Q,)),
+    "attention by keyword": (
+        lambda q: F.scaled_dot_product_attention(value=q, key=q, query=q, is_causal=True),
+        (Q,),
+    ),
     "size_average": (lambda x, y: F.mse_loss(x, y, size_average=False), (X, Y)),
     "weights of squares": (lambda x, y, w: F.mse_loss(x, y, weight=w), (X, Y, P)),
     "reduce": (lambda x, t: F.cross_entropy(x, t, reduce=False), (X, TARGET)),
@@ -136,7 +150,11 @@ def layouts(tensors: tuple[Tensor, ...], k: int) -> list[str]:
     """The ``k``-th choice that divides."""
     out = []
     for j, t in enumerate(tensors):
-        found = [lay for lay in LAYOUTS[t.ndim] if all(n % w == 0 for n, w in zip(t.shape, widths(lay), strict=True))]
+        found = [
+            lay
+            for lay in LAYOUTS[t.ndim]
+            if all(n % w == 0 for n, w in zip(t.shape, widths(lay), strict=True))
+        ]
         out.append(found[(k + j * (k > 1)) % len(found)])
     return out
 
@@ -177,7 +195,9 @@ def faults(names: list[str] | None = None) -> list[str]:
 
 
 IGNORED = pytest.mark.filterwarnings(
-    "ignore:Implicit dimension choice", "ignore:size_average and reduce", "ignore:An output with one or more"
+    "ignore:Implicit dimension choice",
+    "ignore:size_average and reduce",
+    "ignore:An output with one or more",
 )
 
 
@@ -237,7 +257,12 @@ def test_nothing_is_cut_into_as_many_pieces_as_torch_cuts() -> None:
     with sl.simulate(x=2):
         for layout in ("x .", ". x"):
             y = sl.shard(empty, layout)
-            for cut in (lambda t: t.chunk(3), lambda t: t.unsafe_chunk(2), lambda t: t.split(2), lambda t: t.unbind(0)):
+            for cut in (
+                lambda t: t.chunk(3),
+                lambda t: t.unsafe_chunk(2),
+                lambda t: t.split(2),
+                lambda t: t.unbind(0),
+            ):
                 assert [p.shape for p in cut(y)] == [p.shape for p in cut(empty)]
 
 
@@ -255,8 +280,12 @@ def test_inference_mode_computes_what_no_grad_does() -> None:
         with sl.simulate(x=2, y=2), sl.implicit(), under():
             x = sl.shard(X, "x y") * 1
             assert torch.allclose(sl.unshard(x.logcumsumexp(0)), X.logcumsumexp(0))
-            assert torch.equal(sl.unshard(x.arccosh_().nan_to_num_(5.0)), X.arccosh().nan_to_num(5.0))
-            x.index_put_((sl.shard(torch.tensor([1]), "."),), sl.shard(torch.zeros((), dtype=X.dtype), "..."))
+            assert torch.equal(
+                sl.unshard(x.arccosh_().nan_to_num_(5.0)), X.arccosh().nan_to_num(5.0)
+            )
+            x.index_put_(
+                (sl.shard(torch.tensor([1]), "."),), sl.shard(torch.zeros((), dtype=X.dtype), "...")
+            )
             assert not sl.unshard(x)[1].any()
 
 
@@ -297,12 +326,17 @@ REPEATED: list[Callable[..., Any]] = [
 
 
 def repeated(x: Tensor, y: Tensor, layout: str | None) -> list[list[Any]]:
-    """Each call three times, first as planned, then from its plan: values and gradients; nothing where torch refuses."""
+    """Each call three times, first as planned, then from its plan: values
+    and gradients; nothing where torch refuses.
+    """
     rounds = []
     for _ in range(3):
         found: list[Any] = []
         for f in REPEATED:
-            a, b = ((t if layout is None else sl.shard(t, layout)).requires_grad_() for t in (x.clone(), y.clone()))
+            a, b = (
+                (t if layout is None else sl.shard(t, layout)).requires_grad_()
+                for t in (x.clone(), y.clone())
+            )
             try:
                 out = f(a, b)
             except (TypeError, RuntimeError, sl.ShardError):
@@ -311,12 +345,16 @@ def repeated(x: Tensor, y: Tensor, layout: str | None) -> list[list[Any]]:
             value = out if isinstance(out, Tensor) else out[0]
             value.square().sum().backward()
             grads = [t.grad for t in (a, b) if t.grad is not None]
-            found.append([sl.unshard(t).detach() if layout else t.detach() for t in (value, *grads)])
+            found.append(
+                [sl.unshard(t).detach() if layout else t.detach() for t in (value, *grads)]
+            )
         rounds.append(found)
     return rounds
 
 
-def test_a_call_met_again_on_real_ranks_equals_dense_and_numbers_are_told_apart_by_type(pool: Pool) -> None:
+def test_a_call_met_again_on_real_ranks_equals_dense_and_numbers_are_told_apart_by_type(
+    pool: Pool,
+) -> None:
     (want, *_) = repeated(r(8, 6), r(8, 6, seed=1), None)
     assert want.count([]) == 2, "neither 1.0 nor True is a dimension"
     for rounds in pool.run(repeated, r(8, 6), r(8, 6, seed=1), "x .", x=4):

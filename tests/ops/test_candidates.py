@@ -10,9 +10,12 @@ import shardlib as sl
 from tests.ops.cases import close, r
 from tests.workers import Pool
 
-TIED = torch.tensor([[1.0, 3, 3, 2, 3, 0, 1, 1], [5, 4, 3, 2, 1, 0, 5, 5], [2, 2, 2, 2, 2, 2, 2, 2]]).double()
+TIED = torch.tensor(
+    [[1.0, 3, 3, 2, 3, 0, 1, 1], [5, 4, 3, 2, 1, 0, 5, 5], [2, 2, 2, 2, 2, 2, 2, 2]]
+).double()
 NAN = torch.where(r(3, 8) > 1, float("nan"), r(3, 8))
-CASES: dict[str, tuple[Callable[[Any], Any], int]] = {  # function, numbers that travel per row and rank
+# function, numbers that travel per row and rank
+CASES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "max": (lambda x: tuple(x.max(1)), 2),
     "min, kept": (lambda x: tuple(torch.min(x, dim=-1, keepdim=True)), 2),
     "argmax": (lambda x: x.argmax(1), 2),
@@ -62,7 +65,8 @@ def test_only_the_best_of_each_block_travel(name: str) -> None:
     rows = 1 if "of all" in name else 3
     with sl.simulate(x=4):
         moved = check(name, r(3, 8), ". x")
-    if name in ("amax", "aminmax", "norm of infinity", "max of all"):  # a pmax, and a psum: how many share the gradient
+    # a pmax, and a psum: how many share the gradient
+    if name in ("amax", "aminmax", "norm of infinity", "max of all"):
         assert moved == 2 * many * rows * 8 * 2 * 3 // 4
     else:
         assert moved == many * rows * 8 * 3

@@ -10,12 +10,24 @@ import shardlib as sl
 
 @pytest.mark.parametrize(
     ("shape", "lies"),
-    [((4, 6, 3), "data x ."), ((4, 5, 8), "data . ."), ((3, 6, 8), ". x ."), ((4, 6), ". ."), ((1, 1, 1), ". . .")],
+    [
+        ((4, 6, 3), "data x ."),
+        ((4, 5, 8), "data . ."),
+        ((3, 6, 8), ". x ."),
+        ((4, 6), ". ."),
+        ((1, 1, 1), ". . ."),
+    ],
 )
-def test_new_empty_lies_as_the_tensor_where_the_sizes_are_its_own(shape: tuple[int, ...], lies: str) -> None:
+def test_new_empty_lies_as_the_tensor_where_the_sizes_are_its_own(
+    shape: tuple[int, ...], lies: str
+) -> None:
     with sl.simulate(data=2, x=2):
         x = sl.shard(torch.zeros(4, 6, 8), "data x .")
-        for y in (x.new_empty(shape), x.new_empty(*shape), x.new_empty(size=shape, dtype=torch.float64)):
+        for y in (
+            x.new_empty(shape),
+            x.new_empty(*shape),
+            x.new_empty(size=shape, dtype=torch.float64),
+        ):
             assert y.shape == torch.Size(shape) and str(sl.layout_of(y)) == lies
         assert y.dtype == torch.float64 and sl.unshard(y).shape == torch.Size(shape)
 

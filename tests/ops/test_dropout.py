@@ -60,4 +60,6 @@ def test_whole_channels_drop() -> None:
         x = sl.shard(torch.ones(16, 8, 4, 4), "x y . .")
         for layer in (nn.Dropout2d(0.5), nn.FeatureAlphaDropout(0.5)):
             y = sl.unshard(layer(x)).flatten(2)
-            assert (y == y[..., :1]).all() and 0.3 < (y[..., 0] == y[..., 0].max()).double().mean() < 0.7
+            assert (y == y[..., :1]).all() and 0.3 < (
+                y[..., 0] == y[..., 0].max()
+            ).double().mean() < 0.7

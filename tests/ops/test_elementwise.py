@@ -31,7 +31,12 @@ def test_a_scalar_does_not_promote(mesh: dict[str, int]) -> None:
             for b in kinds:
                 x, v = (X * 4).to(a), torch.tensor(2).to(b)
                 ours, scalar = sl.shard(x, "x y"), sl.shard(v, "")
-                for f in (torch.add, torch.mul, torch.maximum, lambda p, q: torch.where(p > 0, p, q)):
+                for f in (
+                    torch.add,
+                    torch.mul,
+                    torch.maximum,
+                    lambda p, q: torch.where(p > 0, p, q),
+                ):
                     assert f(ours, scalar).dtype == f(x, v).dtype
                     assert f(scalar, ours).dtype == f(v, x).dtype
 
@@ -70,12 +75,20 @@ def test_elementwise_functions_equal_dense(name: str) -> None:
 
 @pytest.mark.parametrize("f", [torch.mul, torch.div])
 def test_second_derivatives_of_products_with_a_pending_sum_equal_dense(f: Any) -> None:
-    """What is the same on every rank is computed from values marked by vary, and is counted once."""
-    x, w, g = r(4, 6).requires_grad_(), (r(6, seed=1).abs() + 1).requires_grad_(), r(6, seed=2).requires_grad_()
+    """What is the same on every rank is computed from values
+    marked by vary, and is counted once.
+    """
+    x, w, g = (
+        r(4, 6).requires_grad_(),
+        (r(6, seed=1).abs() + 1).requires_grad_(),
+        r(6, seed=2).requires_grad_(),
+    )
 
     def twice(a: Any, b: Any, c: Any) -> Any:
         first = torch.autograd.grad(f(a.sum(0), b), (a, b), c, create_graph=True)
-        return torch.autograd.grad(sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True)
+        return torch.autograd.grad(
+            sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True
+        )
 
     want = twice(x, w, g)
     with sl.simulate(x=2, y=2):
@@ -84,6 +97,8 @@ def test_second_derivatives_of_products_with_a_pending_sum_equal_dense(f: Any) -
         c = sl.shard(g.detach(), ".").requires_grad_()
         pending = sl.shard_map(lambda t: t.sum(0), in_layouts=("x .",), out_layouts=". + sum(x)")
         first = torch.autograd.grad(f(pending(a), b), (a, b), c, create_graph=True)
-        got = torch.autograd.grad(sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True)
+        got = torch.autograd.grad(
+            sum((t.square()).sum() for t in first), (a, b, c), allow_unused=True
+        )
         for mine, dense in zip(got, want, strict=True):
             close(sl.unshard(mine), dense)

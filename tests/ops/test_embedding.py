@@ -10,8 +10,15 @@ from tests.ops.cases import EMBEDDING, compare, ids, r, run_on_meshes
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 3)]), st.booleans())
-def test_embedding_then_loss_of_any_shape_equals_dense(b: int, s: int, grid: tuple[int, int], two_d: bool) -> None:
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 3)]),
+    st.booleans(),
+)
+def test_embedding_then_loss_of_any_shape_equals_dense(
+    b: int, s: int, grid: tuple[int, int], two_d: bool
+) -> None:
     row, col = grid
     vocab, width = row * col * 2, row * col
     idx, target = ids(row * b, s, top=vocab), ids(row * b, s, top=vocab)

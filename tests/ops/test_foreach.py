@@ -1,4 +1,6 @@
-"""torch.optim, gradient clipping and the gradient scaler on sharded parameters, as on plain ones."""
+"""torch.optim, gradient clipping and the gradient scaler on
+sharded parameters, as on plain ones.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,8 @@ import shardlib as sl
 from shardlib import errors
 
 LAYOUTS = {"w": "x y", "b": "x", "s": "y ."}
-IMPLICIT = {"LBFGS", "Adafactor", "Rprop"}  # what they keep or index lies otherwise than the parameters
+# what they keep or index lies otherwise than the parameters
+IMPLICIT = {"LBFGS", "Adafactor", "Rprop"}
 
 Clip = Callable[[list[Tensor]], Any]
 
@@ -24,12 +27,16 @@ def start(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor
     )
 
 
-def trained(name: str, options: dict[str, Any], sharded: bool, clip: Clip | None = None) -> dict[str, Tensor]:
+def trained(
+    name: str, options: dict[str, Any], sharded: bool, clip: Clip | None = None
+) -> dict[str, Tensor]:
     """Three steps of torch.optim.<name> on two matrices and a vector."""
     plain, x = start()
     if name == "Muon":
         del plain["b"]
-    params = {n: (sl.shard(p, LAYOUTS[n]) if sharded else p).requires_grad_() for n, p in plain.items()}
+    params = {
+        n: (sl.shard(p, LAYOUTS[n]) if sharded else p).requires_grad_() for n, p in plain.items()
+    }
     x = sl.shard(x, ". y") if sharded else x
     optimizer = getattr(torch.optim, name)(list(params.values()), lr=0.01, **options)
 
@@ -89,7 +96,8 @@ def optimizers() -> list[str]:
         want = trained(name, options, False)
         with sl.implicit(2**20 if name in IMPLICIT else 0):
             error = gap(trained(name, options, True), want)
-        if not error < (1e-7 if name == "LBFGS" else 1e-12):  # whose small differences of gradients lose digits
+        # whose small differences of gradients lose digits
+        if not error < (1e-7 if name == "LBFGS" else 1e-12):
             wrong.append(f"{name} {options}: {error:.1e}")
     return wrong
 
@@ -110,7 +118,8 @@ def clips() -> list[str]:
     return wrong
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop because")  # of vmap, in whose place simulation runs
+# of vmap, in whose place simulation runs
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")
 @pytest.mark.parametrize("axes", [{"x": 2, "y": 2}])
 def test_torch_optimizers_step_as_on_plain_parameters(axes: dict[str, int]) -> None:
     with sl.simulate(**axes):
@@ -129,7 +138,9 @@ def test_optimizers_and_clipping_on_processes(pool: Any) -> None:
 
 
 def scaled(spoil: bool) -> tuple[float, float]:
-    """Scale after a step, and how far the parameter moved; one rank's gradient overflows where ``spoil``."""
+    """Scale after a step, and how far the parameter moved; one
+    rank's gradient overflows where ``spoil``.
+    """
     p = nn.Parameter(sl.shard(torch.ones(4, 4), "x y"))
     optimizer, scaler = torch.optim.SGD([p], 0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
     weights = torch.ones(4, 4)
@@ -152,7 +163,9 @@ def test_many_norms_take_one_collective_for_each_set_of_axes() -> None:
     plain, _ = start()
     xs = [p * k for p in plain.values() for k in (1.0, 2.0)]
     with sl.simulate(x=2, y=2):
-        given = [sl.shard(x, LAYOUTS[n]) for x, n in zip(xs, ("w", "w", "b", "b", "s", "s"), strict=True)]
+        given = [
+            sl.shard(x, LAYOUTS[n]) for x, n in zip(xs, ("w", "w", "b", "b", "s", "s"), strict=True)
+        ]
         with sl.trace() as t:
             total = nn.utils.get_total_norm(given, foreach=True)
         want = nn.utils.get_total_norm(xs)
@@ -161,7 +174,9 @@ def test_many_norms_take_one_collective_for_each_set_of_axes() -> None:
             for got, x in zip(torch._foreach_norm(given, p, dtype=kind), xs, strict=True):
                 ref = torch.linalg.vector_norm(x, p, dtype=kind)
                 assert got.dtype == ref.dtype and abs(got.item() - ref.item()) < 1e-13
-        for got, x in zip(torch._foreach_norm([x.float() for x in given], 2, torch.float64), xs, strict=True):
+        for got, x in zip(
+            torch._foreach_norm([x.float() for x in given], 2, torch.float64), xs, strict=True
+        ):
             assert got.dtype == torch.float64 and abs(got.item() - x.norm().item()) < 1e-6
 
 
@@ -181,14 +196,19 @@ def test_a_pending_gradient_has_no_norm_yet_and_no_step() -> None:
 
 
 FOREACH: dict[str, tuple[Any, ...]] = {
-    "abs": (), "add": ("ys",), "addcdiv": ("ys", "zs"), "addcmul": ("ys", "zs"), "ceil": (), "clamp_max": (0.5,),
-    "clamp_min": ("ys",), "clone": (), "div": ("ys",), "exp": (), "frac": (), "lerp": ("ys", 0.3), "max": (),
-    "maximum": ("ys",), "minimum": ([0.1, 0.2, 0.3],), "mul": ([2.0, 3.0, 4.0],), "neg": (), "norm": (),
-    "pow": (2,), "reciprocal": (), "round": (), "sigmoid": (), "sign": (), "sqrt": (), "sub": ("ys",), "tanh": (),
+    "abs": (), "add": ("ys",), "addcdiv": ("ys", "zs"), "addcmul": ("ys", "zs"), "ceil": (),
+    "clamp_max": (0.5,),
+    "clamp_min": ("ys",), "clone": (), "div": ("ys",), "exp": (), "frac": (), "lerp": ("ys", 0.3),
+    "max": (),
+    "maximum": ("ys",), "minimum": ([0.1, 0.2, 0.3],), "mul": ([2.0, 3.0, 4.0],), "neg": (),
+    "norm": (),
+    "pow": (2,), "reciprocal": (), "round": (), "sigmoid": (), "sign": (), "sqrt": (),
+    "sub": ("ys",), "tanh": (),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in FOREACH if hasattr(torch, f"_foreach_{n}")])  # 2.11 has no clone
+# 2.11 has no clone
+@pytest.mark.parametrize("name", [n for n in FOREACH if hasattr(torch, f"_foreach_{n}")])
 def test_lists_are_mapped_entry_by_entry(name: str) -> None:
     plain, _ = start()
     lists = {"xs": [p.abs() + 0.1 for p in plain.values()], "ys": [p.abs() + 0.3 for p in plain.values()],
@@ -201,7 +221,10 @@ def test_lists_are_mapped_entry_by_entry(name: str) -> None:
     want = call(lists)
     with sl.simulate(x=2, y=2):
         for lay in (LAYOUTS, {"w": ". x", "b": ".", "s": ". y"}):
-            placed = {k: [sl.shard(p, lay[n]) for p, n in zip(v, plain, strict=True)] for k, v in lists.items()}
+            placed = {
+                k: [sl.shard(p, lay[n]) for p, n in zip(v, plain, strict=True)]
+                for k, v in lists.items()
+            }
             for got, ref in zip(call(placed), want, strict=True):
                 assert float((sl.unshard(got) - ref).abs().max()) < 1e-14
             if hasattr(torch, f"_foreach_{name}_"):
@@ -234,7 +257,8 @@ def test_muon_is_as_near_as_its_bfloat16_allows() -> None:
     want, twin = (trained("Muon", {"ns_steps": n}, False) for n in (5, 5))
     assert gap(want, twin) == 0
     with sl.simulate(x=2, y=2):
-        assert gap(trained("Muon", {}, True), want) < 5e-3  # its products round at 2**-8, of steps of 1e-2
+        # its products round at 2**-8, of steps of 1e-2
+        assert gap(trained("Muon", {}, True), want) < 5e-3
 
 
 def test_vectors_of_parameters() -> None:

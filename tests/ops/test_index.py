@@ -55,7 +55,11 @@ def test_picking_by_tensors_equals_dense(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["x .", ". x", "x y", "(2 x) .", "zigzag(x) y"])
 def test_adding_at_positions_moves_nothing(layout: str, in_place: bool) -> None:
     torch.manual_seed(0)
-    dense, rows, at = torch.randn(8, 4).double(), torch.randn(6, 4).double(), torch.randint(0, 8, (6,))
+    dense, rows, at = (
+        torch.randn(8, 4).double(),
+        torch.randn(6, 4).double(),
+        torch.randint(0, 8, (6,)),
+    )
     with sl.simulate(x=2, y=2):
         a, b = dense.clone().requires_grad_(), rows.clone().requires_grad_()
         c, d = sl.shard(dense, layout).requires_grad_(), sl.shard(rows, "...").requires_grad_()
@@ -79,10 +83,14 @@ def test_every_rank_learns_where_a_condition_holds(layout: str) -> None:
         assert torch.equal(sl.unshard((x > 0).nonzero()), (dense > 0).nonzero())
         found = zip(torch.where(x > 0), torch.where(dense > 0), strict=True)
         assert all(torch.equal(sl.unshard(mine), theirs) for mine, theirs in found)
-        assert torch.equal(sl.unshard(F.one_hot((x > 0).long(), 3)), F.one_hot((dense > 0).long(), 3))
+        assert torch.equal(
+            sl.unshard(F.one_hot((x > 0).long(), 3)), F.one_hot((dense > 0).long(), 3)
+        )
 
 
-@pytest.mark.parametrize("index", [(0,), (-1,), (Ellipsis, -1), (slice(None), 2), (1, slice(None), 3), (None, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "index", [(0,), (-1,), (Ellipsis, -1), (slice(None), 2), (1, slice(None), 3), (None, 1, 2, 3)]
+)
 def test_a_number_picks_from_the_rank_that_has_it(index: tuple[Any, ...]) -> None:
     """One slice is summed; it is no view, and writing through it is refused."""
     dense = torch.randn(4, 6, 8, dtype=torch.float64)

@@ -13,7 +13,9 @@ def test_orthogonal_and_dirac_are_what_they_are_called() -> None:
     for shape, layout in (((6, 10), "x y"), ((10, 6), "y x"), ((4, 3, 2), "x . .")):
         with sl.simulate(x=2, y=2):
             w = sl.unshard(
-                nn.init.orthogonal_(sl.shard(torch.zeros(shape, dtype=torch.float64), layout), gain=2.0)
+                nn.init.orthogonal_(
+                    sl.shard(torch.zeros(shape, dtype=torch.float64), layout), gain=2.0
+                )
             ).flatten(1)
         small = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
         assert torch.allclose(small, 4 * torch.eye(len(small), dtype=torch.float64), atol=1e-12)
@@ -55,6 +57,9 @@ def modules_drawn() -> list[torch.Tensor]:
 def test_modules_reset_their_sharded_parameters(pool: Any) -> None:
     with sl.simulate(x=1):
         want = modules_drawn()
-    assert all(w.isfinite().all() for w in want) and abs(float(want[0].std()) - 1 / math.sqrt(3 * 8)) < 0.05
+    assert (
+        all(w.isfinite().all() for w in want)
+        and abs(float(want[0].std()) - 1 / math.sqrt(3 * 8)) < 0.05
+    )
     for got in pool.run(modules_drawn, x=2, y=2):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -52,7 +52,9 @@ def test_uniform_numbers_stay_in_their_interval() -> None:
         with sl.simulate(x=2):
             y = torch.empty_like(sl.shard(torch.zeros(N, dtype=dtype), "x")).uniform_(0.1, 0.3)
             v = sl.unshard(y)
-        assert v.min() >= torch.tensor(0.1, dtype=dtype) and v.max() < torch.tensor(0.3, dtype=dtype)
+        assert v.min() >= torch.tensor(0.1, dtype=dtype) and v.max() < torch.tensor(
+            0.3, dtype=dtype
+        )
 
 
 def test_a_number_does_not_hang_on_where_it_lies_in_a_block() -> None:
@@ -60,10 +62,18 @@ def test_a_number_does_not_hang_on_where_it_lies_in_a_block() -> None:
     for n in (1, 7, 63, 65, 1000):
         with sl.simulate(x=1):
             torch.manual_seed(1)
-            whole = sl.unshard(torch.empty_like(sl.shard(torch.zeros(n * 6, dtype=torch.float64), ".")).exponential_())
+            whole = sl.unshard(
+                torch.empty_like(
+                    sl.shard(torch.zeros(n * 6, dtype=torch.float64), ".")
+                ).exponential_()
+            )
         with sl.simulate(x=6):
             torch.manual_seed(1)
             assert torch.equal(
-                sl.unshard(torch.empty_like(sl.shard(torch.zeros(n * 6, dtype=torch.float64), "x")).exponential_()),
+                sl.unshard(
+                    torch.empty_like(
+                        sl.shard(torch.zeros(n * 6, dtype=torch.float64), "x")
+                    ).exponential_()
+                ),
                 whole,
             )

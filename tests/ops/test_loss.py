@@ -16,7 +16,9 @@ def test_pending_targets_are_not_read_as_if_they_were_whole() -> None:
         with pytest.raises(sl.errors.PartialEscape):
             F.cross_entropy(x, target)
         with sl.implicit():
-            assert torch.allclose(sl.unshard(F.cross_entropy(x, target)), F.cross_entropy(X, TARGET))
+            assert torch.allclose(
+                sl.unshard(F.cross_entropy(x, target)), F.cross_entropy(X, TARGET)
+            )
 
 
 def test_loss_of_large_logits_is_finite() -> None:

@@ -8,7 +8,9 @@ import shardlib as sl
 from tests.test_grad import C, X
 
 
-@pytest.mark.parametrize("given", ["sl.shard(C, 'x data')", "sl.reshard(sl.shard(C, 'data x'), 'data .')", "C"])
+@pytest.mark.parametrize(
+    "given", ["sl.shard(C, 'x data')", "sl.reshard(sl.shard(C, 'data x'), 'data .')", "C"]
+)
 def test_a_gradient_that_lies_otherwise_is_no_gradient(given: str) -> None:
     with sl.simulate(data=2, x=2):
         x = sl.shard(X, "data x").requires_grad_()

@@ -11,10 +11,14 @@ X = r(4, 6)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_running_statistics_that_ask_for_a_gradient_are_refused_as_torch_does(training: bool) -> None:
+def test_running_statistics_that_ask_for_a_gradient_are_refused_as_torch_does(
+    training: bool,
+) -> None:
     parts = [X.reshape(4, 6), *(r(6, seed=k).abs() for k in (11, 12))]
     with sl.simulate(x=2):
-        x, mean, var = (sl.shard(t.clone(), lay) for t, lay in zip(parts, ("x .", ".", "."), strict=True))
+        x, mean, var = (
+            sl.shard(t.clone(), lay) for t, lay in zip(parts, ("x .", ".", "."), strict=True)
+        )
         mean.requires_grad_()
         with pytest.raises(sl.errors.BadArgument):
             F.batch_norm(x, mean, var, training=training)

@@ -40,7 +40,11 @@ def test_padded_products_equal_dense(sizes: Any, grid: Any) -> None:
     with sl.simulate(x=row, y=col):
         # exp(0) = 1 in the padding: it must not leak into the contraction
         k_pad = (0, -k % lcm)
-        a = sl.shard(F.pad(x.detach(), k_pad), "x y", pad=True) if k_pad[1] else sl.shard(x.detach(), "x y", pad=True)
+        a = (
+            sl.shard(F.pad(x.detach(), k_pad), "x y", pad=True)
+            if k_pad[1]
+            else sl.shard(x.detach(), "x y", pad=True)
+        )
         b = (
             sl.shard(F.pad(w.detach().T, k_pad).T, "x y", pad=True)
             if k_pad[1]
@@ -112,7 +116,10 @@ def test_functions_that_would_read_the_padding_refuse() -> None:
         for call in (lambda: a.cumsum(0), lambda: a.view(20), lambda: torch.cat([a, a])):
             with pytest.raises(sl.ShardError, match="padd") as caught:
                 call()
-            assert eval(caught.value.fix, {"sl": sl, "x": a, "y": a, "torch": torch})[:5].shape == (5, 4)
+            assert eval(caught.value.fix, {"sl": sl, "x": a, "y": a, "torch": torch})[:5].shape == (
+                5,
+                4,
+            )
         with pytest.raises(sl.ShardError, match="padded alike"):
             a + sl.shard(torch.ones(5, 4), ". .")
         assert "padded" in sl.typeof(a)
@@ -130,24 +137,35 @@ MESHES = {
 @pytest.mark.parametrize("recipe", MESHES)
 @pytest.mark.parametrize("smooth", [0.0, 0.1])
 def test_a_padded_vocabulary_takes_no_part(recipe: str, smooth: float) -> None:
-    """Tied embedding and classifier, loss, and every gradient; what the padding holds is never seen."""
+    """Tied embedding and classifier, loss, and every
+    gradient; what the padding holds is never seen.
+    """
     m = GPT(CONFIG).double()
     ids = torch.randint(37, (8, 8), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
     labels[0, :3] = -100
 
     def loss(logits: Any, target: Any) -> Any:
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), target.view(-1), label_smoothing=smooth)
+        return F.cross_entropy(
+            logits.view(-1, logits.size(-1)), target.view(-1), label_smoothing=smooth
+        )
 
     want = loss(m(ids), labels)
     want.backward()
     with sl.simulate(**MESHES[recipe]):
         rules = getattr(sl.recipes, recipe)(m)
         apply, params = sl.parallelize(m, rules, inputs={"idx": rules.tokens}, pad=True)
-        assert "padded" in sl.typeof(params["wte.weight"]) and params["wte.weight"].shape == (37, 16)
+        assert "padded" in sl.typeof(params["wte.weight"]) and params["wte.weight"].shape == (
+            37,
+            16,
+        )
         blocks = params["wte.weight"].raw
-        inside = sl.shard(torch.ones(37, 16, dtype=torch.float64), sl.layout_of(params["wte.weight"]), pad=True).raw
-        params["wte.weight"].raw.data = torch.where(inside == 1, blocks, torch.full_like(blocks, 1e3))
+        inside = sl.shard(
+            torch.ones(37, 16, dtype=torch.float64), sl.layout_of(params["wte.weight"]), pad=True
+        ).raw
+        params["wte.weight"].raw.data = torch.where(
+            inside == 1, blocks, torch.full_like(blocks, 1e3)
+        )
         target = sl.shard(labels, rules.labels)
         got, grads = sl.value_and_grad(lambda p: loss(apply(p, ids), target))(params)
         assert got.shape == () and abs(float(got.item() - want.item())) < 1e-12
@@ -163,7 +181,9 @@ def test_a_padded_vocabulary_takes_no_part(recipe: str, smooth: float) -> None:
 def test_what_would_reach_the_padding_is_refused() -> None:
     with sl.simulate(x=2):
         x = sl.shard(torch.ones(4, 5), ". x", pad=True)
-        assert x[1:, :].shape == (3, 5) and x[..., None, :].shape == (4, 1, 5) and x[0].shape == (5,)
+        assert (
+            x[1:, :].shape == (3, 5) and x[..., None, :].shape == (4, 1, 5) and x[0].shape == (5,)
+        )
         for f in (
             lambda: x[:, 0],
             lambda: x[..., 1:],

@@ -47,7 +47,10 @@ def test_no_rule_loses_more_than_the_dense_product(name: str, dtype: torch.dtype
     wide = tuple(t.detach().double().requires_grad_() for t in (x, w))
     exact = (z := wide[0] @ wide[1]).detach(), *torch.autograd.grad(z, wide, g.double())
     with sl.simulate(**mesh), sl.algorithm(matmul=rule):
-        a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        a, b = (
+            sl.shard(x.detach(), x_text).requires_grad_(),
+            sl.shard(w.detach(), w_text).requires_grad_(),
+        )
         price = choose("matmul", (name, dtype), lambda: case(a, b, out))
         with sl.trace() as t:
             c = sl.matmul(a, b, out=out)
@@ -58,7 +61,10 @@ def test_no_rule_loses_more_than_the_dense_product(name: str, dtype: torch.dtype
         ours = sl.unshard(c).detach(), sl.unshard(a.grad), sl.unshard(b.grad)
     bar = 4.0 if dtype == torch.float32 else 1.4
     for what, mine, theirs, true in zip(("y", "dx", "dw"), ours, dense, exact, strict=True):
-        assert error(mine, true) <= bar * error(theirs, true), (what, error(mine, true) / error(theirs, true))
+        assert error(mine, true) <= bar * error(theirs, true), (
+            what,
+            error(mine, true) / error(theirs, true),
+        )
 
 
 X, V = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 512)
@@ -80,7 +86,12 @@ OTHERS = {  # name -> function, operands, their layouts, mesh
         {"d": 2, "x": 2, "y": 4},
     ),
     "rms_norm": (lambda x, g: F.rms_norm(x, (512,), g), (X, V), ("x y", "y"), {"x": 4, "y": 4}),
-    "rms_norm of whole rows": (lambda x, g: F.rms_norm(x, (512,), g), (X, V), ("x .", "."), {"x": 8}),
+    "rms_norm of whole rows": (
+        lambda x, g: F.rms_norm(x, (512,), g),
+        (X, V),
+        ("x .", "."),
+        {"x": 8},
+    ),
     "softmax": (lambda x: F.softmax(x, -1), (X,), (". x",), {"x": 4}),
     "log_softmax": (lambda x: F.log_softmax(x, -1), (X,), (". x",), {"x": 4}),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), (X,), (". x",), {"x": 4}),
@@ -99,13 +110,22 @@ def test_no_other_sum_loses_more_than_the_dense_one(name: str) -> None:
     def results(values: list[Tensor], g: Tensor | None = None) -> list[Tensor]:
         values = [v.detach().requires_grad_() for v in values]
         y = f(*values)
-        g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16() if g is None else g
+        g = (
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+            if g is None
+            else g
+        )
         g = sl.shard(g, sl.layout_of(y)) if isinstance(y, sl.ShardedTensor) else g.to(y.dtype)
         return [y.detach(), *torch.autograd.grad(y, values, g)]
 
     exact, dense = results([t.double() for t in narrow]), results(narrow)
     with sl.simulate(**mesh):
-        ours = [sl.unshard(t) for t in results([sl.shard(t, lay) for t, lay in zip(narrow, layouts, strict=True)])]
+        ours = [
+            sl.unshard(t)
+            for t in results([sl.shard(t, lay) for t, lay in zip(narrow, layouts, strict=True)])
+        ]
     for mine, theirs, true in zip(ours, dense, exact, strict=True):
         assert mine.dtype == torch.bfloat16
-        assert error(mine, true) <= 1.4 * error(theirs, true), error(mine, true) / error(theirs, true)
+        assert error(mine, true) <= 1.4 * error(theirs, true), error(mine, true) / error(
+            theirs, true
+        )

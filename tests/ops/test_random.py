@@ -1,4 +1,6 @@
-"""One draw for every layout, mesh and back end; distributions are what they are called; positions are independent."""
+"""One draw for every layout, mesh and back end; distributions are what
+they are called; positions are independent.
+"""
 
 import math
 from collections.abc import Callable
@@ -86,13 +88,30 @@ def all_called(layout: str) -> dict[str, torch.Tensor]:
 def test_real_ranks_draw_what_one_rank_draws(pool: Any) -> None:
     with sl.simulate(x=1):
         want = all_called("...")
-    for axes, layout in (({"x": 2, "y": 2}, "x y"), ({"x": 2, "y": 2}, ". x"), ({"x": 1, "y": 4}, "...")):
+    for axes, layout in (
+        ({"x": 2, "y": 2}, "x y"),
+        ({"x": 2, "y": 2}, ". x"),
+        ({"x": 1, "y": 4}, "..."),
+    ):
         for got in pool.run(all_called, layout, **axes):
             assert [n for n in want if not torch.equal(got[n], want[n])] == []
 
 
-PADDED = ["normal_", "uniform_, from and to", "bernoulli_", "random_", "rand_like", "randn_like", "dropout",
-          "alpha_dropout", "rrelu", "kaiming_uniform_", "trunc_normal_", "sparse_", "eye_"]  # fmt: skip
+PADDED = [
+    "normal_",
+    "uniform_, from and to",
+    "bernoulli_",
+    "random_",
+    "rand_like",
+    "randn_like",
+    "dropout",
+    "alpha_dropout",
+    "rrelu",
+    "kaiming_uniform_",
+    "trunc_normal_",
+    "sparse_",
+    "eye_",
+]
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -130,10 +149,14 @@ N = 1 << 18
 
 
 def ks(sample: torch.Tensor, cdf: torch.Tensor) -> float:
-    """Kolmogorov and Smirnov's distance times root n, of a sorted sample; above 1.95 once in a thousand."""
+    """Kolmogorov and Smirnov's distance times root n, of a
+    sorted sample; above 1.95 once in a thousand.
+    """
     n = len(sample)
     steps = torch.arange(1, n + 1, dtype=D) / n
-    return float(torch.maximum((steps - cdf).abs().max(), (cdf - steps + 1 / n).abs().max())) * math.sqrt(n)
+    return float(
+        torch.maximum((steps - cdf).abs().max(), (cdf - steps + 1 / n).abs().max())
+    ) * math.sqrt(n)
 
 
 CONTINUOUS: dict[str, tuple[Callable[[Any], Any], Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -192,7 +215,10 @@ def test_counts_follow_their_distribution(name: str) -> None:
     rest = N - sum(found), N * (1 - sum(p(k) for k in values))
     more = [rest] if rest[1] > 5 else []
     assert rest[1] > 5 or rest[0] <= 5
-    assert chi2([*found, *(f for f, _ in more)], [*(N * p(k) for k in values), *(w for _, w in more)]) < 4
+    assert (
+        chi2([*found, *(f for f, _ in more)], [*(N * p(k) for k in values), *(w for _, w in more)])
+        < 4
+    )
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -228,7 +254,10 @@ def test_of_a_split_row_only_candidates_travel() -> None:
 def test_in_place_is_in_place_and_torchs_refusals_are_ours() -> None:
     with sl.simulate(x=2):
         x = sl.shard(torch.ones(4, 4), "x .")
-        assert F.dropout(x, 0.5, inplace=True) is x and set(sl.unshard(x).unique().tolist()) == {0.0, 2.0}
+        assert F.dropout(x, 0.5, inplace=True) is x and set(sl.unshard(x).unique().tolist()) == {
+            0.0,
+            2.0,
+        }
         assert F.dropout(x, 0.5, training=False) is x and F.alpha_dropout(x) is x
         leaf = sl.shard(torch.ones(4, 4), "x .").requires_grad_()
         state = sl.random.get_state()
@@ -257,8 +286,15 @@ def test_in_place_is_in_place_and_torchs_refusals_are_ours() -> None:
 
 
 def test_gradients_of_what_was_drawn_are_torchs() -> None:
-    """What samples a distribution has a gradient of zero in its parameters; dropout scales by its mask."""
-    for f in (torch.bernoulli, torch.poisson, lambda x: torch.normal(x, 1.0), lambda x: torch.normal(0.0, x)):
+    """What samples a distribution has a gradient of zero in
+    its parameters; dropout scales by its mask.
+    """
+    for f in (
+        torch.bernoulli,
+        torch.poisson,
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.normal(0.0, x),
+    ):
         with sl.simulate(x=2):
             x = sl.shard(torch.rand(4, 4), "x .").requires_grad_()
             f(x).sum().backward()
@@ -285,7 +321,9 @@ def test_gumbel_softmax_is_keyed() -> None:
         assert torch.allclose(got, want, rtol=1e-13)
     with sl.simulate(x=2):
         torch.manual_seed(0)
-        hard = sl.unshard(F.gumbel_softmax(sl.shard(torch.zeros(8, 12, dtype=D), "x ."), 0.7, hard=True))
+        hard = sl.unshard(
+            F.gumbel_softmax(sl.shard(torch.zeros(8, 12, dtype=D), "x ."), 0.7, hard=True)
+        )
     assert torch.equal(hard.argmax(-1), want.argmax(-1)) and (hard.sum(-1) == 1).all()
 
 
@@ -294,7 +332,9 @@ def pooled(layout: str, d: int) -> tuple[torch.Tensor, ...]:
     x = torch.arange(4.0 * 6 * 9**d, dtype=D).sin().reshape(4, 6, *[9] * d)
     pool = nn.FractionalMaxPool2d if d == 2 else nn.FractionalMaxPool3d
     value, at = pool(2, output_size=4, return_indices=True)(sl.shard(x, layout))
-    assert torch.equal(sl.unshard(value).flatten(2), x.flatten(2).gather(2, sl.unshard(at).flatten(2)))
+    assert torch.equal(
+        sl.unshard(value).flatten(2), x.flatten(2).gather(2, sl.unshard(at).flatten(2))
+    )
     alone = pool(2, output_ratio=0.5)(sl.shard(x[0], "x ..."))  # [channels, space]
     return sl.unshard(value), sl.unshard(alone)
 

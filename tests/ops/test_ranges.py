@@ -20,7 +20,9 @@ def test_ids_at_the_edge_of_a_vocabulary_are_taken(layout: str) -> None:
     with sl.simulate(x=2, y=2):
         got = F.embedding(sl.shard(edge, "."), sl.shard(W, layout))
         assert torch.equal(sl.unshard(got), F.embedding(edge, W))
-        loss = F.cross_entropy(sl.shard(W.T.contiguous(), ". (x y)")[:4], sl.shard(ids(0, 7, -100, 3), "."))
+        loss = F.cross_entropy(
+            sl.shard(W.T.contiguous(), ". (x y)")[:4], sl.shard(ids(0, 7, -100, 3), ".")
+        )
         assert torch.allclose(sl.unshard(loss), F.cross_entropy(W.T[:4], ids(0, 7, -100, 3)))
 
 

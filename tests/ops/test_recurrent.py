@@ -24,7 +24,9 @@ def test_recurrent_layers_drop_between_layers(make: Any) -> None:
                 ends = state if isinstance(state, tuple) else (state,)
                 seen.append([sl.unshard(t) for t in (out, *ends)])
         for other in seen[1:]:
-            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], other, strict=True))
+            assert all(
+                torch.allclose(a, b, atol=1e-12) for a, b in zip(seen[0], other, strict=True)
+            )
         if p == 1.0:  # nothing is left to chance
             out, state = net(x)
             want = [out, *(state if isinstance(state, tuple) else (state,))]

@@ -104,7 +104,8 @@ def test_a_mesh_dies_after_its_last_product() -> None:
             a = sl.shard(torch.randn(8, 8), "x y").requires_grad_()
             y = torch.cumsum(sl.reshard(a @ a, ". y"), 0)
             y.sum().backward()
-            _ = sl.shard(torch.randn(4, 8), "x y") @ sl.shard(torch.randn(8, 4), ". .")  # one that is cut first
+            # one that is cut first
+            _ = sl.shard(torch.randn(4, 8), "x y") @ sl.shard(torch.randn(8, 4), ". .")
             _ = sl.shard(torch.randn(7, 8), "x y", pad=True).sum()  # one whose padding is masked
         return weakref.ref(mesh)
 

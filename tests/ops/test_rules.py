@@ -19,7 +19,9 @@ def test_rules_equal_dense_on_real_processes(pool) -> None:
     st.integers(1, 3),
     st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 3), (4, 4)]),
 )
-def test_a_transformer_layer_of_any_shape_equals_dense(b: int, s: int, h: int, grid: tuple[int, int]) -> None:
+def test_a_transformer_layer_of_any_shape_equals_dense(
+    b: int, s: int, h: int, grid: tuple[int, int]
+) -> None:
     row, col = grid
     unit = row * col
     width = unit * h * 2

@@ -15,7 +15,8 @@ from tests.ops.cases import ATTENTION, run_on_meshes
 
 
 @pytest.mark.parametrize(
-    "layouts", [("y . .", ". y .", ". . y"), ("y . .", ". . y", "x y ."), ("y x .", "x . y", ". y x")]
+    "layouts",
+    [("y . .", ". y .", ". . y"), ("y . .", ". . y", "x y ."), ("y x .", "x . y", ". y x")],
 )
 def test_an_axis_that_is_taken_is_refused_or_gathered(layouts: tuple[str, str, str]) -> None:
     torch.manual_seed(0)
@@ -23,7 +24,9 @@ def test_an_axis_that_is_taken_is_refused_or_gathered(layouts: tuple[str, str, s
     want = F.scaled_dot_product_attention(*dense)
     want.square().sum().backward()
     with sl.simulate(x=2, y=2):
-        ours = [sl.shard(t.detach(), s).requires_grad_() for t, s in zip(dense, layouts, strict=True)]
+        ours = [
+            sl.shard(t.detach(), s).requires_grad_() for t, s in zip(dense, layouts, strict=True)
+        ]
         with pytest.raises(sl.errors.ImplicitCommunication):
             F.scaled_dot_product_attention(*ours)
         with sl.implicit():
@@ -44,12 +47,15 @@ def test_attention_modules_drop_by_position() -> None:
             apply, params = sl.parallelize(layer, [("*", "...")], inputs={"src": layout})
             torch.manual_seed(2)
             seen.append(sl.unshard(apply(params, x)))
-    assert torch.allclose(seen[0], seen[1], atol=1e-12) and torch.allclose(seen[0], seen[2], atol=1e-12)
+    assert torch.allclose(seen[0], seen[1], atol=1e-12) and torch.allclose(
+        seen[0], seen[2], atol=1e-12
+    )
     assert not torch.allclose(seen[0], layer.eval()(x), atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": "bool"}, {"attn_mask": "float"}]
+    "kwargs",
+    [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": "bool"}, {"attn_mask": "float"}],
 )
 def test_torch_s_function_goes_round_the_ring(kwargs: dict[str, Any]) -> None:
     given = dict(kwargs)
@@ -69,7 +75,9 @@ def test_one_head_of_keys_is_broadcast_round_the_ring_as_torch_does() -> None:
     want = F.scaled_dot_product_attention(Q, one, two, is_causal=True)
     wanted = torch.autograd.grad(want.square().sum(), (one, two))
     with sl.simulate(s=4), sl.trace() as t:
-        q, k, v = (sl.shard(x.detach(), Ring("s", 2, "zigzag")).requires_grad_() for x in (Q, one, two))
+        q, k, v = (
+            sl.shard(x.detach(), Ring("s", 2, "zigzag")).requires_grad_() for x in (Q, one, two)
+        )
         got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         assert t.by_kind().keys() == {"ppermute"}
         assert gap(sl.unshard(got), want.detach()) < 1e-12

@@ -1,4 +1,6 @@
-"""Operators declared by their dimensions, bound by torch's names, and run whole where nothing else is known."""
+"""Operators declared by their dimensions, bound by torch's names,
+and run whole where nothing else is known.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,8 +67,15 @@ def test_every_spelling_means_what_torch_means(name: str, layout: str) -> None:
 
 
 def test_a_signature_binds_every_form() -> None:
-    var = binder("var(input, dim: ints = None, *, correction: number = 1)\nvar(input, unbiased: bool)")
-    assert var(0, (1,)) == var(0, dim=(1,)) == var(0, axis=(1,)) == {"input": 0, "dim": (1,), "correction": 1}
+    var = binder(
+        "var(input, dim: ints = None, *, correction: number = 1)\nvar(input, unbiased: bool)"
+    )
+    assert (
+        var(0, (1,))
+        == var(0, dim=(1,))
+        == var(0, axis=(1,))
+        == {"input": 0, "dim": (1,), "correction": 1}
+    )
     assert var(0, False) == {"input": 0, "unbiased": False}
     flip = binder("flip(input, *dims: int)")
     assert flip(0, 1, 2) == flip(0, (1, 2)) == flip(0, dims=(1, 2)) == {"input": 0, "dims": (1, 2)}

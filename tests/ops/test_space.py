@@ -21,7 +21,9 @@ def test_channels_apart_are_rows(space: int, layout: str) -> None:
     channels = str(sl.Layout.parse(layout).dims[1])
     with sl.simulate(x=2, y=2):
         places = (f"{layout} ...", f"{channels} ...", channels)
-        mine = [sl.shard(t.detach(), p).requires_grad_() for t, p in zip((x, w, b), places, strict=True)]
+        mine = [
+            sl.shard(t.detach(), p).requires_grad_() for t, p in zip((x, w, b), places, strict=True)
+        ]
         with sl.trace() as moved:
             out = conv(*mine, padding=2, groups=8)
         assert not moved.bytes and str(out.sharding) == layout + " ." * space

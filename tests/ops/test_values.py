@@ -1,4 +1,6 @@
-"""What torch refuses is refused: ids, dimensions, shapes, dtypes and probabilities out of range; nothing changes."""
+"""What torch refuses is refused: ids, dimensions, shapes, dtypes and
+probabilities out of range; nothing changes.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -108,7 +110,9 @@ BAD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 
 def accepted(names: list[str], implicit: bool) -> list[str]:
-    """Calls that torch refuses and the mesh in scope does not, or not with a kind of error that says so."""
+    """Calls that torch refuses and the mesh in scope does not,
+    or not with a kind of error that says so.
+    """
     out = []
     for name in names:
         f, tensors = BAD[name]
@@ -140,8 +144,15 @@ def test_what_torch_refuses_is_refused(name: str, implicit: bool) -> None:
 
 
 def test_real_ranks_refuse_alike(pool: Pool) -> None:
-    """Ids that only some ranks hold are left out: there one rank raises and the others wait for it, as in torch."""
-    alone = {"target of no class", "negative target", "target of no class, many", "likelihood of no class"}
+    """Ids that only some ranks hold are left out: there one rank raises
+    and the others wait for it, as in torch.
+    """
+    alone = {
+        "target of no class",
+        "negative target",
+        "target of no class, many",
+        "likelihood of no class",
+    }
     names = [n for n in BAD if n not in alone and BAD[n][1][-1].dtype != I64]
     assert pool.run(accepted, names, False, x=2, y=2) == [[]] * 4
 
@@ -153,8 +164,12 @@ def test_real_ranks_refuse_alike(pool: Pool) -> None:
     lambda c, x: (1 - x).log() * c,
     lambda c, x: torch.where(x > 0.5, c, x.rsqrt()),
 ], ids=["div", "log", "rsqrt", "log of less", "where"])  # fmt: skip
-@pytest.mark.parametrize(("own", "shape"), [("", ()), (".", (1,)), (". .", (5, 1)), (". .", (5, 11))])
-def test_no_gradient_comes_out_of_the_padding(f: Callable[..., Any], own: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("own", "shape"), [("", ()), (".", (1,)), (". .", (5, 1)), (". .", (5, 11))]
+)
+def test_no_gradient_comes_out_of_the_padding(
+    f: Callable[..., Any], own: str, shape: tuple[int, ...]
+) -> None:
     c, x = r(*shape), r(5, 11).sigmoid() * 0.9
     c1, x1 = c.clone().requires_grad_(), x.clone().requires_grad_()
     f(c1, x1).sum().backward()
@@ -163,7 +178,9 @@ def test_no_gradient_comes_out_of_the_padding(f: Callable[..., Any], own: str, s
         c2 = sl.shard(c, lay, pad=shape == (5, 11)).requires_grad_()
         x2 = sl.shard(x, ". y", pad=True).requires_grad_()
         f(c2, x2).sum().backward()
-        assert torch.allclose(sl.unshard(c2.grad), c1.grad) and torch.allclose(sl.unshard(x2.grad), x1.grad)
+        assert torch.allclose(sl.unshard(c2.grad), c1.grad) and torch.allclose(
+            sl.unshard(x2.grad), x1.grad
+        )
 
 
 def test_products_take_no_gradient_out_of_the_padding() -> None:
@@ -175,4 +192,6 @@ def test_products_take_no_gradient_out_of_the_padding() -> None:
         (w2.T @ sl.shard(x, ". y", pad=True).log()).sum().backward()
         assert torch.allclose(sl.unshard(w2.grad), w1.grad) and not w1.grad.isnan().any()
         total = sl.shard(x, ". y", pad=True).sum(0, dtype=torch.float32)
-        assert total.dtype == torch.float32 and torch.allclose(sl.unshard(total), x.sum(0, dtype=torch.float32))
+        assert total.dtype == torch.float32 and torch.allclose(
+            sl.unshard(total), x.sum(0, dtype=torch.float32)
+        )

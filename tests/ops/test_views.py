@@ -49,7 +49,9 @@ def test_a_view_is_right_or_refused(case: Any, data: Any) -> None:
 def test_a_whole_tensor_takes_every_view(shape: list[int], data: Any) -> None:
     new = data.draw(factorings(math.prod(shape)))
     whole = sl.Layout.parse("...").resolve(len(shape))
-    assert view_layout(whole, tuple(shape), new, {"x": 2}) == sl.Layout.parse("...").resolve(len(new))
+    assert view_layout(whole, tuple(shape), new, {"x": 2}) == sl.Layout.parse("...").resolve(
+        len(new)
+    )
 
 
 @settings(max_examples=200)

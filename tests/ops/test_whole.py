@@ -1,4 +1,6 @@
-"""What nothing else answers runs on whole operands: counted inside sl.implicit, refused with a fix outside."""
+"""What nothing else answers runs on whole operands: counted inside
+sl.implicit, refused with a fix outside.
+"""
 
 from typing import Any
 
@@ -49,6 +51,8 @@ def test_a_pending_gradient_is_not_summed_twice_by_a_function_without_a_rule() -
     torch.linalg.matrix_exp(dense).diagonal().sum().backward()
     with sl.simulate(data=2, x=2):
         p = sl.shard(w, ". .").requires_grad_()
-        step = sl.value_and_grad(lambda q: torch.linalg.matrix_exp(q).diagonal().sum(), pending="data")
+        step = sl.value_and_grad(
+            lambda q: torch.linalg.matrix_exp(q).diagonal().sum(), pending="data"
+        )
         _, grad = step(p)
         close(sl.unshard(sl.reshard(grad, ". .")), dense.grad)

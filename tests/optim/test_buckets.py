@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 
 from shardlib.optim.buckets import Item, flatten, index, unflatten
 
-shapes = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).map(tuple), min_size=1, max_size=12)
+shapes = st.lists(
+    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).map(tuple),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(max_examples=200)
@@ -18,7 +22,8 @@ def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: i
     sizes = [sizes[v] for v in values]  # tied leaves have one shape
     dtypes = [torch.float32 if v % 3 else torch.float64 for v in values]
     items = tuple(
-        Item(str(i), s, d, ("x",) * (v % 2), v) for i, (s, d, v) in enumerate(zip(sizes, dtypes, values, strict=True))
+        Item(str(i), s, d, ("x",) * (v % 2), v)
+        for i, (s, d, v) in enumerate(zip(sizes, dtypes, values, strict=True))
     )
     blocks = [
         torch.full(s, float(v), dtype=d) + torch.arange(math.prod(s), dtype=d).reshape(s)

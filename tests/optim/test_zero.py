@@ -119,17 +119,25 @@ def test_clipping_inside_zero_sees_the_same_norm() -> None:
 def test_state_is_a_tree_of_sharded_vectors() -> None:
     with sl.simulate(data=2, x=2):
         tx = sl.optim.zero(sl.optim.adamw(0.1), "data", bucket_mb=1e-4)
-        state = tx.init({k: sl.shard(p, "x ." if p.ndim == 2 else "...") for k, p in PARAMS.items()})
+        state = tx.init(
+            {k: sl.shard(p, "x ." if p.ndim == 2 else "...") for k, p in PARAMS.items()}
+        )
         assert {str(m.sharding) for m in state.mu.values()} == {"(x data)", "data"}
         assert len(state.mu) > 2  # small buckets: at most 104 bytes or one leaf each
 
 
 MISTAKES = [
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data", stage=2), "stage 2 is not built"),
-    (lambda p: sl.optim.zero(sl.optim.masked(sl.optim.adamw(0.1), {}), "data"), "single parameters"),
+    (
+        lambda p: sl.optim.zero(sl.optim.masked(sl.optim.adamw(0.1), {}), "data"),
+        "single parameters",
+    ),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "dat").init(p), "did you mean 'data'"),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "x").init(p), "split over 'x' already"),
-    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").init({"w": torch.ones(2)}), "this one is plain"),
+    (
+        lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").init({"w": torch.ones(2)}),
+        "this one is plain",
+    ),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").update(p, None), "needs the parameters"),
 ]
 
@@ -150,7 +158,9 @@ def test_half_pending_gradients_are_refused() -> None:
             tx.update(g, tx.init(p), p)
 
 
-@pytest.mark.parametrize("other", [("y .", {"data": 2, "x": 2, "y": 2}), ("x .", {"data": 4, "x": 2, "y": 1})])
+@pytest.mark.parametrize(
+    "other", [("y .", {"data": 2, "x": 2, "y": 2}), ("x .", {"data": 4, "x": 2, "y": 1})]
+)
 def test_state_made_for_other_places_is_refused(other: Any) -> None:
     """Blocks of one size lie end to end alike, whatever they are blocks of."""
     layout, axes = other

@@ -18,7 +18,16 @@ def test_an_opened_function_refuses_plain_tensors_as_its_operators_do() -> None:
     p = torch.rand(4, 6)
     with sl.simulate(x=2):
         a = sl.shard(p, "x .")
-        weights = torch.rand(18, 6), torch.rand(18), None, None, False, 0.0, torch.rand(6, 6), torch.rand(6)
+        weights = (
+            torch.rand(18, 6),
+            torch.rand(18),
+            None,
+            None,
+            False,
+            0.0,
+            torch.rand(6, 6),
+            torch.rand(6),
+        )
         for call in (
             lambda: torch.block_diag(a, p),
             lambda: torch.nn.functional.gaussian_nll_loss(a, p, p),

@@ -20,7 +20,9 @@ def test_a_place_is_one_frozen_value() -> None:
     assert again[:2] == place[:2] and dict(again.mesh.axes) == {"x": 2}
 
 
-@pytest.mark.parametrize("f", [torch.neg, torch.clone, torch.detach, lambda w: w * 1.0, lambda w: w + w])
+@pytest.mark.parametrize(
+    "f", [torch.neg, torch.clone, torch.detach, lambda w: w * 1.0, lambda w: w + w]
+)
 def test_a_weight_keeps_the_layout_of_its_products(f: object) -> None:
     with sl.simulate(x=2):
         w = giving(sl.shard(torch.ones(4, 6), ". x"), sl.Layout.parse("x ."))
@@ -30,7 +32,9 @@ def test_a_weight_keeps_the_layout_of_its_products(f: object) -> None:
         assert sl.reshard(w, "...").place.out_layout is None
 
 
-@pytest.mark.parametrize("f", [lambda h: h, lambda h: h * 1.0, torch.relu, lambda h: h + h, "shift", "dropout"])
+@pytest.mark.parametrize(
+    "f", [lambda h: h, lambda h: h * 1.0, torch.relu, lambda h: h + h, "shift", "dropout"]
+)
 def test_rows_merged_by_a_view_are_known_after_elementwise_functions(f: object) -> None:
     """A product whose weight names three dimensions finds them, whatever stood between."""
     with sl.simulate(data=2, x=2):

@@ -19,12 +19,15 @@ LAYOUTS = ["x y", "y x", ". y", "x .", "(x y) .", ". .", "(2 x) y"]
 def w(request: Any) -> Any:
     with sl.simulate(x=2, y=2):
         yield sl.shard(
-            torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), request.param
+            torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+            request.param,
         )
 
 
 def test_shape_is_global_and_local_is_a_block(w: sl.ShardedTensor) -> None:
-    assert w.shape == w.size() == (8, 8) and w.dtype == torch.float64 and w.ndim == 2 and len(w) == 8
+    assert (
+        w.shape == w.size() == (8, 8) and w.dtype == torch.float64 and w.ndim == 2 and len(w) == 8
+    )
     assert w.numel() == 64 and w.is_floating_point()
     assert tuple(w.local.shape) == w.sharding.local_shape((8, 8), w.mesh)
     assert w.local.ranks.data_ptr() == w.raw.data_ptr()
@@ -54,7 +57,8 @@ def test_repr_names_type_and_mesh(w: sl.ShardedTensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "rows"), [("x y", "x y"), ("y x", "x y"), (". .", ". ."), ("y .", "x ."), (". y", "x y")]
+    ("weight", "rows"),
+    [("x y", "x y"), ("y x", "x y"), (". .", ". ."), ("y .", "x ."), (". y", "x y")],
 )
 def test_functional_call_takes_it(weight: str, rows: str) -> None:
     """An nn.Linear runs with a sharded weight in place of its own."""
@@ -71,7 +75,9 @@ def _block(w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("reentrant", [False])
-def test_activation_checkpointing_gives_the_same_gradient(w: sl.ShardedTensor, reentrant: bool) -> None:
+def test_activation_checkpointing_gives_the_same_gradient(
+    w: sl.ShardedTensor, reentrant: bool
+) -> None:
     a, b = (w.detach().requires_grad_() for _ in range(2))
     F.dropout(_block(a), 0.0).sum().backward()
     checkpoint(_block, b, use_reentrant=reentrant).sum().backward()
@@ -87,7 +93,9 @@ def test_checkpointed_dropout_and_matmul_recompute_the_same() -> None:
         for saved in (False, True):
             torch.manual_seed(3)
             x, v = (
-                sl.shard(torch.randn(8, 8, generator=torch.Generator().manual_seed(s)), "x y").requires_grad_()
+                sl.shard(
+                    torch.randn(8, 8, generator=torch.Generator().manual_seed(s)), "x y"
+                ).requires_grad_()
                 for s in (1, 2)
             )
             (checkpoint(f, x, v, use_reentrant=False) if saved else f(x, v)).sum().backward()
@@ -104,7 +112,9 @@ def test_value_and_grad_equals_backward(w: sl.ShardedTensor) -> None:
     assert grads["w"].sharding == w.sharding and torch.equal(grads["w"].raw, a.grad.raw)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 def test_compile_gives_the_same_value_and_gradient(w: sl.ShardedTensor) -> None:
     torch._dynamo.reset()
     a, b = (w.detach().requires_grad_() for _ in range(2))
@@ -136,6 +146,8 @@ def test_out_takes_the_result_where_it_lies(out: str) -> None:
     with sl.simulate(x=2, y=2), sl.implicit():
         given = sl.shard(into, out)
         assert torch.exp(sl.shard(a, "x y"), out=given) is given
-        assert torch.equal(sl.unshard(given), a.exp()) and sl.layout_of(given) == sl.Layout.parse(out)
+        assert torch.equal(sl.unshard(given), a.exp()) and sl.layout_of(given) == sl.Layout.parse(
+            out
+        )
         with pytest.raises(sl.ShardError, match="plain tensor cannot take"):
             torch.exp(sl.shard(a, "x y"), out=into)

@@ -1,4 +1,6 @@
-"""An engine and a mask of one's own, each in a file: whichever is imported first, they keep the laws and meet."""
+"""An engine and a mask of one's own, each in a file: whichever is
+imported first, they keep the laws and meet.
+"""
 
 import importlib.util
 from collections.abc import Iterator
@@ -20,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.extend import (
-    Engine, Move, Moves, Plan, Run, add_sink, gathered, local_queries, positions, register_engine, scattered, started,
+    Engine, Move, Moves, Plan, Run, add_sink, gathered, local_queries, positions, register_engine,
+    scattered, started,
     sums_like, viewed,
 )
 
@@ -82,7 +85,9 @@ def imported(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("order", [("engine", "mask"), ("mask", "engine")], ids="-".join)
-def test_an_engine_and_a_mask_of_one_s_own_keep_the_laws(written: dict[str, Path], order: tuple[str, ...]) -> None:
+def test_an_engine_and_a_mask_of_one_s_own_keep_the_laws(
+    written: dict[str, Path], order: tuple[str, ...]
+) -> None:
     found = {name: imported(written[name]) for name in order}
     engine, mask = found["engine"].GatherAll(), found["mask"].Strided(4)
     check_engine(engine, masks=(sl.masks.Full(), sl.masks.Causal(), mask, mask & sl.masks.Causal()))
@@ -98,7 +103,9 @@ def test_an_engine_and_a_mask_of_one_s_own_keep_the_laws(written: dict[str, Path
 
 
 def test_what_is_chosen_does_not_hang_on_who_was_registered_when(written: dict[str, Path]) -> None:
-    """The new engine costs what all-gather costs: registered twice, or after others, it takes no call from it."""
+    """The new engine costs what all-gather costs: registered twice,
+    or after others, it takes no call from it.
+    """
     with sl.simulate(s=4):
         x = sl.shard(torch.randn(1, 2, 8, 4), sl.Ring("s", dim=2))
         before = sl.why("attention", x, x, x).chosen

@@ -1,9 +1,9 @@
 """What a back end must have: who plays the ranks of a mesh, and how their blocks move.
 
 A back end is a module with these functions.  ``x`` is a storage: the blocks of the ranks that this
-process plays, ``lead`` dimensions in front of each.  Dimensions in arguments count those of a block,
-from 0; ``axes`` are flattened major first and have more than one rank.  A collective posts its transfer
-and returns ``finish``, which waits and gives the storage of the result.
+process plays, ``lead`` dimensions in front of each.  Dimensions in arguments count those of a
+block, from 0; ``axes`` are flattened major first and have more than one rank.  A collective posts
+its transfer and returns ``finish``, which waits and gives the storage of the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,14 +49,21 @@ class Backend(Protocol):
         ...
 
     def psum(
-        self, x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None
+        self,
+        x: Tensor,
+        mesh: Mesh,
+        axes: Axes,
+        out: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
     ) -> Finish: ...
 
     def pmax(self, x: Tensor, mesh: Mesh, axes: Axes) -> Finish: ...
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish: ...
 
-    def psum_scatter(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Finish: ...
+    def psum_scatter(
+        self, x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
+    ) -> Finish: ...
 
     def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
         """This rank's block along a dimension; moves nothing."""
@@ -66,9 +73,13 @@ class Backend(Protocol):
         """This rank's block among zeros, the adjoint of pslice; moves nothing."""
         ...
 
-    def all_to_all(self, x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish: ...
+    def all_to_all(
+        self, x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int
+    ) -> Finish: ...
 
-    def ppermutes(self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+    def ppermutes(
+        self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
+    ) -> list[Finish]:
         """Several at once; zeros where a rank receives nothing."""
         ...
 

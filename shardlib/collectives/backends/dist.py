@@ -53,7 +53,8 @@ class _Group:
     places: tuple[int, ...]  # rank within the process group of each flattened index
     order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
     native: bool
-    turns: Iterator[int]  # the same number for all members: one tag per exchange, so none can take another's blocks
+    # the same number for all members: one tag per exchange, so none can take another's blocks
+    turns: Iterator[int]
 
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
@@ -65,7 +66,9 @@ def group(mesh: Mesh, axes: Axes) -> _Group:
 
 
 def _make(mesh: Mesh, axes: Axes) -> _Group:
-    assert mesh.device_mesh is not None and mesh.coord is not None, "this process is not in the mesh"
+    assert mesh.device_mesh is not None and mesh.coord is not None, (
+        "this process is not in the mesh"
+    )
     grid = mesh.device_mesh.mesh
     at = [mesh.names.index(a) for a in axes]
     pick = tuple(slice(None) if n in axes else mesh.coord[n] for n in mesh.names)
@@ -82,7 +85,9 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = dist.get_backend(handle) == "nccl"
     turns = itertools.cycle(range(1024))
-    return _Group(handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns)
+    return _Group(
+        handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns
+    )
 
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -108,13 +113,21 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
         return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
     tag, me = next(g.turns), g.places[g.index]
     peers = [(me + i) % g.size for i in range(1, g.size)]
-    works = [g.handle.recv([out[(me - i) % g.size]], (me - i) % g.size, tag) for i in range(1, g.size)]
+    works = [
+        g.handle.recv([out[(me - i) % g.size]], (me - i) % g.size, tag) for i in range(1, g.size)
+    ]
     works += [g.handle.send([parts[peer]], peer, tag) for peer in peers]
     out[me].copy_(parts[me])
     return works
 
 
-def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Finish:
+def psum(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+) -> Finish:
     if out is None:
         return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
     p = mesh.axis_size(axes)
@@ -139,7 +152,9 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
-    """The transports' own maximum may pass over a NaN, so floats are compared here: the same bytes."""
+    """The transports' own maximum may pass over a NaN, so
+    floats are compared here: the same bytes.
+    """
     if not x.is_floating_point() or not x.numel():
         return _all_reduce(x, mesh, axes, dist.ReduceOp.MAX)
     g = group(mesh, axes)
@@ -152,7 +167,8 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
             work.wait()
         whole = x.new_empty(parts.numel())
         mine = out.amax(0)
-        all_gather_single(whole, mine, group=g.handle, async_op=True).wait()  # parts go by place, so they lie so
+        # parts go by place, so they lie so
+        all_gather_single(whole, mine, group=g.handle, async_op=True).wait()
         return whole[: x.numel()].view(x.shape)
 
     return finish
@@ -166,7 +182,9 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
         blocks = out.view(2, *x.shape)
         works = _exchange(blocks, x.expand(2, *x.shape), g)
     else:
-        works = [all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)]
+        works = [
+            all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)
+        ]
 
     def finish() -> Tensor:
         for work in works:
@@ -180,7 +198,9 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     return finish
 
 
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Finish:
+def psum_scatter(
+    x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
+) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
     parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
@@ -225,7 +245,9 @@ def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     return lambda: out
 
 
-def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+def ppermutes(
+    xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
+) -> list[Finish]:
     """Several at once: on NCCL one group call, on gloo every receive posted before any send."""
     g = group(mesh, axes)
     receives, sends, outs = [], [], []
@@ -249,7 +271,10 @@ def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pai
         together = dist.batch_isend_irecv(ops) if ops else []
         works = [(n, work) for n in range(len(xs)) for work in together]
     else:
-        works = [(n, _SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag)) for n, f, t, peer, tag in posts]
+        works = [
+            (n, _SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag))
+            for n, f, t, peer, tag in posts
+        ]
 
     def finish(n: int) -> Tensor:
         for of, work in works:
@@ -296,7 +321,11 @@ class _Posted:
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
     g = mesh.groups.get(axes) or group(mesh, axes)
-    out = x.contiguous() if g.index == root else torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = (
+        x.contiguous()
+        if g.index == root
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
     return _Posted(g.handle.broadcast(out, g.places[root]), out)
 
 
@@ -322,7 +351,9 @@ def reductions(
     def add(target: Tensor, x: Tensor, root: int) -> Finished:
         dtype, tag = wire or target.dtype, next(turns)
         if send is None:
-            return _reduced(target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root)
+            return _reduced(
+                target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root
+            )
         if root == me:
             return _collect(target, x, g, tag, dtype)
         x = (x if x.dtype == dtype else x.to(dtype)).contiguous()

@@ -47,12 +47,16 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype) -> Finish:
+def preduce_add(
+    target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+) -> Finish:
     target.add_(preduce(x.to(wire), mesh, axes, root)())
     return lambda: target
 
 
-def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+def ppermutes(
+    xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
+) -> list[Finish]:
     def done(out: Tensor) -> Finish:
         return lambda: out
 
@@ -60,10 +64,18 @@ def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pai
 
 
 @at_once
-def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
+def psum(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+) -> Tensor:
     if out is None:
         return x.new_empty(x.shape)
-    mine = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % mesh.axis_size(axes))), mesh, axes, 0, wire)()
+    mine = psum_scatter(
+        F.pad(x.flatten(), (0, -x.numel() % mesh.axis_size(axes))), mesh, axes, 0, wire
+    )()
     return all_gather(mine.to(out), mesh, axes, 0)()[: x.numel()].view(x.shape)
 
 
@@ -75,7 +87,9 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
 
 
 @at_once
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Tensor:
+def psum_scatter(
+    x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
+) -> Tensor:
     parts = _parts(x, mesh, axes, dim)
     sent = parts if wire is None else parts.to(wire)
     came = torch.empty_like(sent)
@@ -85,7 +99,9 @@ def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype 
 
 @at_once
 def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
-    return x.new_empty([n // mesh.axis_size(axes) if d == dim else n for d, n in enumerate(x.shape)])
+    return x.new_empty(
+        [n // mesh.axis_size(axes) if d == dim else n for d, n in enumerate(x.shape)]
+    )
 
 
 @at_once

@@ -1,4 +1,6 @@
-"""One process plays every rank: a storage is ``[ranks, *block]``, and a collective a reshape and a sum."""
+"""One process plays every rank: a storage is ``[ranks,
+*block]``, and a collective a reshape and a sum.
+"""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +49,13 @@ def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
 
 
 @at_once
-def psum(x: Tensor, mesh: Mesh, axes: Axes, out: torch.dtype | None = None, wire: torch.dtype | None = None) -> Tensor:
+def psum(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+) -> Tensor:
     if out is not None:
         flat = F.pad(x.reshape(len(x), -1), (0, -x[0].numel() % mesh.axis_size(axes)))
         mine = psum_scatter(flat, mesh, axes, 0, wire)().to(out)
@@ -70,7 +78,9 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
 
 
 @at_once
-def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None) -> Tensor:
+def psum_scatter(
+    x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
+) -> Tensor:
     if wire is not None:  # what stays on its rank is not rounded
         sent = x.to(wire).to(x.dtype)
         return psum_scatter(sent, mesh, axes, dim)() + pslice(x - sent, mesh, axes, dim)()
@@ -97,7 +107,9 @@ def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
     return _merge(out.flatten(dim + 2, dim + 3), mesh, order)
 
 
-def ppermutes(xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]) -> list[Finish]:
+def ppermutes(
+    xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
+) -> list[Finish]:
     return [_ppermute(x, mesh, axes, pairs) for x, pairs in zip(xs, tables, strict=True)]
 
 
@@ -116,7 +128,9 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
     y, order = _split(x, mesh, axes)
     p = y.shape[1]
     sent = y.unflatten(split_dim + 2, (p, y.shape[split_dim + 2] // p)).movedim(split_dim + 2, 1)
-    return _merge(sent.movedim(2, concat_dim + 2).flatten(concat_dim + 2, concat_dim + 3), mesh, order)
+    return _merge(
+        sent.movedim(2, concat_dim + 2).flatten(concat_dim + 2, concat_dim + 3), mesh, order
+    )
 
 
 @at_once
@@ -133,7 +147,9 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
     return _merge(out, mesh, order)
 
 
-def preduce_add(target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype) -> Finish:
+def preduce_add(
+    target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+) -> Finish:
     sent = x.to(wire)
     total = preduce(sent, mesh, axes, root)()
     if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once

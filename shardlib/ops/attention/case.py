@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardlib.errors import NoRule
+from shardlib.errors import NoImplementation
 from shardlib.layouts import Layout
 from shardlib.layouts.dims import ring_runs
 from shardlib.layouts.orders import Run
@@ -43,7 +43,8 @@ class AttentionCase:
 
     ``q_runs``, ``k_runs``  per rank of the ring, the positions of its rows of queries and of keys.
     ``sizes``   of a rank's block.
-    ``rows``    of a rank's block of keys that would have to travel: 0 where keys are whole everywhere.
+    ``rows``    of a rank's block of keys that would have to
+                travel: 0 where keys are whole everywhere.
     ``axes``    the mesh axes of the ring, major first; ``mesh`` all axes and their sizes.
     ``biased``  whether a bias tensor is given, whose rows lie with the queries.
     ``types``   of q, k and v, for messages.
@@ -75,8 +76,8 @@ class AttentionCase:
         names = dict(zip(("q", "k", "v"), self.types, strict=True))
         return {**names, "mask": repr(self.mask)[:200]}
 
-    def fix(self) -> tuple[str, type[NoRule]]:
-        return 'sl.ring_attention(q, k, v, algorithm="ring")', NoRule
+    def fix(self) -> tuple[str, type[NoImplementation]]:
+        return 'sl.ring_attention(q, k, v, algorithm="ring")', NoImplementation
 
 
 def case_of_values(
@@ -93,7 +94,10 @@ def case_of_values(
     item, acc_item = q.raw.element_size(), acc_dtype(q.raw.dtype).itemsize
     return AttentionCase(
         q_runs=tuple(ring_runs(token, shape[2], mesh.axes, r) for r in range(p)),
-        k_runs=tuple(ring_runs(key_token, key_shape[2], mesh.axes, r if key_token.axes else 0) for r in range(p)),
+        k_runs=tuple(
+            ring_runs(key_token, key_shape[2], mesh.axes, r if key_token.axes else 0)
+            for r in range(p)
+        ),
         mask=mask,
         sizes=Sizes(b, h, g, lq, lk, d, v.padded_shape[3], item, acc_item),
         rows=lk if key_token.axes else 0,
@@ -107,7 +111,11 @@ def case_of_values(
 
 
 def case_on_paper(
-    q_runs: Runs, k_runs: Runs, mask: Mask | None = None, sizes: Sizes | None = None, axis: str = "s"
+    q_runs: Runs,
+    k_runs: Runs,
+    mask: Mask | None = None,
+    sizes: Sizes | None = None,
+    axis: str = "s",
 ) -> AttentionCase:
     """Describe an attention over one axis by its positions alone, for a ring of any size.
 

@@ -1,10 +1,12 @@
-"""Which engine runs: each is an algorithm of "attention" that answers a case with a plan and its price."""
+"""Which engine runs: each is an algorithm of "attention" that
+answers a case with a plan and its price.
+"""
 
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from shardlib.errors import NoRule, ShardError
+from shardlib.errors import NoImplementation, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Link
 from shardlib.ops.attention.case import AttentionCase
@@ -43,7 +45,9 @@ _matched = lru_cache(maxsize=256)(_match)
 
 
 def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
-    """Plan by an engine: a value, one that is registered under a name, or with "auto" the cheapest."""
+    """Plan by an engine: a value, one that is registered under
+    a name, or with "auto" the cheapest.
+    """
     if isinstance(algorithm, str):
         if algorithm == "auto":
             return choose("attention", case, lambda: case)
@@ -51,7 +55,7 @@ def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
             return choose("attention", case, lambda: case)
     match = _matched(_checked(algorithm), case)
     if isinstance(match, str):
-        raise NoRule(
+        raise NoImplementation(
             f"{algorithm} does not fit: {match}",
             op="ring_attention",
             operands=case.operands(),

@@ -19,8 +19,8 @@ class Chunk:
     """Rows lo:hi of each owner's block, and where they stop.
 
     ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None where they are done.
-    ``since[t - 1]``      the step at which that rank's sender had them: t - 1, or earlier where they
-                          go out in two directions.
+    ``since[t - 1]``      the step at which that rank's sender had them: t - 1, or
+                          earlier where they go out in two directions.
     """
 
     lo: int
@@ -81,6 +81,10 @@ def once_round(p: int, rows: int, inner: int | None = None) -> tuple[Chunk, ...]
     for step in range(1, p):
         outer, turn = divmod(step, inner)
         rings = p // inner
-        at.append(tuple((j // inner + outer) % rings * inner + (j % inner + turn) % inner for j in range(p)))
+        at.append(
+            tuple(
+                (j // inner + outer) % rings * inner + (j % inner + turn) % inner for j in range(p)
+            )
+        )
         since.append(step - 1 if turn else step - inner)
     return (Chunk(0, rows, tuple(at), tuple(since)),) if at and rows else ()

@@ -1,6 +1,7 @@
 """Attention written so that its gradient can be differentiated again: keys gathered, scores whole.
 
-Runs only where a gradient of a gradient is asked for; it then holds every score of a rank's queries.
+Runs only where a gradient of a gradient is asked for; it
+then holds every score of a rank's queries.
 """
 
 import torch
@@ -48,7 +49,9 @@ def _forward(
     return storage(outs, job.mesh), storage(lses, job.mesh)
 
 
-def _one(rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _one(
+    rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
     n, g = len(rank.q_at), k.shape[1]
     block = rank.block(Piece(0, n, 0, len(k_at), "masked"), k, v, k_at)
     q = block.q.unflatten(1, (g, -1)) * block.scale
@@ -58,6 +61,12 @@ def _one(rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | 
     s = s.masked_fill(empty.unsqueeze(-1), 0.0)
     lse = torch.logsumexp(s, -1).masked_fill(empty, float("-inf"))
     after = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
-    p = (s - after.masked_fill(empty, 0.0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0.0)
+    p = (
+        (s - after.masked_fill(empty, 0.0).unsqueeze(-1))
+        .exp()
+        .masked_fill(empty.unsqueeze(-1), 0.0)
+    )
     p = p if block.keep is None else p * block.keep(0, n)
-    return torch.matmul(p.unflatten(1, (g, -1)), v.unsqueeze(2)).flatten(1, 2).to(rank.q.dtype), after
+    return torch.matmul(p.unflatten(1, (g, -1)), v.unsqueeze(2)).flatten(1, 2).to(
+        rank.q.dtype
+    ), after

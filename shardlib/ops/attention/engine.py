@@ -1,9 +1,9 @@
 """The contract of an attention engine: what it plans, moves, computes and gives back.
 
 An *engine* is a way to carry out one attention whose sequence is split: a frozen value with five
-methods and its arguments as fields, in one file that ends with its registration.  ``plan`` looks at a
-case (positions, mask, sizes) and answers with a *plan*, a value that states its price before anything
-runs; ``forward`` and ``backward`` carry a plan out as a *job*, on raw blocks.
+methods and its arguments as fields, in one file that ends with its registration.  ``plan`` looks at
+a case (positions, mask, sizes) and answers with a *plan*, a value that states its price before
+anything runs; ``forward`` and ``backward`` carry a plan out as a *job*, on raw blocks.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,18 @@ from shardlib.ops.attention.kernels import Kernel
 from shardlib.ops.attention.masks import At, Mask
 from shardlib.ops.attention.pieces import pieces
 
-__all__ = ["Areas", "Engine", "Given", "Gradients", "Job", "Move", "Moves", "Outputs", "Plan", "Saved"]
+__all__ = [
+    "Areas",
+    "Engine",
+    "Given",
+    "Gradients",
+    "Job",
+    "Move",
+    "Moves",
+    "Outputs",
+    "Plan",
+    "Saved",
+]
 
 Saved = tuple[Tensor, ...]
 """What forward keeps for backward; q, k and v come first where the engine ``saves_operands``."""
@@ -59,13 +70,13 @@ class Engine(Protocol):
     """How one attention over a split sequence is carried out.
 
     ``name``            what ``sl.algorithm(attention=name)`` pins and ``sl.why`` lists.
-    ``saves_operands``  whether what forward saves begins with q, k and v as they lay, which a gradient
-                        of the gradient needs; it is refused where they are not there.
+    ``saves_operands``  whether what forward saves begins with q, k and v as they lay, which a
+                        gradient of the gradient needs; it is refused where they are not there.
 
-    An engine is hashable, and equal to engines that do the same.  Storage is raw (``[ranks, *block]``
-    under simulate): ``local_queries`` lists the ranks that are played in this process and how to see the
-    block of each.  Rows that see nothing have out 0 and lse -inf.  ``sl.testing.check_engine`` holds an
-    engine to all of this.  This one gathers all keys at once:
+    An engine is hashable, and equal to engines that do the same.  Storage is raw (``[ranks,
+    *block]`` under simulate): ``local_queries`` lists the ranks that are played in this process and
+    how to see the block of each.  Rows that see nothing have out 0 and lse -inf.
+    ``sl.testing.check_engine`` holds an engine to all of this.  This one gathers all keys at once:
 
     >>> from dataclasses import dataclass
     >>> import torch, shardlib as sl
@@ -125,7 +136,9 @@ class Engine(Protocol):
         """State what will be transferred; ``check_engine`` counts it."""
 
     @abstractmethod
-    def forward(self, job: "Job", q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: "Job", q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         """Attend.  A bias has this rank's rows and all keys; a sink is [1, h, 1]."""
 
     @abstractmethod
@@ -141,14 +154,25 @@ class Engine(Protocol):
         """Give the gradients; that of the sink follows from out and lse and is not the engine's."""
 
     def areas(self, plan: "Plan") -> Areas:
-        """Count the scores computed; unless overridden, one step that computes what the mask needs."""
+        """Count the scores computed; unless overridden, one
+        step that computes what the mask needs.
+        """
         case = plan.case
-        return (tuple(sum(c.area for k in case.k_runs for c in pieces(q, k, case.mask)) for q in case.q_runs),)
+        return (
+            tuple(
+                sum(c.area for k in case.k_runs for c in pieces(q, k, case.mask))
+                for q in case.q_runs
+            ),
+        )
 
     def seconds(self, plan: "Plan", link: Link, flops: float) -> float:
         """Estimate forward and backward; unless overridden, transfers and computing take turns."""
         moved = plan.forward + plan.backward
-        return 3.5 * plan.computing(flops) + link.alpha * moved.messages + link.beta * float(moved.bytes)
+        return (
+            3.5 * plan.computing(flops)
+            + link.alpha * moved.messages
+            + link.beta * float(moved.bytes)
+        )
 
 
 @dataclass(frozen=True, repr=False)

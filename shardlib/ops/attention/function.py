@@ -89,13 +89,17 @@ class _Attend(Local):
             _check_saved(job)
             return None, *double_backward.gradients(job, (*saved[:3], bias, sink), given)
         wants_bias = bias is not None and ctx.needs_input_grad[4]
-        dq, dk, dv, dbias = job.plan.engine.backward(job, tuple(saved), bias, sink, given, wants_bias)
+        dq, dk, dv, dbias = job.plan.engine.backward(
+            job, tuple(saved), bias, sink, given, wants_bias
+        )
         dsink = _sink_gradient(sink, dout, dlse, out, lse) if ctx.needs_input_grad[5] else None
         dbias = None if dbias is None else dbias.to(bias.dtype)
         return None, *(x.to(out.dtype) for x in (dq, dk, dv)), dbias, dsink
 
 
-def _sink_gradient(sink: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def _sink_gradient(
+    sink: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
     flow = -(dout.to(lse.dtype) * out).sum(-1)
     flow = flow if dlse is None else flow + dlse
     return ((sink.to(lse.dtype) - lse).exp() * flow).sum_to_size(sink.shape).to(sink.dtype)
@@ -122,10 +126,14 @@ def _probability(dropout: float | None) -> float:
     return p
 
 
-def _kernel(q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None, options: Options) -> Kernel:
+def _kernel(
+    q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None, options: Options
+) -> Kernel:
     """Pick the kernel asked for, or the fastest that fits."""
     name, learned = options.kernel, bias is not None and bias.requires_grad
-    needs_math = bool(options.dropout) or learned or (options.return_lse and torch.is_grad_enabled())
+    needs_math = (
+        bool(options.dropout) or learned or (options.return_lse and torch.is_grad_enabled())
+    )
     biased = bias is not None or type(plan.mask) is not Full
     if name == "auto":
         return pick(q.raw, v.raw, biased, needs_math)
@@ -147,12 +155,18 @@ def _kernel(q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None,
 
 
 def _marked(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> tuple[Tensor, ...]:
-    """Mark raw blocks; the gradient of whole keys is summed over the axes along which queries differ."""
+    """Mark raw blocks; the gradient of whole keys is summed
+    over the axes along which queries differ.
+    """
     split = {*q.sharding.axes, *q.deferred, *k.deferred, *v.deferred}
-    return tuple(vary(t.raw, t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v))
+    return tuple(
+        vary(t.raw, t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)
+    )
 
 
-def _like(q: ShardedTensor, raw: Tensor, size: tuple[int, ...], deferred: frozenset[str]) -> ShardedTensor:
+def _like(
+    q: ShardedTensor, raw: Tensor, size: tuple[int, ...], deferred: frozenset[str]
+) -> ShardedTensor:
     layout = Layout(q.sharding.resolve(4).dims[: len(size)])
     if q.is_padded:
         true = torch.Size((*q.shape[:3], *size[3:]))

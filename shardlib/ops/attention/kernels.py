@@ -25,7 +25,8 @@ __all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "pick", 
 
 @dataclass
 class Block:
-    """q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]: heads of keys are shared by h / g heads of queries.
+    """q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]: heads of
+    keys are shared by h / g heads of queries.
 
     ``causal``  square and lower triangular.     ``bias``  added to the scores, -inf where not allowed.
     ``keep``    rows -> what the probabilities of those rows are multiplied with (dropout).
@@ -103,7 +104,9 @@ def _scores(b: Block, q: Tensor, k: Tensor, r0: int, r1: int) -> Tensor:
 
 
 def _above(r0: int, r1: int, s: Tensor) -> Tensor:
-    return torch.arange(r0, r1, device=s.device)[:, None] < torch.arange(s.shape[-1], device=s.device)
+    return torch.arange(r0, r1, device=s.device)[:, None] < torch.arange(
+        s.shape[-1], device=s.device
+    )
 
 
 def _math_forward(b: Block) -> tuple[Tensor, Tensor]:
@@ -133,7 +136,9 @@ def _math_backward(
         delta = delta - dlse.to(dtype).unflatten(1, (g, -1))
     lse = lse.masked_fill(lse == -math.inf, 0.0).to(dtype).unflatten(1, (g, -1))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dbias = b.bias.new_zeros(b.bias.shape, dtype=dtype) if wants_bias and b.bias is not None else None
+    dbias = (
+        b.bias.new_zeros(b.bias.shape, dtype=dtype) if wants_bias and b.bias is not None else None
+    )
     for r0 in range(0, b.q.shape[2], _ROWS):
         r1 = min(r0 + _ROWS, b.q.shape[2])
         p = (_scores(b, q, k, r0, r1) - lse[..., r0:r1, None]).exp_()
@@ -185,10 +190,16 @@ def _cpu_forward(b: Block) -> tuple[Tensor, Tensor]:
     return _settled(out, lse, _empty(b.bias))
 
 
-def _cpu_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+def _cpu_backward(
+    b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
+) -> Grads:
     assert _CPU_BACK is not None
     bias = _four(b.bias)
-    return Grads(*_CPU_BACK(dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal, attn_mask=bias, scale=b.scale))
+    return Grads(
+        *_CPU_BACK(
+            dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal, attn_mask=bias, scale=b.scale
+        )
+    )
 
 
 def _four(bias: Tensor | None) -> Tensor | None:
@@ -201,19 +212,39 @@ def _flash_forward(b: Block) -> tuple[Tensor, Tensor]:
     return _FLASH(b.q, b.k, b.v, 0.0, b.causal, scale=b.scale)[:2]
 
 
-def _flash_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+def _flash_backward(
+    b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
+) -> Grads:
     assert _FLASH_BACK is not None
     seed = torch.zeros(2, dtype=torch.int64, device=b.q.device)
     m, n = b.q.shape[2], b.k.shape[2]
     return Grads(
-        *_FLASH_BACK(dout, b.q, b.k, b.v, out, _finite(lse), None, None, m, n, 0.0, b.causal, seed, seed, scale=b.scale)
+        *_FLASH_BACK(
+            dout,
+            b.q,
+            b.k,
+            b.v,
+            out,
+            _finite(lse),
+            None,
+            None,
+            m,
+            n,
+            0.0,
+            b.causal,
+            seed,
+            seed,
+            scale=b.scale,
+        )
     )
 
 
 def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
     """Keys and values with a head for each head of the queries, for kernels that do not share."""
     r = b.q.shape[1] // b.k.shape[1]
-    return (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)
+    return (
+        (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)
+    )
 
 
 def _folded(x: Tensor, r: int) -> Tensor:
@@ -221,7 +252,9 @@ def _folded(x: Tensor, r: int) -> Tensor:
 
 
 def _expanded(b: Block) -> Tensor | None:
-    """Give the bias in the queries' dtype, its last dimension padded in memory to what the kernels load at once."""
+    """Give the bias in the queries' dtype, its last dimension padded in
+    memory to what the kernels load at once.
+    """
     if b.bias is None:
         return None
     n = b.bias.shape[-1]
@@ -257,13 +290,16 @@ def _cudnn_forward(b: Block) -> tuple[Tensor, Tensor]:
     return _settled(out, lse.squeeze(-1) if lse.ndim == 4 else lse, _empty(b.bias))
 
 
-def _cudnn_backward(b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False) -> Grads:
+def _cudnn_backward(
+    b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
+) -> Grads:
     assert _CUDNN_BACK is not None
     k, v, r = _shared(b)
     seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
     m, n = b.q.shape[2], b.k.shape[2]
     dq, dk, dv = _CUDNN_BACK(
-        dout, b.q, k, v, out, _finite(lse).unsqueeze(-1), seed, seed, _expanded(b), None, None, m, n, 0.0, b.causal,
+        dout, b.q, k, v, out, _finite(lse).unsqueeze(-1), seed, seed, _expanded(b), None, None, m,
+        n, 0.0, b.causal,
         scale=b.scale,
     )  # fmt: skip
     return Grads(dq, _folded(dk, r), _folded(dv, r))
@@ -312,9 +348,15 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> st
         return "it takes no mask" if biased else ""
     if name == "cudnn":
         return (
-            "" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 else "it takes half precision, heads up to 128"
+            ""
+            if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+            else "it takes half precision, heads up to 128"
         )
-    return "" if q.dtype != torch.float64 and q.shape[-1] % 8 == 0 else "it takes fp32 and less, heads a multiple of 8"
+    return (
+        ""
+        if q.dtype != torch.float64 and q.shape[-1] % 8 == 0
+        else "it takes fp32 and less, heads a multiple of 8"
+    )
 
 
 def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> Kernel:

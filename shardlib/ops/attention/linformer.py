@@ -1,9 +1,11 @@
-"""Linformer over a split sequence: keys and values projected from t positions to r, then whole everywhere.
+"""Linformer over a split sequence: keys and values projected from
+t positions to r, then whole everywhere.
 
-Each rank projects its own positions and one psum adds them up; attention is then local.  What moves,
-and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.
+Each rank projects its own positions and one psum adds them up; attention is then local.  What
+moves, and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.
 
-Source: Wang et al., arXiv 2006.04768; with a split sequence, Li et al., arXiv 2105.13120, section 3.3.
+Source: Wang et al., arXiv 2006.04768; with a split sequence,
+        Li et al., arXiv 2105.13120, section 3.3.
 """
 
 from typing import Any
@@ -32,7 +34,8 @@ def linformer_attention(
     dropout: float | None = None,
     scale: float | None = None,
 ) -> Any:
-    """softmax(q (E k)^T) (F v), E = ``keys`` [r, t] and F = ``values`` [r, t] (None: E): linear in the sequence.
+    """softmax(q (E k)^T) (F v), E = ``keys`` [r, t] and F = ``values``
+    [r, t] (None: E): linear in the sequence.
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e].  E and F may be learned.
     Moves:  2 (p - 1) / p of b g r (d + e) elements forward, and again backward: nothing of s or t.
@@ -45,15 +48,21 @@ def linformer_attention(
     >>> torch.allclose(out, F.scaled_dot_product_attention(q, e @ q, e @ q), atol=1e-6)
     True
     """
-    projected = [_projected(w, x) for w, x in ((keys, k), (values if values is not None else keys, v))]
+    projected = [
+        _projected(w, x) for w, x in ((keys, k), (values if values is not None else keys, v))
+    ]
     mesh, axes = k.mesh, k.sharding.resolve(4).dims[2].axes
-    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, axes)  # one psum for keys and values
+    # one psum for keys and values
+    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, axes)
     d, dims = k.padded_shape[3], k.sharding.resolve(4).dims
     layout = Layout((*dims[:2], Dim(), Dim()))
     whole = ShardedTensor(
         both,
         Place(
-            layout, torch.Size((*k.padded_shape[:2], keys.shape[0], d + v.padded_shape[3])), mesh, deferred=k.deferred
+            layout,
+            torch.Size((*k.padded_shape[:2], keys.shape[0], d + v.padded_shape[3])),
+            mesh,
+            deferred=k.deferred,
         ),
     )
     return ring_attention(q, whole[..., :d], whole[..., d:], dropout=dropout, scale=scale)
@@ -75,5 +84,7 @@ def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
         x = masked(x)
     w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
     w = reshard(w, Layout((Dim(), token)))
-    met = vary(w.raw, x.mesh, {*x.sharding.axes, *x.deferred}.difference(w.sharding.axes, w.deferred))
+    met = vary(
+        w.raw, x.mesh, {*x.sharding.axes, *x.deferred}.difference(w.sharding.axes, w.deferred)
+    )
     return local_call(torch.matmul, x.mesh, (met, x.raw), {})

@@ -1,4 +1,5 @@
-"""What one rank computes of its own queries: kernel calls with their masks, biases and dropout, merged.
+"""What one rank computes of its own queries: kernel calls with
+their masks, biases and dropout, merged.
 
 Storage here is raw (``[ranks, *block]`` under simulate), so that each rank makes its own calls.
 Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
@@ -92,7 +93,9 @@ class LocalQueries:
     # ------------------------------------------------------------ one kernel call
 
     def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
-        """Make the block of a piece; k, v and their positions k_at from the row that the piece counts from."""
+        """Make the block of a piece; k, v and their positions k_at
+        from the row that the piece counts from.
+        """
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
@@ -134,16 +137,24 @@ class LocalQueries:
         allowed = mask.allowed(q_at.clone(), k_at.clone(), at) if masked else None
         if allowed is not None:
             allowed = _booleans(mask, allowed, len(q_at), len(k_at)).to(self.q.device)
-            out = _additive(allowed, dtype) if out is None else out.masked_fill(~allowed, float("-inf"))
+            out = (
+                _additive(allowed, dtype)
+                if out is None
+                else out.masked_fill(~allowed, float("-inf"))
+            )
         return out
 
     # ------------------------------------------------------------ several, merged
 
-    def attend(self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor) -> None:
+    def attend(
+        self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
         """Fold the calls' results into out and lse."""
         for piece in calls:
             o, new = self.job.kernel.forward(self.block(piece, k, v, k_at))
-            merge(out[:, :, piece.q0 : piece.q1], lse[:, :, piece.q0 : piece.q1], o, new.to(lse.dtype))
+            merge(
+                out[:, :, piece.q0 : piece.q1], lse[:, :, piece.q0 : piece.q1], o, new.to(lse.dtype)
+            )
 
     def attend_back(
         self,
@@ -190,11 +201,16 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
     """Give what a mask answered, if it is booleans for m queries and n keys."""
     fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and allowed.ndim <= 4
-    if fits and all(have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)):
+    if fits and all(
+        have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)
+    ):
         return allowed
-    found = f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else repr(allowed)
+    found = (
+        f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else repr(allowed)
+    )
     raise BadArgument(
-        f"`allowed` of {type(mask).__name__} gives booleans that broadcast to [b, h, {m}, {n}], not {found}",
+        f"`allowed` of {type(mask).__name__} gives booleans that broadcast to [b, h, {m}, {n}], "
+        f"not {found}",
         op="ring_attention",
         fix="sl.ring_attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
     )
@@ -211,7 +227,9 @@ def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[Local
     return out
 
 
-def batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]) -> At:
+def batch_and_heads(
+    layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]
+) -> At:
     """Give the global batch entries and heads of the block at a coordinate."""
     batch, heads, *_ = layout.indices(shape, mesh, coord)
     return At(torch.tensor(list(batch)), torch.tensor(list(heads)))
@@ -220,7 +238,9 @@ def batch_and_heads(layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: d
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
     """Give (out, lse) of rows that have met no keys yet."""
     dtype = acc_dtype(q.dtype)
-    return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
+    return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(
+        q.shape[:-1], float("-inf"), dtype=dtype
+    )
 
 
 def sums_like(x: Tensor) -> Tensor:
@@ -229,7 +249,9 @@ def sums_like(x: Tensor) -> Tensor:
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Give the sink its share of each softmax, once, after all merges: out shrinks in place; return the new lse."""
+    """Give the sink its share of each softmax, once, after all merges:
+    out shrinks in place; return the new lse.
+    """
     if sink is None:
         return lse
     both = torch.logaddexp(lse, sink.to(lse.dtype))
@@ -257,7 +279,9 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
 
 
 def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
-    """Sum what ``gathered`` would give over the ring; each rank keeps its block of ``rows`` rows."""
+    """Sum what ``gathered`` would give over the ring; each
+    rank keeps its block of ``rows`` rows.
+    """
     at = dim + lead(job.mesh)
     padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))
     padded.index_copy_(at, _rows(runs, rows).to(x.device), x)

@@ -21,8 +21,8 @@ from shardlib.layouts.orders import Run
 from shardlib.tensor import typeof
 
 __all__ = [
-    "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix", "Relation", "Window",
-    "as_mask",
+    "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix",
+    "Relation", "Window", "as_mask",
 ]  # fmt: skip
 
 
@@ -56,17 +56,17 @@ class Mask(ABC):
     which asks it for each block of scores.  The other methods are optional:
 
     ``relation``  makes it fast: a plan skips blocks of which nothing is allowed, and computes those
-                  of which everything is without a mask.  A class that overrides ``allowed`` does not
-                  inherit the relation of a mask that answered otherwise.
+                  of which everything is without a mask.  A class that overrides ``allowed`` does
+                  not inherit the relation of a mask that answered otherwise.
     ``cuts``      positions at which ``relation`` changes, so that it is asked on either side.
     ``scores``    is added to the scores; a mask that overrides only this allows everything:
                   ``allowed`` gives None.
     ``check``     refuses sequences that the mask was not made for.
 
-    A mask is a value: hashable, and equal only to masks that answer alike, as a frozen dataclass is,
-    since plans are remembered by it.  ``allowed`` and ``scores`` are pure functions of positions; every
-    rank asks them about its own rows, forward and again backward.  ``sl.testing.check_mask`` holds a
-    mask to all of this.
+    A mask is a value: hashable, and equal only to masks that answer alike, as a frozen dataclass
+    is, since plans are remembered by it.  ``allowed`` and ``scores`` are pure functions of
+    positions; every rank asks them about its own rows, forward and again backward.
+    ``sl.testing.check_mask`` holds a mask to all of this.
 
     >>> import shardlib as sl
     >>> @dataclass(frozen=True)
@@ -87,11 +87,13 @@ class Mask(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "allowed" in vars(cls) and "relation" not in vars(cls):
-            cls.relation = Mask.relation  # an inherited one speaks of the booleans that were overridden
+            # an inherited one speaks of the booleans that were overridden
+            cls.relation = Mask.relation
 
     @abstractmethod
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """Give booleans that broadcast to [b, h, nq, nk], True where a query may attend; None: everywhere.
+        """Give booleans that broadcast to [b, h, nq, nk], True
+        where a query may attend; None: everywhere.
 
         q [nq], k [nk] are global positions, ``at`` the global batch entries and heads of the block.
         """
@@ -142,7 +144,8 @@ def as_mask(mask: Any) -> Mask:
         return MaskMod(function)
     tensor = isinstance(mask, Tensor)
     raise ShardError(
-        "a mask is a value or a function of (b, h, q, k); " + ("a tensor is a bias" if tensor else f"not {mask!r}"),
+        "a mask is a value or a function of (b, h, q, k); "
+        + ("a tensor is a bias" if tensor else f"not {mask!r}"),
         op="ring_attention",
         fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.masks.Causal()'})",
     )
@@ -226,7 +229,9 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         if not isinstance(self.length, int):
             raise ShardError(
-                f"a prefix is a number of positions, not {self.length!r}", op="Prefix", fix="sl.masks.Prefix(128)"
+                f"a prefix is a number of positions, not {self.length!r}",
+                op="Prefix",
+                fix="sl.masks.Prefix(128)",
             )
 
     def relation(self, q: Run, k: Run) -> Relation:
@@ -251,7 +256,9 @@ class Padding(Mask):
 
     def __post_init__(self) -> None:
         given = self.lengths.tolist() if isinstance(self.lengths, Tensor) else self.lengths
-        object.__setattr__(self, "lengths", (int(given),) if isinstance(given, int) else tuple(map(int, given)))
+        object.__setattr__(
+            self, "lengths", (int(given),) if isinstance(given, int) else tuple(map(int, given))
+        )
 
     def relation(self, q: Run, k: Run) -> Relation:
         if k.last < min(self.lengths):
@@ -268,15 +275,19 @@ class Padding(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.lengths) not in (1, batch):
-            raise _misfit(self, f"{len(self.lengths)} lengths for a batch of {batch}", "sl.masks.Padding(lengths=7)")
+            raise _misfit(
+                self,
+                f"{len(self.lengths)} lengths for a batch of {batch}",
+                "sl.masks.Padding(lengths=7)",
+            )
 
 
 @dataclass(frozen=True)
 class Documents(Mask):
     """Only within one document.
 
-    ``documents``  borders ``cu_seqlens`` (0, 5, 9, ...), the same for every batch entry; or a tensor
-                   of document numbers [s] or [b, s].
+    ``documents``  borders ``cu_seqlens`` (0, 5, 9, ...), the same for every batch entry; or a
+                   tensor of document numbers [s] or [b, s].
     ``keys``       the same of the keys, if they are another sequence.
 
     >>> Documents((0, 2, 5)).allowed(torch.arange(3), torch.arange(3), None).int()
@@ -331,7 +342,9 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """Document numbers [1 or b, s], their borders where one row says it all, and a value to compare by."""
+    """Document numbers [1 or b, s], their borders where one
+    row says it all, and a value to compare by.
+    """
 
     numbers: Tensor
     borders: tuple[int, ...]
@@ -340,7 +353,8 @@ class _Numbers:
 
     @staticmethod
     def of(given: Any) -> "_Numbers":
-        if isinstance(given, tuple) and given and isinstance(given[0], tuple):  # normalised, by replace()
+        # normalised, by replace()
+        if isinstance(given, tuple) and given and isinstance(given[0], tuple):
             given = torch.tensor(given)
         if isinstance(given, Tensor):
             numbers = given.detach().cpu().reshape(-1, given.shape[-1])
@@ -360,14 +374,18 @@ class _Numbers:
     def range(self, run: Run) -> tuple[Any, Any]:
         """The least and the largest number of a run, per row."""
         if self.rising:
-            return bisect.bisect_right(self.borders, run.start), bisect.bisect_right(self.borders, run.last)
+            return bisect.bisect_right(self.borders, run.start), bisect.bisect_right(
+                self.borders, run.last
+            )
         held = self.numbers[:, run.start : run.last + 1 : run.stride]
         return held.amin(1), held.amax(1)
 
 
 @dataclass(frozen=True)
 class MaskMod(Mask):
-    """Whatever ``function(b, h, q, k)`` says, of global indices, in tensors that broadcast, to booleans."""
+    """Whatever ``function(b, h, q, k)`` says, of global
+    indices, in tensors that broadcast, to booleans.
+    """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -400,12 +418,17 @@ class ALiBi(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.slopes) != heads:
-            raise _misfit(self, f"{len(self.slopes)} slopes for {heads} heads", f"sl.masks.ALiBi([0.5] * {heads})")
+            raise _misfit(
+                self,
+                f"{len(self.slopes)} slopes for {heads} heads",
+                f"sl.masks.ALiBi([0.5] * {heads})",
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Bias(Mask):
-    """Adds a constant [.., s, t] to the scores, broadcast over batch and heads; a learned one is ``bias=``.
+    """Adds a constant [.., s, t] to the scores, broadcast over
+    batch and heads; a learned one is ``bias=``.
 
     >>> Bias(torch.zeros(3, 3)).scores(torch.tensor([2]), torch.arange(3), None).shape
     torch.Size([1, 3])
@@ -439,9 +462,15 @@ class Bias(Mask):
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         shape = self.values.shape
         lead = zip(reversed(shape[:-2]), (heads, batch), strict=False)
-        if not 2 <= len(shape) <= 4 or shape[-2:] != (q, k) or any(n not in (1, want) for n, want in lead):
+        if (
+            not 2 <= len(shape) <= 4
+            or shape[-2:] != (q, k)
+            or any(n not in (1, want) for n, want in lead)
+        ):
             raise _misfit(
-                self, f"a bias {list(shape)} for scores {[batch, heads, q, k]}", f"sl.masks.Bias(torch.zeros({q}, {k}))"
+                self,
+                f"a bias {list(shape)} for scores {[batch, heads, q, k]}",
+                f"sl.masks.Bias(torch.zeros({q}, {k}))",
             )
 
 
@@ -479,7 +508,9 @@ class _All(Mask):
         return " & ".join(map(repr, self.parts))
 
 
-def _combined(values: list[Tensor | None], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+def _combined(
+    values: list[Tensor | None], join: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
     out = None
     for value in values:
         out = value if out is None else out if value is None else join(out, value)

@@ -1,4 +1,6 @@
-"""``ring_attention``: operands checked, a plan chosen, its engine run; each step in a file of its own."""
+"""``ring_attention``: operands checked, a plan chosen, its
+engine run; each step in a file of its own.
+"""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar, overload
@@ -97,24 +99,29 @@ def ring_attention(
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e]; g divides h (only the g
             heads of keys travel).  Batch and heads may be split too, alike in all three.
-    ``layout``     of the sequence, for local blocks (inside shard_map); sharded tensors bring theirs.
+    ``layout``     of the sequence, for local blocks (inside
+                   shard_map); sharded tensors bring theirs.
                    ``kv_layout`` that of the keys, where they lie otherwise: any order, any length.
-    ``mask``       a value in global positions: ``Causal() & Documents(cu_seqlens)``, or a ``Mask`` of one's
-                   own; or a function (b, h, q, k).
+    ``mask``       a value in global positions: ``Causal() & Documents(cu_seqlens)``, or a ``Mask``
+                   of one's own; or a function (b, h, q, k).
     ``bias``       [.., s, t], added to the scores, or booleans; may be learned.
-    ``sink``       [h], a score per head that takes part in the softmax and attends to nothing; may be learned.
+    ``sink``       [h], a score per head that takes part in the
+                   softmax and attends to nothing; may be learned.
     ``dropout``    of the probabilities, drawn by global position: the same for every ring.
     ``scale``      of the scores, 1 / sqrt(d) if None.
     ``return_lse`` also give log-sum-exp of the scores [b, h, s], differentiable.
-    ``algorithm``  "auto": the cheapest plan; or a name: ``sl.why("attention", q, k, v)`` lists them; or an
-                   engine with its arguments: ``sl.ops.attention.engines.AllGather(heads=1)``.
+    ``algorithm``  "auto": the cheapest plan; or a name: ``sl.why("attention", q, k, v)`` lists
+                   them; or an engine with its arguments:
+                   ``sl.ops.attention.engines.AllGather(heads=1)``.
     ``kernel``     "auto", "math", "cpu", "flash", "efficient", "cudnn".
-    ``canonical``  the same bits, out and gradients, for every ring size and layout: everything is gathered
-                   and computed in tiles of 64 rows (or of ``canonical`` rows), at twice the work.
+    ``canonical``  the same bits, out and gradients, for every ring size and layout: everything is
+                   gathered and computed in tiles of 64 rows (or of ``canonical`` rows), at twice
+                   the work.
 
     Rows that see nothing give 0, with gradient 0.
     Moves:  what the plan says: ``sl.planning.attention_plan(...)``.
-    Raises: Unsupported where the algorithm cannot honour the mask or an argument; nothing is dropped.
+    Raises: Unsupported where the algorithm cannot honour the
+            mask or an argument; nothing is dropped.
     Source: Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889.
 
     >>> import torch, shardlib as sl

@@ -1,4 +1,6 @@
-"""What ``ring_attention`` is given: DTensors, local blocks or sharded tensors, checked as one kind of value."""
+"""What ``ring_attention`` is given: DTensors, local blocks or
+sharded tensors, checked as one kind of value.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,7 +25,9 @@ __all__ = ["Operands", "attention_case", "check", "entered"]
 
 
 class Operands(NamedTuple):
-    """q, k and v as sharded tensors, and the way back to what was given, if that was something else."""
+    """q, k and v as sharded tensors, and the way back to
+    what was given, if that was something else.
+    """
 
     q: ShardedTensor
     k: ShardedTensor
@@ -53,7 +57,11 @@ def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Ope
 
 @case_of("attention")
 def attention_case(
-    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask | None = None, biased: bool = False
+    q: ShardedTensor,
+    k: ShardedTensor,
+    v: ShardedTensor,
+    mask: Mask | None = None,
+    biased: bool = False,
 ) -> AttentionCase:
     """Describe three operands to the engines."""
     check(q, k, v)
@@ -76,12 +84,18 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
         token = _token(asked)
         size = list(x.shape)
         size[2] *= mesh.axis_size(token.axes) if token.axes else 1
-        out.append(ShardedTensor(unwrap(x), Place(Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh)))
+        out.append(
+            ShardedTensor(
+                unwrap(x), Place(Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh)
+            )
+        )
     return out
 
 
 def _token(layout: Any) -> Dim:
-    """How a layout splits the sequence: a Ring over whatever dimension, or dimension 2 of a Layout."""
+    """How a layout splits the sequence: a Ring over whatever
+    dimension, or dimension 2 of a Layout.
+    """
     if isinstance(layout, Ring):
         return layout.layout.dims[-1]
     fix = "sl.ring_attention(q, k, v, layout={})"
@@ -123,10 +137,13 @@ def _check_kinds(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, ShardedTensor):
             fix = f"sl.shard({name}, {str(q.sharding)!r})"
-            raise PlainTensor(f"{name} is a plain tensor and q is sharded", **_about(q, k, v), fix=fix)
+            raise PlainTensor(
+                f"{name} is a plain tensor and q is sharded", **_about(q, k, v), fix=fix
+            )
         if len(t.padded_shape) != 4:
             raise RankMismatch(
-                f"{name} has {len(t.padded_shape)} dimensions; attention takes [batch, heads, sequence, size]",
+                f"{name} has {len(t.padded_shape)} dimensions; attention takes [batch, heads, "
+                "sequence, size]",
                 **_about(q, k, v),
                 fix=f"{name}[(None,) * {max(0, 4 - len(t.padded_shape))}]",
             )
@@ -142,7 +159,8 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
     alike = b == kb == vb and (g, t) == (vg, vt) and d == kd
     if not alike or g == 0 or h % g:
         raise ShardError(
-            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h",
+            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of "
+            "h",
             **_about(q, k, v),
             fix="sl.ring_attention(q, q, q)",
         )
@@ -150,7 +168,9 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 def _check_layouts(q: Any, k: Any, v: Any) -> None:
     mesh = q.mesh
-    (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (t.sharding.resolve(4).dims for t in (q, k, v))
+    (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (
+        t.sharding.resolve(4).dims for t in (q, k, v)
+    )
     want = " ".join([str(qb), str(qh), str(ks), "."])
     whole = not (qd.is_split or kd.is_split or ve.is_split)
     if not whole or not (qb == kb == vb and qh == kh == vh and ks == vs):
@@ -162,7 +182,8 @@ def _check_layouts(q: Any, k: Any, v: Any) -> None:
     grouped = qs.groups.parts or ks.groups.parts
     if grouped or (ks.is_split and ks.axes != qs.axes):
         raise ImplicitCommunication(
-            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same axes",
+            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same "
+            "axes",
             **_about(q, k, v),
             fix=f"sl.reshard(q, {want!r})",
         )

@@ -16,7 +16,9 @@ __all__ = ["Piece", "narrowed", "pieces"]
 
 
 class Piece(NamedTuple):
-    """Rows q0:q1 of the queries against rows k0:k1 of the keys; kind: full, causal (then square) or masked."""
+    """Rows q0:q1 of the queries against rows k0:k1 of the keys;
+    kind: full, causal (then square) or masked.
+    """
 
     q0: int
     q1: int
@@ -37,7 +39,8 @@ _TILE = 64  # rows of a masked tile, at least
 
 @lru_cache(maxsize=4096)
 def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, ...]:
-    """List the calls for the queries at ``q`` and the keys at ``k``, in the order in which the rows lie.
+    """List the calls for the queries at ``q`` and the keys at
+    ``k``, in the order in which the rows lie.
 
     >>> from shardlib.ops.attention.masks import Causal
     >>> pieces((Run(4, 1, 4),), (Run(0, 1, 4),), Causal())
@@ -56,7 +59,10 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
     found: list[Piece] = []
     for q0, q_run in _cut(q, cut_q):
         for k0, k_run in _cut(k, cut_k):
-            found += [Piece(a + q0, b + q0, c + k0, d + k0, kind) for a, b, c, d, kind in _cell(q_run, k_run, mask)]
+            found += [
+                Piece(a + q0, b + q0, c + k0, d + k0, kind)
+                for a, b, c, d, kind in _cell(q_run, k_run, mask)
+            ]
     found = _merged(found)
     if len(found) > 8:
         box = Piece(min(p.q0 for p in found), max(p.q1 for p in found), min(p.k0 for p in found),
@@ -144,7 +150,12 @@ def _merged(found: list[Piece]) -> list[Piece]:
     rows: list[Piece] = []
     for p in out:
         above = next(
-            (i for i, r in enumerate(rows) if r.kind == p.kind == "full" and r.q1 == p.q0 and r[2:4] == p[2:4]), -1
+            (
+                i
+                for i, r in enumerate(rows)
+                if r.kind == p.kind == "full" and r.q1 == p.q0 and r[2:4] == p[2:4]
+            ),
+            -1,
         )
         if above >= 0:
             rows[above] = rows[above]._replace(q1=p.q1)

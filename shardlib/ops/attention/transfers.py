@@ -35,7 +35,9 @@ def send(job: Job, leaving: Sequence[Leaving]) -> Coming:
     moving = [item for item in leaving if item.pairs]
     with bind(job.mesh):
         blocks = [wrap(item.raw, job.mesh) for item in moving]
-        pending = start_ppermutes(blocks, job.axes, [item.pairs for item in moving]) if moving else []
+        pending = (
+            start_ppermutes(blocks, job.axes, [item.pairs for item in moving]) if moving else []
+        )
     return {item.key: _Posted(p, item.raw) for item, p in zip(moving, pending, strict=True)}
 
 

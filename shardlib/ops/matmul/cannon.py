@@ -31,7 +31,13 @@ __all__ = ["Cannon", "cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages",
 
 
 def cannon_ab(
-    a: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = (), bias: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    row: str,
+    col: str,
+    skewed: tuple[bool, bool],
+    over: Axes = (),
+    bias: Tensor | None = None,
 ) -> Tensor:
     """C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
@@ -47,7 +53,9 @@ def cannon_ab(
     return rounded(c, a.dtype, over, bias=bias)
 
 
-def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
+def cannon_abt(
+    c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
+) -> Tensor:
     """A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     q = axis_size(row)
     b = b if skewed[1] else _skew_b(b, row, col, q)
@@ -60,7 +68,9 @@ def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, boo
     return shift(a, col, -1) if skewed[0] else _home_a(a, row, col, q)
 
 
-def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()) -> Tensor:
+def cannon_atb(
+    a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
+) -> Tensor:
     """B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
@@ -75,25 +85,35 @@ def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, boo
 
 def _skew_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
     """(i, k) -> (i, k-i): rank (i, j) receives A(i, i+j)."""
-    return ppermute(a, (row, col), [(i * q + k, i * q + (k - i) % q) for i in range(q) for k in range(q)])
+    return ppermute(
+        a, (row, col), [(i * q + k, i * q + (k - i) % q) for i in range(q) for k in range(q)]
+    )
 
 
 def _skew_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
     """(k, j) -> (k-j, j): rank (i, j) receives B(i+j, j)."""
-    return ppermute(b, (row, col), [(k * q + j, (k - j) % q * q + j) for k in range(q) for j in range(q)])
+    return ppermute(
+        b, (row, col), [(k * q + j, (k - j) % q * q + j) for k in range(q) for j in range(q)]
+    )
 
 
 def _home_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
     """After the last step rank (i, j) holds A(i, i+j-1): send it to (i, i+j-1)."""
-    return ppermute(a, (row, col), [(i * q + j, i * q + (i + j - 1) % q) for i in range(q) for j in range(q)])
+    return ppermute(
+        a, (row, col), [(i * q + j, i * q + (i + j - 1) % q) for i in range(q) for j in range(q)]
+    )
 
 
 def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
     """After the last step rank (i, j) holds B(i+j-1, j): send it to (i+j-1, j)."""
-    return ppermute(b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)])
+    return ppermute(
+        b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)]
+    )
 
 
-def cannon_words(form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1) -> Fraction:
+def cannon_words(
+    form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1
+) -> Fraction:
     """Words one rank receives: q-1 shifts of A and of B, and the skew or the way home of each.
 
     A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
@@ -110,7 +130,12 @@ def cannon_words(form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, 
 def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
     """2(q-1) shifts, and one more for each skew, way home or last shift."""
     made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
-    return 0 if q == 1 else 2 * (q - 1) + sum(not pre or is_result for pre, is_result in zip(skewed, made, strict=True))
+    return (
+        0
+        if q == 1
+        else 2 * (q - 1)
+        + sum(not pre or is_result for pre, is_result in zip(skewed, made, strict=True))
+    )
 
 
 # ---------------------------------------------------------------- the schedule and its registration
@@ -127,7 +152,9 @@ class Cannon:
     col: str
     skewed: tuple[bool, bool] = (False, False)
 
-    def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Tensor | None = None
+    ) -> Tensor:
         """ab(A, B), abt(C, B) or atb(A, C)."""
         if form == "ab":
             return cannon_ab(p, q, self.row, self.col, self.skewed, over, bias)

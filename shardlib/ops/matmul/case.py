@@ -1,11 +1,13 @@
-"""What the matmul algorithms need to know of a product Y = X W: layouts, sizes, mesh; no tensors."""
+"""What the matmul algorithms need to know of a product Y = X
+W: layouts, sizes, mesh; no tensors.
+"""
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlib.errors import ImplicitCommunication, NoRule, RankMismatch, ShardError
+from shardlib.errors import ImplicitCommunication, NoImplementation, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
 from shardlib.ops.registry import case_of
@@ -73,9 +75,13 @@ class MatmulCase:
         return Layout(dims=(*self.x.dims[:-1], columns))
 
     def over(self, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that split Y and not X, and those that split Y and not W: where gradients must be summed."""
+        """The axes that split Y and not X, and those that split Y
+        and not W: where gradients must be summed.
+        """
         split = [a for a, n in self.mesh if n > 1 and a in out.axes]
-        return tuple(a for a in split if a not in self.x.axes), tuple(a for a in split if a not in self.w.axes)
+        return tuple(a for a in split if a not in self.x.axes), tuple(
+            a for a in split if a not in self.w.axes
+        )
 
     @property
     def width(self) -> int:
@@ -85,7 +91,9 @@ class MatmulCase:
     def batch(self) -> int | str:
         """Batch dimensions both operands have, or why they cannot be multiplied in place."""
         batch = len(self.w_shape) - 2
-        if batch and (self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)):
+        if batch and (
+            self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)
+        ):
             return "batch dimensions lie differently"
         return batch
 
@@ -95,17 +103,19 @@ class MatmulCase:
             for name, shape, layout in (("x", self.x_shape, self.x), ("w", self.w_shape, self.w))
         }
 
-    def fix(self) -> tuple[str, type[NoRule]]:
-        """The reshard of W that some algorithm would accept, or of a result that was asked for elsewhere."""
+    def fix(self) -> tuple[str, type[NoImplementation]]:
+        """The reshard of W that some algorithm would accept, or
+        of a result that was asked for elsewhere.
+        """
         if self.out is not None:
-            return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoRule
+            return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoImplementation
         rows, last = self.x.dims[:-1], self.x.dims[-1]
         taken = {a for d in rows for a in d.axes} | set(last.axes)
         batch = ["."] * (len(self.w_shape) - 2)
         if last.is_split and len(self.w_shape) == 2:
             wanted = f"{last} ."
         elif self.x.skew or self.w.skew:
-            return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoRule
+            return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoImplementation
         else:
             columns = self.w.dims[-1]
             wanted = " ".join([*batch, ".", str(columns) if not taken & set(columns.axes) else "."])

@@ -1,4 +1,5 @@
-"""Operands that no algorithm fits as they lie, though one would if a rank took a part of what it holds whole.
+"""Operands that no algorithm fits as they lie, though one would if a
+rank took a part of what it holds whole.
 
 As a row-parallel layer does to an input that is not split.  Nothing moves forward; the gradient of
 what was cut is gathered.
@@ -16,7 +17,9 @@ __all__ = ["cut_for", "whole_rows"]
 
 
 def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
-    """Where rows that a weight's rule takes to be split are whole, as those of another weight: they stay so."""
+    """Where rows that a weight's rule takes to be split are whole,
+    as those of another weight: they stay so.
+    """
     if case.out is None or any(d.is_split for d in case.x.dims[:-1]):
         return None
     out = Layout((*case.x.dims[:-1], case.out.dims[-1]))
@@ -24,7 +27,8 @@ def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
 
 
 def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
-    """Layouts of X and W that an algorithm fits and that cut what each rank holds whole, so that nothing moves.
+    """Layouts of X and W that an algorithm fits and that cut what each
+    rank holds whole, so that nothing moves.
 
     The cut value's gradient is gathered in turn, and counts: the cheapest wins.
     """
@@ -38,7 +42,9 @@ def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
 
 
 def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
-    """X's contraction cut as W's, or W's as X's; and besides, X's rows over an axis that splits W alone."""
+    """X's contraction cut as W's, or W's as X's; and besides,
+    X's rows over an axis that splits W alone.
+    """
     x, w = case.x, case.w
     if len(case.w_shape) != 2 or x.skew or w.skew:
         return
@@ -48,7 +54,11 @@ def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layo
 
     firsts = [x]
     theirs = w.dims[-2]
-    if not x.dims[-1].is_split and theirs.order == "contiguous" and not any(isinstance(p, int) for p in theirs.parts):
+    if (
+        not x.dims[-1].is_split
+        and theirs.order == "contiguous"
+        and not any(isinstance(p, int) for p in theirs.parts)
+    ):
         for count in range(1, len(theirs.parts) + 1):
             token = Dim(theirs.parts[:count])
             if not set(token.axes) & set(x.axes) and divides(case.x_shape[-1], token):
@@ -58,7 +68,12 @@ def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layo
             yield first, w
         for axis in w.axes:
             for d, n in enumerate(case.x_shape[:-1]):
-                if axis not in first.axes and not first.dims[d].is_split and n > 1 and divides(n, Dim((axis,))):
+                if (
+                    axis not in first.axes
+                    and not first.dims[d].is_split
+                    and n > 1
+                    and divides(n, Dim((axis,)))
+                ):
                     yield Layout((*first.dims[:d], Dim((axis,)), *first.dims[d + 1 :])), w
     mine = x.dims[-1]
     if mine.is_split and not w.dims[-2].is_split and not set(mine.axes) & set(w.axes):

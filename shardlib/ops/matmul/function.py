@@ -74,7 +74,13 @@ class Product(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor, bias: Tensor | None
+        ctx: Any,
+        schedule: Schedule,
+        mesh: Mesh,
+        over: tuple[Axes, Axes],
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.call = schedule, mesh, over
         with bind(mesh):
@@ -93,13 +99,21 @@ class Product(Local):
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
         with bind(mesh):
-            dx, dw = schedule.gradients(wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over)
+            dx, dw = schedule.gradients(
+                wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over
+            )
         dx = None if dx is None else unwrap(dx)
         return None, None, None, dx, None if dw is None else unwrap(dw), None
 
 
 def _recorded(
-    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], dy: Tensor, x: Tensor, w: Tensor, need: Any
+    schedule: Schedule,
+    mesh: Mesh,
+    over: tuple[Axes, Axes],
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    need: Any,
 ) -> Gradients:
     """Gradients that can be differentiated: sums of what is the same on every rank are so too."""
     dy, x, w = vary(dy, mesh, schedule.summed), vary(x, mesh, over[0]), vary(w, mesh, over[1])

@@ -32,7 +32,8 @@ __all__ = ["Matmul1D", "oned"]
 class Matmul1D:
     """A local product, Y summed over ``summed``.
 
-    ``wide``  where X's gradient is added in fp32, for the node that sums it for several products, or None.
+    ``wide``  where X's gradient is added in fp32, for the node
+              that sums it for several products, or None.
     """
 
     summed: Axes = ()
@@ -82,8 +83,12 @@ def oned(case: MatmulCase) -> Match | str:
     backward += summing(case.w_bytes, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
-    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
-        """X's gradient is summed once for all products that read it; a local product is torch's own."""
+    def call(
+        x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
+    ) -> Tensor:
+        """X's gradient is summed once for all products that
+        read it; a local product is torch's own.
+        """
         axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
         if not (axes or over[1] or wide is not None):
             if bias is None:

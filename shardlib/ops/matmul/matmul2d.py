@@ -1,4 +1,5 @@
-"""Products of matrices in 2D blocks: the forms, the schedule that SUMMA and Cannon share, which layouts fit.
+"""Products of matrices in 2D blocks: the forms, the schedule that
+SUMMA and Cannon share, which layouts fit.
 
 Three matrices A [M, K], B [K, N], C [M, N] lie in blocks on a (row, col) grid.  Each of three forms
 computes one of them from the others, and the gradients of one form are the other two:
@@ -49,7 +50,9 @@ class Grid(Protocol):
     """SUMMA or Cannon on a row x col grid."""
 
     def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
-        """ab(A, B), abt(C, B) or atb(A, C), summed over further axes; a bias is added before it is rounded."""
+        """ab(A, B), abt(C, B) or atb(A, C), summed over further
+        axes; a bias is added before it is rounded.
+        """
         ...
 
 
@@ -100,7 +103,9 @@ class Product2D:
             return x
         return x.reshape(*x.shape[: self.batch], -1, x.shape[-1])
 
-    def _recorded(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
+    def _recorded(
+        self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None
+    ) -> Tensor:
         """The same as a product of its own, so that it can be differentiated."""
         mesh, schedule = current_mesh(), replace(self, form=form)
         x, w = (p.mT if form == "atb" else p), (q.mT if form == "abt" else q)
@@ -160,7 +165,9 @@ class Sizes2D:
     def uneven(self) -> str:
         """Panels must be whole: K divides over lcm(row, col), M and N over their axes."""
         panels = math.lcm(*self.shape)
-        return f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
+        return (
+            f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
+        )
 
     def out(self) -> Layout:
         """Y's layout."""
@@ -181,14 +188,20 @@ class Sizes2D:
         """The price of forward and of both gradients.
 
         ``blocks``   of temporaries at the peak.
-        ``rounded``  sums of half precision are rounded as they travel inside, and so travel on wide.
+        ``rounded``  sums of half precision are rounded as they
+                     travel inside, and so travel on wide.
         """
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
         forms: list[Form] = [self.form, *(f for f in ROLES if f != self.form)]
-        costs = [moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size) for f in forms]
+        costs = [
+            moving((self.row, self.col), words(f) * size, messages(f), blocks * panel * size)
+            for f in forms
+        ]
         backward = costs[1] + costs[2]
-        backward += summing(self.case.w_bytes, self.extra, self.mesh, self.case.width if rounded else 1)
+        backward += summing(
+            self.case.w_bytes, self.extra, self.mesh, self.case.width if rounded else 1
+        )
         return Match(
             self.out(),
             Product2D(self.form, grid, self.batch),

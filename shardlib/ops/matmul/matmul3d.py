@@ -1,6 +1,7 @@
 """The three-axis product: gather X over n, gather W over m, multiply, scatter the sum of Y over k.
 
-The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N] = X [M, K] W [K, N]:
+The mesh axes play three roles, m, k and n, of any sizes pm
+pk pn = P.  Y [M, N] = X [M, K] W [K, N]:
 
     X   [M/(m n), K/k]  ->  gather over n  ->  [M/m, K/k]
     W   [K/(k m), N/n]  ->  gather over m  ->  [K/k, N/n]
@@ -43,7 +44,15 @@ from shardlib.ops.matmul.prefetch import Gather, next_gather
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
-__all__ = ["Cube", "Matmul3D", "Movements", "cube_words", "gradients", "movements", "price_of_gather"]
+__all__ = [
+    "Cube",
+    "Matmul3D",
+    "Movements",
+    "cube_words",
+    "gradients",
+    "movements",
+    "price_of_gather",
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class Cube:
 
     ``save``    the gathered operands that backward keeps, of "x" and "w".
     ``summed``  axes over which Y is summed besides, on every rank.
-    ``w_first``  backward multiplies dW before dX: W's side moves more, and the second product hides it.
+    ``w_first``  backward multiplies dW before dX: W's side
+                 moves more, and the second product hides it.
     """
 
     x: tuple[Move, ...]
@@ -64,9 +74,14 @@ class Cube:
 
 
 def product(
-    x: Tensor, w: Tensor | Pending, cube: Cube, onward: Callable[[], None] = lambda: None, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor | Pending,
+    cube: Cube,
+    onward: Callable[[], None] = lambda: None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y (plus a bias), and the gathered X and W.  x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
+    """Y (plus a bias), and the gathered X and W.  x [M/(m n),
+    K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
 
     ``w``       a block, or the gathered one on its way.
     ``onward``  starts what may travel during the product.
@@ -88,13 +103,18 @@ def gradients(
     onward: Callable[[], None] = lambda: None,
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX and dW: the sum of the first travels during the second's product, as does what that one must gather.
+    """dX and dW: the sum of the first travels during the second's
+    product, as does what that one must gather.
 
     ``over``    the axes over which each of them is summed besides.
     ``onward``  starts what may travel during the second product as well.
     ``wide``    dX is left in fp32, for the sum of several.
     """
-    coming_w = post(all_gather, w, () if "w" in cube.save or not need[0] else cube.w) if isinstance(w, Tensor) else w
+    coming_w = (
+        post(all_gather, w, () if "w" in cube.save or not need[0] else cube.w)
+        if isinstance(w, Tensor)
+        else w
+    )
     dy = post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
     coming_x = post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
 
@@ -122,8 +142,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _scatter(a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None) -> Pending:
-    """a @ b, scattered, and summed over further axes; of half precision only what travels is rounded before a sum."""
+def _scatter(
+    a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None
+) -> Pending:
+    """a @ b, scattered, and summed over further axes; of half precision
+    only what travels is rounded before a sum.
+    """
     if not moves:
         out = summed_product(a, b, over, bias)
         return Pending(lambda: out)
@@ -136,9 +160,10 @@ class Matmul3D:
     """One run of the three-axis product.
 
     ``gather``  W's, which may have been started early, and those of its neighbours: prefetch.py.
-    ``again``   where X was gathered for several products: the gather that backward makes once for all of them,
-                of the block ``x``.
-    ``wide``    where X's gradient is added in fp32, for the node that scatters it for several products.
+    ``again``   where X was gathered for several products: the gather that backward makes
+                once for all of them, of the block ``x``.
+    ``wide``    where X's gradient is added in fp32, for the
+                node that scatters it for several products.
     """
 
     cube: Cube
@@ -184,7 +209,9 @@ class Matmul3D:
             dx, dw = gradients(dy, x, w, self.cube, need, over, wide=self.wide is not None)
         else:
             coming = gather.take() or w
-            dx, dw = gradients(dy, x, coming, self.cube, need, over, gather.start_previous, self.wide is not None)
+            dx, dw = gradients(
+                dy, x, coming, self.cube, need, over, gather.start_previous, self.wide is not None
+            )
         if self.wide is not None and dx is not None:
             self.wide.add(unwrap(dx))
             dx = None
@@ -219,9 +246,13 @@ def _stuck(dim: Dim, moving: set[str]) -> str:
 def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
     """The axes that X is gathered over, that W is gathered over, and that Y is summed over."""
     rows = {a for d in case.x.dims[:-1] for a in d.axes}
-    k_of_x, k_of_w, columns = (set(d.axes) for d in (case.x.dims[-1], case.w.dims[0], case.w.dims[1]))
+    k_of_x, k_of_w, columns = (
+        set(d.axes) for d in (case.x.dims[-1], case.w.dims[0], case.w.dims[1])
+    )
     if case.out is not None:
-        down, across = ({a for d in dims for a in d.axes} for dims in (case.out.dims[:-1], case.out.dims[-1:]))
+        down, across = (
+            {a for d in dims for a in d.axes} for dims in (case.out.dims[:-1], case.out.dims[-1:])
+        )
     else:
         down, across = rows - columns, columns
     if k_of_x - k_of_w - columns:
@@ -237,7 +268,9 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
 
 
 class Movements(NamedTuple):
-    """What moves, Y's layout, Y's layout while its sum is pending, and the axes summed without a scatter."""
+    """What moves, Y's layout, Y's layout while its sum is
+    pending, and the axes summed without a scatter.
+    """
 
     cube: Cube
     out: Layout
@@ -262,7 +295,8 @@ def movements(case: MatmulCase) -> Movements | str:
     parts = [_parted(dim, gone) for _, dim, gone in sides]
     kept = [dim for dim, _ in parts]
     x_moves, w_moves = (
-        tuple(Move(axes, dim) for dim, (_, axes) in enumerate(group) if axes) for group in (parts[:-2], parts[-2:])
+        tuple(Move(axes, dim) for dim, (_, axes) in enumerate(group) if axes)
+        for group in (parts[:-2], parts[-2:])
     )
     x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
     if x_k != w_k or (x_k.is_split and x_k.order != "contiguous"):
@@ -298,7 +332,11 @@ def _scattered(
     moves = []
     for d, (now, then) in enumerate(zip(whole, wanted.dims, strict=True)):
         more = then.parts[len(now.parts) :]
-        if then.parts[: len(now.parts)] != now.parts or then.order != now.order or not set(more) <= set(summed):
+        if (
+            then.parts[: len(now.parts)] != now.parts
+            or then.order != now.order
+            or not set(more) <= set(summed)
+        ):
             return f"gives {Layout(dims=whole)} summed over {' '.join(summed) or 'nothing'}, not {wanted}"
         if more and any(isinstance(p, int) for p in now.parts):
             return f"y {then}: a sum cannot be scattered inside a group"
@@ -328,7 +366,9 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     move_w, wide_w = price_of_gather(w, cube.w, mesh)
     move_y, wide_y = price_of_gather(y, cube.y, mesh)
     pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
-    forward = move_x + move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
+    forward = (
+        move_x + move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
+    )
     over = case.over(out)
     backward = move_y + move_x + move_w
     backward += summing(x, over[0], mesh, case.width if cube.x else 1)
@@ -336,23 +376,34 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
     held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
-    again = ("again", cube.x, over[0]) in case.held  # other products gather it once more in backward
+    # other products gather it once more in backward
+    again = ("again", cube.x, over[0]) in case.held
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in cube.save))
     if held:  # X was gathered for another product, and its gradient is scattered with that one's
         forward = move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
         backward = move_y + move_w + summing(w, over[1], mesh, case.width if cube.w else 1)
         backward += Cost() if "w" in cube.save else move_w
         backward += Cost() if "x" in cube.save or again else move_x
-    of_x, of_w = ((wide - own) * (1 + (name not in save)) for name, wide, own in (("x", wide_x, x), ("w", wide_w, w)))
+    of_x, of_w = (
+        (wide - own) * (1 + (name not in save))
+        for name, wide, own in (("x", wide_x, x), ("w", wide_w, w))
+    )
     cube = replace(cube, w_first=of_w > of_x)
     temporary = (wide_x - x) * (not held) + (wide_w - w) + (wide_y - y)
     more = (wide_x - x) if case.more and not held else 0  # for other products as well
     forward, backward = (replace(c, memory=temporary) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
-    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+    def call(
+        x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
+    ) -> Tensor:
         """W may be on its way already, and X may be gathered for several products at once."""
-        again = torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
+        again = (
+            torch.is_grad_enabled()
+            and x.raw.requires_grad
+            and bool(cube.w)
+            and "w" not in cube.save
+        )
         gather = next_gather(w.raw, cube.w, x.mesh, again)
         if not shared:
             return Product.apply(Matmul3D(cube, gather), x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
@@ -368,7 +419,11 @@ def _match(case: MatmulCase, save: str) -> Match | str:
 
     moved = (
         f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
-        for name, moves, verb in (("X", cube.x, "gathered"), ("W", cube.w, "gathered"), ("Y", cube.y, "scattered"))
+        for name, moves, verb in (
+            ("X", cube.x, "gathered"),
+            ("W", cube.w, "gathered"),
+            ("Y", cube.y, "scattered"),
+        )
         if moves
     )
     if held:

@@ -1,10 +1,13 @@
-"""A value is gathered once for all products that read it, and their gradients are added before the one sum.
+"""A value is gathered once for all products that read it, and
+their gradients are added before the one sum.
 
-``gathered`` hangs the gathered copy on the value.  Its gradient is one node of autograd, which runs when
-every product that took part has added its own: whichever of them a backward leaves out, the sum is right.
-Products that save blocks gather them once more in backward, also together.
+``gathered`` hangs the gathered copy on the value.  Its gradient
+             is one node of autograd, which runs when
+every product that took part has added its own: whichever of them a backward leaves out, the sum is
+right.  Products that save blocks gather them once more in backward, also together.
 
-The copy goes when the last product that reads it has run, where that is known (prefetch.py), or with the value.
+The copy goes when the last product that reads it has run, where that
+is known (prefetch.py), or with the value.
 """
 
 from typing import Any
@@ -37,7 +40,8 @@ class Again:
 
     def gather(self, raw: Tensor) -> Tensor:
         """X whole for one reader's backward; the last one lets it go."""
-        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for: each has its own
+        # a gradient of the gradient will be asked for: each has its own
+        if torch.is_grad_enabled():
             with bind(self.mesh):
                 return unwrap(_gather(wrap(vary(raw, self.mesh, self.over), self.mesh), self.moves))
         if self.wide is None:
@@ -72,9 +76,15 @@ class _Gather(Local):
             return None, None
         with bind(mesh):
             if torch.is_grad_enabled():
-                return None, total(unwrap(post(psum_scatter, wrap(g, mesh), again.moves).wait()), mesh, again.over)
+                return None, total(
+                    unwrap(post(psum_scatter, wrap(g, mesh), again.moves).wait()), mesh, again.over
+                )
             x = wrap(g.float() if dtype.itemsize == 2 else g, mesh)
-            return None, unwrap(rounded(post(psum_scatter, x, again.moves, wire=dtype).wait(), dtype, again.over, True))
+            return None, unwrap(
+                rounded(
+                    post(psum_scatter, x, again.moves, wire=dtype).wait(), dtype, again.over, True
+                )
+            )
 
 
 def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:

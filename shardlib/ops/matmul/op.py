@@ -1,4 +1,5 @@
-"""Matrix products of sharded values: torch's matmul and linear, ``sl.matmul``, and the bias added inside.
+"""Matrix products of sharded values: torch's matmul and linear,
+``sl.matmul``, and the bias added inside.
 
 ``product_of`` looks up which algorithm fits the operands' layouts (registry.py), has its schedule
 run on their blocks (function.py), and says where the result lies.
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
-from shardlib.errors import BadArgument, NoRule, ShardError
+from shardlib.errors import BadArgument, NoImplementation, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.ops.einsum import contract, product_line
@@ -83,12 +84,17 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     left, right = x.shape, w.shape
     if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
         name = func.__name__.strip("_")
-        raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")  # torch says the same on whole tensors
+        # torch says the same on whole tensors
+        raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")
     if 0 in left or 0 in right:
         raise TypeError("an empty product")
     if 1 in (len(left), len(right)) and x.dtype != w.dtype:
-        raise BadArgument("operands have different dtypes", op=func.__name__.strip("_"),
-                          operands={"x": typeof(x), "y": typeof(w)}, fix="x @ y.to(x.dtype)")  # fmt: skip
+        raise BadArgument(
+            "operands have different dtypes",
+            op=func.__name__.strip("_"),
+            operands={"x": typeof(x), "y": typeof(w)},
+            fix="x @ y.to(x.dtype)",
+        )
     if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
             return product_of(x, w)
@@ -134,10 +140,11 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
-    """X @ W, where the result must lie as ``out`` says; the layouts of X, W and Y decide which axis moves what.
+    """X @ W, where the result must lie as ``out`` says; the layouts of
+    X, W and Y decide which axis moves what.
 
     Shapes: x [..., M, K], w [K, N] -> [..., M, N].
-    Raises: NoRule listing every algorithm and why it does not give that layout.
+    Raises: NoImplementation listing every algorithm and why it does not give that layout.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(tp=2):
@@ -150,17 +157,22 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
     return product_of(x, w, out)
 
 
-def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None) -> ShardedTensor:
+def product_of(
+    x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None
+) -> ShardedTensor:
     """x @ w by the cheapest or the pinned algorithm; ``out`` is the layout the result must have.
 
-    ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the columns do.
+    ``bias`` [N] is added; in half precision before the result is
+             rounded, where it lies as the columns do.
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
     of_x, of_w = x.place, w.place
     mesh = of_x.mesh
-    if of_x.merged_from and (of_w.out_layout or any(isinstance(p, int) for p in of_x.dims[0].parts)):
+    if of_x.merged_from and (
+        of_w.out_layout or any(isinstance(p, int) for p in of_x.dims[0].parts)
+    ):
         # the weight's rule speaks of the dimensions before a view, and so do groups of rows
         unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
         return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
@@ -177,7 +189,18 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
     out = out or of_w.out_layout
     more = read_again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
-    key = ("matmul", of_x.layout, of_w.layout, of_x.shape, of_w.shape, dtype, out, held, more, asked)
+    key = (
+        "matmul",
+        of_x.layout,
+        of_w.layout,
+        of_x.shape,
+        of_w.shape,
+        dtype,
+        out,
+        held,
+        more,
+        asked,
+    )
     plan = known(key, lambda: _planned(case(x, w, out, held, more), asked, mesh), mesh.plans)
     if not isinstance(plan, _Plan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
@@ -200,7 +223,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
         met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
         own = match.adds and not lead(mesh) and not over[1] and not (over[0] and is_half(x.raw))
         added = vary(bias.raw, mesh, met) if own else bias.raw.detach()
-        met = None if own or not bias.raw.requires_grad else met  # torch's own function gives its gradient
+        # torch's own function gives its gradient
+        met = None if own or not bias.raw.requires_grad else met
     if match.call is None:
         raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
     else:
@@ -215,7 +239,8 @@ def product_of(x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTen
 
 
 class _Plan(NamedTuple):
-    """What runs, where gradients of X and of W are summed, and where Y lies: all that is not values.
+    """What runs, where gradients of X and of W are summed,
+    and where Y lies: all that is not values.
 
     Of operands whose gradients are deferred the last two are found anew.
     """
@@ -225,11 +250,15 @@ class _Plan(NamedTuple):
     place: Place
 
 
-def _planned(case: MatmulCase, asked: bool, mesh: Mesh) -> _Plan | tuple[Layout, Layout, Layout | None]:
-    """The plan of a product, or the layouts to which operands are cut before they are multiplied."""
+def _planned(
+    case: MatmulCase, asked: bool, mesh: Mesh
+) -> _Plan | tuple[Layout, Layout, Layout | None]:
+    """The plan of a product, or the layouts to which operands
+    are cut before they are multiplied.
+    """
     try:
         match = decide("matmul", case)
-    except NoRule:
+    except NoImplementation:
         bare = replace(case, held=_NOTHING, more=None)
         cut = cut_for(bare) or (None if asked or case.out is None else whole_rows(bare))
         if cut is None:
@@ -244,14 +273,20 @@ _NOTHING: frozenset[Any] = frozenset()
 
 
 def _may_add(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
-    """May the algorithm add this bias: before a half precision result is rounded, or by torch's own function?"""
+    """May the algorithm add this bias: before a half precision
+    result is rounded, or by torch's own function?
+    """
     able = is_half(x.raw) or (match.adds and not lead(x.mesh))
-    alike = bias.raw.dtype == x.raw.dtype and len(bias.padded_shape) == 1 and bias.dims == out.dims[-1:]
+    alike = (
+        bias.raw.dtype == x.raw.dtype and len(bias.padded_shape) == 1 and bias.dims == out.dims[-1:]
+    )
     return able and alike and not bias.deferred
 
 
 class _Biased(Local):
-    """apply(y, bias, mesh, axes): y, which holds the bias already; the bias's gradient is summed over ``axes``."""
+    """apply(y, bias, mesh, axes): y, which holds the bias already; the
+    bias's gradient is summed over ``axes``.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: Mesh, axes: Axes) -> Tensor:

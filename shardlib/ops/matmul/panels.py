@@ -38,7 +38,9 @@ class Move(NamedTuple):
 
 
 def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
-    """Start the moves: all but the last are waited for; differentiable where a gradient is recorded."""
+    """Start the moves: all but the last are waited for;
+    differentiable where a gradient is recorded.
+    """
     if torch.is_grad_enabled():
         for move in moves:
             x = f(x, move.axes, move.dim, **how)
@@ -82,7 +84,9 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def partial_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b on its way to a sum: of half precision operands in fp32.  a [.., M, K], b [.., K, N]."""
+    """a @ b on its way to a sum: of half precision operands
+    in fp32.  a [.., M, K], b [.., K, N].
+    """
     if a.dtype not in _HALF:
         return a @ b
     if a.is_cuda and a.ndim == b.ndim == 2:
@@ -91,11 +95,17 @@ def partial_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rounded(
-    c: Tensor, dtype: torch.dtype, over: tuple[str, ...] = (), wire: bool = False, bias: Tensor | None = None
+    c: Tensor,
+    dtype: torch.dtype,
+    over: tuple[str, ...] = (),
+    wire: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """An accumulator plus a bias in the operands' ``dtype``, summed over further axes before it is rounded.
+    """An accumulator plus a bias in the operands' ``dtype``,
+    summed over further axes before it is rounded.
 
-    ``wire``  parts travel in the accumulator's dtype, since they were rounded to ``dtype`` before they came here.
+    ``wire``  parts travel in the accumulator's dtype, since they were
+              rounded to ``dtype`` before they came here.
     """
     if bias is not None:
         c = c + bias.to(c.dtype) / (axis_size(over) if over else 1)
@@ -104,15 +114,22 @@ def rounded(
     return c if c.dtype == dtype else c.to(dtype)
 
 
-def summed_product(a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None) -> Tensor:
-    """a @ b + bias, summed over mesh axes: half precision in fp32, rounded to travel and once they are summed."""
+def summed_product(
+    a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None
+) -> Tensor:
+    """a @ b + bias, summed over mesh axes: half precision in fp32,
+    rounded to travel and once they are summed.
+    """
     if over or (bias is not None and type(bias) is not Tensor):
         return rounded(partial_product(a, b), a.dtype, over, bias=bias)
-    return a @ b if bias is None else F.linear(a, b.mT, bias)  # torch adds the bias before it rounds, too
+    # torch adds the bias before it rounds, too
+    return a @ b if bias is None else F.linear(a, b.mT, bias)
 
 
 class Panels(NamedTuple):
-    """``steps``: per K panel A's owner along ``col`` and slot there, B's owner along ``row`` and slot."""
+    """``steps``: per K panel A's owner along ``col`` and slot
+    there, B's owner along ``row`` and slot.
+    """
 
     steps: list[tuple[int, int, int, int]]
     of_a: int  # panels that a rank owns of A, and of B
@@ -121,13 +138,16 @@ class Panels(NamedTuple):
 
 @lru_cache(maxsize=256)
 def panels(row: int, col: int, slices: int = 1) -> Panels:
-    """K is cut into lcm(row, col) panels, so that each has one owner in both operands, and those into slices.
+    """K is cut into lcm(row, col) panels, so that each has one owner
+    in both operands, and those into slices.
 
     >>> panels(1, 2).steps
     [(0, 0, 0, 0), (1, 0, 0, 1)]
     """
     n = math.lcm(row, col) * slices
-    return Panels([(*divmod(k, n // col), *divmod(k, n // row)) for k in range(n)], n // col, n // row)
+    return Panels(
+        [(*divmod(k, n // col), *divmod(k, n // row)) for k in range(n)], n // col, n // row
+    )
 
 
 def cut(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Prefetch of gathered weights: each product starts the all-gather that the next one needs, as FSDP does.
+"""Prefetch of gathered weights: each product starts the
+all-gather that the next one needs, as FSDP does.
 
 Forward, the next one is that of the last call, whose order is remembered; backward, the product
 before.  The gather travels while the weight before it is multiplied, so one gathered weight more is
@@ -22,7 +23,15 @@ from shardlib.mesh import Mesh, bind, scope, within
 from shardlib.ops.matmul.panels import Move, post
 from shardlib.tensor import ShardedTensor, made_of
 
-__all__ = ["Entry", "Gather", "next_gather", "not_prefetching", "planned", "prefetching", "read_again"]
+__all__ = [
+    "Entry",
+    "Gather",
+    "next_gather",
+    "not_prefetching",
+    "planned",
+    "prefetching",
+    "read_again",
+]
 
 
 T = TypeVar("T")
@@ -36,7 +45,9 @@ class Gather:
 
     __slots__ = ("after", "before", "mesh", "moves", "pending", "started", "w")
 
-    def __init__(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, started: "list[Gather]") -> None:
+    def __init__(
+        self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, started: "list[Gather]"
+    ) -> None:
         self.w, self.moves, self.mesh, self.started = w, moves, mesh, started
         self.before: Gather | None = None
         self.after: Gather | None = None
@@ -119,10 +130,11 @@ class _Call:
         return here
 
     def again(self, x: ShardedTensor) -> bool | None:
-        """Will a later product read this X?  As in the last call, as long as this one goes as that did.
+        """Will a later product read this X?  As in the last
+        call, as long as this one goes as that did.
 
-        Else yes, though it is a guess: what is gathered for several moves no more than what is gathered for
-        one, and only stays longer.
+        Else yes, though it is a guess: what is gathered for several moves no more than what is
+        gathered for one, and only stays longer.
         """
         at = len(self.read)
         made_of(x)
@@ -160,17 +172,22 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class _Rehearsal:
-    """A plan of a call: nothing is guessed, and ``learnt`` counts the calls found to read a value more than once."""
+    """A plan of a call: nothing is guessed, and ``learnt`` counts the
+    calls found to read a value more than once.
+    """
 
     learnt = 0
 
 
 @contextmanager
-def prefetching(order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None) -> Iterator[None]:
+def prefetching(
+    order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None
+) -> Iterator[None]:
     """Expect products in the order of ``order``, which is brought up to date at the end.
 
     ``weights``  the blocks that may be gathered early, by name.
-    Every rank must run the same products.  Another thread's call may bring ``order`` up to date meanwhile.
+    Every rank must run the same products.  Another thread's call
+    may bring ``order`` up to date meanwhile.
     """
     call, rehearsal = _Call(list(order), weights, list(reads or [])), scope().rehearsal
     try:
@@ -191,7 +208,9 @@ def not_prefetching() -> within:
 
 
 def planned(plan: Callable[[], T]) -> T:
-    """What ``plan`` gives when it is known how often values are read: at its second run, where the first found out."""
+    """What ``plan`` gives when it is known how often values are read: at
+    its second run, where the first found out.
+    """
     rehearsal = _Rehearsal()
     with within(rehearsal=rehearsal):
         found = plan()
@@ -199,12 +218,16 @@ def planned(plan: Callable[[], T]) -> T:
 
 
 def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
-    """The gather of the product that runs now; ``again``: backward will gather its weight once more."""
+    """The gather of the product that runs now; ``again``:
+    backward will gather its weight once more.
+    """
     call = scope().prefetch
     return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
 
 
 def read_again(x: ShardedTensor) -> bool | None:
-    """Will a later product of this call read X as it is?  None outside a call, where it is not known."""
+    """Will a later product of this call read X as it is?
+    None outside a call, where it is not known.
+    """
     call = scope().prefetch
     return None if call is None else call.again(x)

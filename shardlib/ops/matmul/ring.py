@@ -33,7 +33,9 @@ Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite w
 
 def ring_ag_matmul(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (1,)) -> Tensor:
     """gather(X) W.  x [.., M/axis, .., K], w [K, N] -> [.., M, .., N]; M is dimension ``dim``."""
-    steps = [[block @ w for block in blocks] for blocks in rotate(x.chunk(len(ways), dim), axis, ways)]
+    steps = [
+        [block @ w for block in blocks] for blocks in rotate(x.chunk(len(ways), dim), axis, ways)
+    ]
     return _braided(steps, axis, dim, ways)
 
 
@@ -52,7 +54,9 @@ def _braided(steps: list[list[Tensor]], axis: str, dim: int, ways: Ways) -> Tens
     if len(halves) == 1:
         return halves[0]
     p = axis_size(axis)
-    return torch.cat([h.unflatten(dim, (p, h.shape[dim] // p)) for h in halves], dim + 1).flatten(dim, dim + 1)
+    return torch.cat([h.unflatten(dim, (p, h.shape[dim] // p)) for h in halves], dim + 1).flatten(
+        dim, dim + 1
+    )
 
 
 def _gradients(
@@ -141,7 +145,9 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     nbytes = case.bytes_of(passing, shape)
     once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways), nbytes)
     over = case.over(out)
-    backward = once + (once if cube.x else Cost()) + summing(x, over[0], mesh) + summing(w, over[1], mesh)
+    backward = (
+        once + (once if cube.x else Cost()) + summing(x, over[0], mesh) + summing(w, over[1], mesh)
+    )
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
     note += " both ways" if len(ways) > 1 else ""

@@ -1,7 +1,7 @@
 """SUMMA whose X is whole already: only W's panels travel.
 
-Where several products read one X in 2D blocks, X is gathered once for all of them (once.py), and each W still
-passes in panels, so that no weight is gathered whole:
+Where several products read one X in 2D blocks, X is gathered once for all of them (once.py), and
+each W still passes in panels, so that no weight is gathered whole:
 
     x [M, K], w [K/row, N/col]:  Y = sum over r of x[:, r] w_r, w_r from its owner along row
     dX[:, r] = dY w_r^T          summed over col with the other products' (once.py)
@@ -21,7 +21,15 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
 from shardlib.ops.matmul.once import Again, gathered
-from shardlib.ops.matmul.panels import Move, accumulator, add_product, ahead, nothing, partial_product, rounded
+from shardlib.ops.matmul.panels import (
+    Move,
+    accumulator,
+    add_product,
+    ahead,
+    nothing,
+    partial_product,
+    rounded,
+)
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
@@ -35,7 +43,8 @@ def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """One product of a whole X, of which ``x`` is the block and ``again`` the gather that backward makes.
+    """One product of a whole X, of which ``x`` is the block and
+    ``again`` the gather that backward makes.
 
     ``wide``  where X's gradient is added in fp32, for the node that scatters it for all products.
     """
@@ -50,7 +59,9 @@ class Streamed:
         """Y of X [.., K] and W [K/axis, N], and for backward the blocks."""
         rows = x.reshape(-1, x.shape[-1])
         y = accumulator(rows, rows.shape[0], w.shape[-1])
-        for part, panel in zip(rows.chunk(axis_size(self.axis), -1), _panels(w, self.axis), strict=True):
+        for part, panel in zip(
+            rows.chunk(axis_size(self.axis), -1), _panels(w, self.axis), strict=True
+        ):
             add_product(y, part, panel)
         y = rounded(y, w.dtype, bias=bias).reshape(*x.shape[:-1], w.shape[-1])
         if self.again is None or self.x is None:
@@ -95,7 +106,11 @@ def streamed(case: MatmulCase) -> Match | str:
         return found
     cube, out, _, psummed = found
     last = len(case.x.dims) - 1
-    if cube.y or psummed or [(len(m.axes), m.dim) for m in (*cube.x, *cube.w)] != [(1, last), (1, 0)]:
+    if (
+        cube.y
+        or psummed
+        or [(len(m.axes), m.dim) for m in (*cube.x, *cube.w)] != [(1, last), (1, 0)]
+    ):
         return "X's and W's contraction are not split over one axis each"
     over, mesh = case.over(out), case.axes
     held = ("gather", cube.x, over[0]) in case.held
@@ -114,7 +129,9 @@ def streamed(case: MatmulCase) -> Match | str:
     temporary = 0 if held else wide_x - x
     forward, backward = (replace(c, memory=temporary + 2 * w) for c in (forward, backward))
 
-    def call(x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None) -> Tensor:
+    def call(
+        x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
+    ) -> Tensor:
         """X is gathered for all products that read it."""
         whole, once = gathered(x, cube.x, over[0])
         made_of(x)["again", cube.x, over[0]] = None

@@ -1,8 +1,8 @@
 """SUMMA: multiply two 2D-blocked matrices by broadcasting one K panel at a time.
 
-A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row
-and B's panel along each mesh column; no rank ever holds a whole operand, and the panels of
-step k+1, and the sums of step k-1, travel while step k is multiplied.  Three forms, each the others' backward:
+A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row and B's
+panel along each mesh column; no rank ever holds a whole operand, and the panels of step k+1, and
+the sums of step k-1, travel while step k is multiplied.  Three forms, each the others' backward:
 
     AB    C = A B      C stays (Y-stationary)    dA = ABT(dC, B)   dB = ATB(A, dC)
     ABT   A = C B^T    C stays (X-stationary)    dC = AB(dA, B)    dB = ATB(dA, C)
@@ -39,12 +39,23 @@ from shardlib.ops.matmul.panels import (
 )
 from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["Summa", "summa_ab", "summa_abt", "summa_atb", "summa_messages", "summa_slices", "summa_words", "swap"]
+__all__ = [
+    "Summa",
+    "summa_ab",
+    "summa_abt",
+    "summa_atb",
+    "summa_messages",
+    "summa_slices",
+    "summa_words",
+    "swap",
+]
 
 Bias = Tensor | None
 
 
-def summa_ab(a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_ab(
+    a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
+) -> Tensor:
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = cuts
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
@@ -59,7 +70,9 @@ def summa_ab(a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes 
     return rounded(c, a.dtype, over, bias=bias)
 
 
-def summa_abt(c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_abt(
+    c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
+) -> Tensor:
     """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
@@ -79,7 +92,9 @@ def summa_abt(c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes
     return rounded(a, c.dtype, over, True, bias) if more else a
 
 
-def summa_atb(a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None) -> Tensor:
+def summa_atb(
+    a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
+) -> Tensor:
     """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
@@ -128,10 +143,14 @@ def summa_messages(row: int, col: int, stay: str = "C", slices: int = 1) -> int:
     return math.lcm(row, col) * slices * ((row > 1) + (col > 1)) + (stay != "C" and row > 1)
 
 
-def summa_slices(seconds: float, alpha: float, sizes: Sequence[int], panels: int, narrowest: int = 128) -> int:
-    """Into how many slices a panel is cut, so that what hides no transfer, the first slice, is short.
+def summa_slices(
+    seconds: float, alpha: float, sizes: Sequence[int], panels: int, narrowest: int = 128
+) -> int:
+    """Into how many slices a panel is cut, so that what
+    hides no transfer, the first slice, is short.
 
-    ``seconds`` of all transfers; s slices cost (s-1) ``alpha`` more per panel and leave 1/s of the first
+    ``seconds`` of all transfers; s slices cost (s-1) ``alpha``
+                more per panel and leave 1/s of the first
     one bare, so s = sqrt(seconds / alpha); no slice is narrower than ``narrowest``, all are equal.
 
     Source: arXiv 2104.05343 has one panel per rank; slices as in MeshSlice (ISCA 2025).
@@ -140,7 +159,11 @@ def summa_slices(seconds: float, alpha: float, sizes: Sequence[int], panels: int
     (8, 2)
     """
     most = math.isqrt(int(seconds / alpha)) if alpha > 0 else min(sizes)
-    fits = [s for s in range(1, most + 1) if all(n % (panels * s) == 0 and n >= panels * s * narrowest for n in sizes)]
+    fits = [
+        s
+        for s in range(1, most + 1)
+        if all(n % (panels * s) == 0 and n >= panels * s * narrowest for n in sizes)
+    ]
     return max(fits, default=1)
 
 
@@ -160,7 +183,9 @@ class Summa:
     cuts: Panels
     stay: str = "C"
 
-    def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None) -> Tensor:
+    def multiply(
+        self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None
+    ) -> Tensor:
         """ab(A, B), abt(C, B) or atb(A, C)."""
         if bias is not None and (form, self.stay) in _SWAPPED:
             return self.multiply(form, p, q, over) + bias
@@ -202,8 +227,11 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     if case.links:  # measured: then panels are cut for them
         met = [link for axis, link in case.links if axis in (z.row, z.col)]
         seconds = max(k.beta for k in met) * float(words) * case.itemsize * z.copies
-        slices = summa_slices(seconds, max(k.alpha for k in met), (z.m, z.k, z.n), math.lcm(row, col))
-    travels = ("ab" if z.form == "atb" else "atb", stay) not in (("ab", "C"), ("atb", "B"))  # the sum of dW
+        slices = summa_slices(
+            seconds, max(k.alpha for k in met), (z.m, z.k, z.n), math.lcm(row, col)
+        )
+    # the sum of dW
+    travels = ("ab" if z.form == "atb" else "atb", stay) not in (("ab", "C"), ("atb", "B"))
     return z.match(
         Summa(z.row, z.col, panels(row, col, slices), stay),
         lambda form: words,

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.collectives import blocks, each_rank, held, holds_values, lead, played, storage, unwrap, wrap
+from shardlib.collectives import (
+    blocks,
+    each_rank,
+    held,
+    holds_values,
+    lead,
+    played,
+    storage,
+    unwrap,
+    wrap,
+)
 from shardlib.collectives.backends import BACKENDS, Backend, backend
 from shardlib.collectives.backends.backend import at_once
 
@@ -38,9 +48,13 @@ def test_the_protocol_has_twelve_collectives() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_back_end_has_the_functions_of_the_protocol(kind: str, name: str) -> None:
-    mine, asked = (inspect.signature(getattr(b, name)).parameters for b in (BACKENDS[kind], Backend))
+    mine, asked = (
+        inspect.signature(getattr(b, name)).parameters for b in (BACKENDS[kind], Backend)
+    )
     assert list(mine) == [n for n in asked if n != "self"]
-    assert [p.default for p in mine.values()] == [p.default for n, p in asked.items() if n != "self"]
+    assert [p.default for p in mine.values()] == [
+        p.default for n, p in asked.items() if n != "self"
+    ]
     assert isinstance(BACKENDS[kind], ModuleType) and isinstance(BACKENDS[kind].holds_values, bool)
 
 
@@ -53,10 +67,14 @@ def laws() -> list[str]:
         if not is_so:
             wrong.append(what)
 
-    hold("coordinates of this mesh", all(list(c) == list(mesh) and all(c[a] < mesh[a] for a in c) for c in coords))
+    hold(
+        "coordinates of this mesh",
+        all(list(c) == list(mesh) and all(c[a] < mesh[a] for a in c) for c in coords),
+    )
     hold(
         "one rank or all",
-        len(coords) in (1, mesh.size) and lead(mesh) == int(len(coords) > 1 or mesh.kind == "stacked"),
+        len(coords) in (1, mesh.size)
+        and lead(mesh) == int(len(coords) > 1 or mesh.kind == "stacked"),
     )
     parts = [torch.full((2, 3), float(i), device=mesh.device) for i in range(len(coords))]
     raw = storage(parts, mesh)
@@ -70,13 +88,21 @@ def laws() -> list[str]:
             block.add_(1)
         hold(
             "blocks are views",
-            all(torch.equal(b, p + 1 if lead(mesh) else p) for b, p in zip(blocks(raw, mesh), parts, strict=True)),
+            all(
+                torch.equal(b, p + 1 if lead(mesh) else p)
+                for b, p in zip(blocks(raw, mesh), parts, strict=True)
+            ),
         )
         hold("each_rank", [c for c, _ in each_rank(mesh)] == coords)
     for axes in AXES:
         index = here.axis_index(mesh, axes)
-        want = [c[axes[0]] if len(axes) == 1 else c[axes[0]] * mesh[axes[1]] + c[axes[1]] for c in coords]
-        hold(f"axis_index {axes}", (index.tolist() if isinstance(index, Tensor) else [index]) == want)
+        want = [
+            c[axes[0]] if len(axes) == 1 else c[axes[0]] * mesh[axes[1]] + c[axes[1]]
+            for c in coords
+        ]
+        hold(
+            f"axis_index {axes}", (index.tolist() if isinstance(index, Tensor) else [index]) == want
+        )
     return wrong
 
 
@@ -98,7 +124,12 @@ def test_recorded_shapes_are_those_of_simulated_ranks(name: str, axes: tuple[str
     x = torch.zeros(6, 12, 6)
     one = getattr(backend(paper), name)(x.to("meta"), paper, axes, *CALLS[name])()
     all_ = getattr(backend(real), name)(x.expand(6, 6, 12, 6), real, axes, *CALLS[name])()
-    assert one.shape == all_.shape[1:] and one.dtype == all_.dtype and one.is_meta and all_.is_contiguous()
+    assert (
+        one.shape == all_.shape[1:]
+        and one.dtype == all_.dtype
+        and one.is_meta
+        and all_.is_contiguous()
+    )
 
 
 def test_what_is_done_at_once_is_given_by_finish() -> None:

@@ -16,7 +16,9 @@ from tests.collectives.primitives import (
 
 
 @pytest.mark.parametrize(("mesh", "axes"), MESHES)
-def test_real_ranks_agree_with_stacked_ones(pool: Any, mesh: dict[str, int], axes: list[Any]) -> None:
+def test_real_ranks_agree_with_stacked_ones(
+    pool: Any, mesh: dict[str, int], axes: list[Any]
+) -> None:
     answers = pool.run(all_on_rank, axes, **mesh)
     for name, axis in answers[0]:
         want = expected(name, mesh, axis, torch.float64)
@@ -24,5 +26,7 @@ def test_real_ranks_agree_with_stacked_ones(pool: Any, mesh: dict[str, int], axe
             PRIMITIVES[name][0](stacked_input(m), axis)
         for rank, answer in enumerate(answers):
             out, nbytes, messages = answer[name, axis]
-            torch.testing.assert_close(out, want[rank], rtol=1e-12, atol=0, msg=f"{name} over {axis} on rank {rank}")
+            torch.testing.assert_close(
+                out, want[rank], rtol=1e-12, atol=0, msg=f"{name} over {axis} on rank {rank}"
+            )
             assert (nbytes, messages) == (t.bytes, t.messages), (name, axis)

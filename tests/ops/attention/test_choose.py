@@ -8,10 +8,16 @@ from tests.ops.attention.test_operands import K, Q, V
 
 
 def test_the_plan_follows_mask_and_sizes() -> None:
-    def chosen(mask: sl.masks.Mask, order: str = "contiguous", s: int = 8, n: int = 65536, g: int = 8) -> str:
+    def chosen(
+        mask: sl.masks.Mask, order: str = "contiguous", s: int = 8, n: int = 65536, g: int = 8
+    ) -> str:
         with sl.record(s=s):
-            q = sl.shard(torch.empty(1, 32, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order))
-            k = sl.shard(torch.empty(1, g, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order))
+            q = sl.shard(
+                torch.empty(1, 32, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order)
+            )
+            k = sl.shard(
+                torch.empty(1, g, n, 128, device="meta", dtype=torch.bfloat16), Ring("s", 2, order)
+            )
             return sl.planning.attention_plan(q, k, k, mask).algorithm
 
     assert chosen(sl.masks.Causal() & sl.masks.Window(512)) in ("halo", "ring_bidirectional")

@@ -12,7 +12,9 @@ from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "ring_bidirectional", "allgather", "pass_q", "rsa", "canonical"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "ring_bidirectional", "allgather", "pass_q", "rsa", "canonical"]
+)
 def test_a_gradient_of_the_gradient_is_dense_s(algorithm: str) -> None:
     q, k, v = (normal(1, h, 6, 4, seed=h).requires_grad_() for h in (4, 2, 2))
     mask, sink = sl.masks.Causal(), normal(4, seed=9).requires_grad_()
@@ -22,7 +24,9 @@ def test_a_gradient_of_the_gradient_is_dense_s(algorithm: str) -> None:
         grads = torch.autograd.grad(out, xs, create_graph=True)
         return sum((g * g).sum() for g in grads)  # type: ignore[return-value]
 
-    want = torch.autograd.grad(penalty((attention(q, k, v, mask, None, sink)[0] * c).sum(), (q, k, v)), (q, k, v, sink))
+    want = torch.autograd.grad(
+        penalty((attention(q, k, v, mask, None, sink)[0] * c).sum(), (q, k, v)), (q, k, v, sink)
+    )
     with sl.simulate(s=2):
         xs = [sl.shard(x.detach(), Ring("s", 2)).requires_grad_() for x in (q, k, v)]
         s = sink.detach().requires_grad_()

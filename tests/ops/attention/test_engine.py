@@ -27,16 +27,26 @@ def covered(plan: Plan) -> set[tuple[int, int, int]]:
     for chunk in plan.chunks:
         for step in range(1, len(chunk.at) + 1):
             held = [chunk.owner(step, r) for r in range(plan.p)]
-            seen += [(r, o, row) for r, o in enumerate(held) if o is not None for row in range(chunk.lo, chunk.hi)]
+            seen += [
+                (r, o, row)
+                for r, o in enumerate(held)
+                if o is not None
+                for row in range(chunk.lo, chunk.hi)
+            ]
     assert len(seen) == len(set(seen))
     return set(seen)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.integers(1, 8), st.integers(1, 40), st.sampled_from(["contiguous", "zigzag", "striped"]), st.sampled_from(MASKS)
+    st.integers(1, 8),
+    st.integers(1, 40),
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+    st.sampled_from(MASKS),
 )
-def test_every_rank_sees_the_keys_that_its_mask_allows(p: int, n: int, order: str, mask: Mask) -> None:
+def test_every_rank_sees_the_keys_that_its_mask_allows(
+    p: int, n: int, order: str, mask: Mask
+) -> None:
     runs = dealt(order, n, p)
     plans = [plan_of(OneWay(), runs, mask), plan_of(BothWays(), runs, mask)]
     plans += [plan_of(DoubleRing(i), runs, mask) for i in range(1, p + 1) if p % i == 0]
@@ -45,4 +55,6 @@ def test_every_rank_sees_the_keys_that_its_mask_allows(p: int, n: int, order: st
         for r, o in itertools.product(range(p), range(p)):
             if r != o:
                 for piece in pieces(runs[r], runs[o], mask):
-                    assert all((r, o, row) in seen for row in range(piece.k0, piece.k1)), plan.algorithm
+                    assert all((r, o, row) in seen for row in range(piece.k0, piece.k1)), (
+                        plan.algorithm
+                    )

@@ -18,7 +18,9 @@ from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 
 
-def blocks(m: int = 5, n: int = 7, h: int = 4, g: int = 2, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+def blocks(
+    m: int = 5, n: int = 7, h: int = 4, g: int = 2, d: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     return normal(2, h, m, d, seed=1), normal(2, g, n, d, seed=2), normal(2, g, n, d, seed=3)
 
 
@@ -33,7 +35,10 @@ def test_a_kernel_equals_dense(name: str, bias: tuple[int, ...] | None) -> None:
     block = Block(*(x.detach() for x in (q, k, v)), False, added, 8**-0.5)
     out, lse = KERNELS[name].forward(block)
     assert gap(out, want.detach()) < 1e-12 and gap(lse, want_lse.detach()) < 1e-12
-    assert all(gap(a, b) < 1e-12 for a, b in zip(KERNELS[name].backward(block, c, None, out, lse), grads, strict=False))
+    assert all(
+        gap(a, b) < 1e-12
+        for a, b in zip(KERNELS[name].backward(block, c, None, out, lse), grads, strict=False)
+    )
 
 
 @pytest.mark.parametrize("name", ["math", "cpu"])
@@ -45,7 +50,11 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity(name: str, dtype: to
     bias[2] = -math.inf
     block = Block(q, k, v, False, bias, 0.3)
     out, lse = KERNELS[name].forward(block)
-    assert (out[:, :, 2] == 0).all() and (lse[:, :, 2] == -math.inf).all() and lse[:, :, 3].isfinite().all()
+    assert (
+        (out[:, :, 2] == 0).all()
+        and (lse[:, :, 2] == -math.inf).all()
+        and lse[:, :, 3].isfinite().all()
+    )
     grads = KERNELS[name].backward(block, torch.ones_like(out).to(dtype), None, out.to(dtype), lse)
     assert all(x.isfinite().all() for x in grads[:3])
     assert (grads.q[:, :, 2] == 0).all() and (grads.q[:, :, 3] != 0).any()
@@ -96,7 +105,9 @@ def test_a_gpu_gets_flash_and_masks_get_the_efficient_kernel() -> None:
 
 
 def test_an_op_that_changed_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arguments are compared when it is looked up; the math block runs instead, with the same result."""
+    """Its arguments are compared when it is looked up; the math
+    block runs instead, with the same result.
+    """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert _compat.attention_op(name) is not None
     monkeypatch.setitem(_compat._ATTENTION, name, "query key value other")

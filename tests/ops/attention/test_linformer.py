@@ -1,4 +1,6 @@
-"""Linformer: dense values and gradients for drawn rings and lengths; what moves does not grow with the sequence."""
+"""Linformer: dense values and gradients for drawn rings and lengths;
+what moves does not grow with the sequence.
+"""
 
 from fractions import Fraction
 from typing import Any
@@ -18,7 +20,12 @@ def dense(q: Any, k: Any, v: Any, e: Any, f: Any) -> Any:
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
 
 
-@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 4), st.sampled_from(["contiguous", "zigzag", "striped"]))
+@given(
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+)
 def test_linformer_equals_dense(s: int, t: int, p: int, schedule: str) -> None:
     q, k, v = normal(2, 4, s, 4, seed=1), normal(2, 2, t, 4, seed=2), normal(2, 2, t, 5, seed=3)
     e, f = normal(3, t, seed=4), normal(3, t, seed=5)

@@ -71,19 +71,39 @@ class Careless(sl.masks.Mask):
 
 @st.composite
 def own_masks(draw: Any) -> sl.masks.Mask:
-    out = draw(st.sampled_from([Sparse(), Recency(), Careless()]) | st.builds(Modulo, *[st.integers(1, 5)] * 3))
+    out = draw(
+        st.sampled_from([Sparse(), Recency(), Careless()])
+        | st.builds(Modulo, *[st.integers(1, 5)] * 3)
+    )
     return out & draw(
-        st.sampled_from([sl.masks.Full(), sl.masks.Causal(), sl.masks.Window(4), Recency(), sl.masks.Padding([7, 9])])
+        st.sampled_from(
+            [
+                sl.masks.Full(),
+                sl.masks.Causal(),
+                sl.masks.Window(4),
+                Recency(),
+                sl.masks.Padding([7, 9]),
+            ]
+        )
     )
 
 
 @settings(max_examples=80, deadline=None)
-@given(own_masks(), st.sampled_from(ENGINES), st.integers(1, 20), st.sampled_from(["contiguous", "zigzag", "striped"]))
-def test_a_mask_of_one_s_own_is_dense_s_on_every_engine(mask: sl.masks.Mask, engine: str, n: int, order: str) -> None:
+@given(
+    own_masks(),
+    st.sampled_from(ENGINES),
+    st.integers(1, 20),
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+)
+def test_a_mask_of_one_s_own_is_dense_s_on_every_engine(
+    mask: sl.masks.Mask, engine: str, n: int, order: str
+) -> None:
     assert worst(mask, engine, n, order, {"r": 2, "s": 2}) < 1e-12
 
 
-def worst(mask: sl.masks.Mask, engine: str, n: int, order: str, mesh: dict[str, int] | None = None) -> float:
+def worst(
+    mask: sl.masks.Mask, engine: str, n: int, order: str, mesh: dict[str, int] | None = None
+) -> float:
     """The error of output and gradients, on simulated ranks or on those of the mesh in scope."""
     q, k, v = (normal(2, h, n, 4, seed=h).requires_grad_() for h in (4, 2, 2))
     want, _ = attention(q, k, v, mask)
@@ -114,7 +134,9 @@ def test_it_is_on_real_processes_too(pool: Any) -> None:
         assert all(error < 1e-12 for error in found.values()), found
 
 
-@pytest.mark.parametrize("mask", [Modulo(4, 3), Sparse(), Recency(), sl.masks.Causal() & Modulo(2)], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [Modulo(4, 3), Sparse(), Recency(), sl.masks.Causal() & Modulo(2)], ids=repr
+)
 def test_it_keeps_the_laws(mask: sl.masks.Mask) -> None:
     check_mask(mask, engines=("ring", "allgather"))
 

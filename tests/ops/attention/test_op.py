@@ -1,4 +1,6 @@
-"""Output and every gradient are dense's, for any layout, mask, shape, ring and algorithm; bytes are the plan's."""
+"""Output and every gradient are dense's, for any layout, mask, shape,
+ring and algorithm; bytes are the plan's.
+"""
 
 import math
 import sys
@@ -53,7 +55,11 @@ def gap(got: Tensor, want: Tensor) -> float:
     got = got.detach()
     gone = (got - want).abs().masked_fill(got == want, 0)
     finite = want[want.isfinite()].abs()
-    return float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0)) if got.numel() else 0.0
+    return (
+        float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0))
+        if got.numel()
+        else 0.0
+    )
 
 
 @settings(max_examples=600, deadline=None)
@@ -61,7 +67,11 @@ def gap(got: Tensor, want: Tensor) -> float:
 def test_ring_attention_equals_dense(data: Any) -> None:
     """And its bytes and messages are the plan's, forward and backward."""
     draw = data.draw
-    mesh = draw(st.sampled_from([{"s": 1}, {"s": 2}, {"s": 3}, {"s": 4}, {"r": 2, "s": 2}, {"r": 2, "s": 3}, {"s": 8}]))
+    mesh = draw(
+        st.sampled_from(
+            [{"s": 1}, {"s": 2}, {"s": 3}, {"s": 4}, {"r": 2, "s": 2}, {"r": 2, "s": 3}, {"s": 8}]
+        )
+    )
     axes, p = tuple(mesh), math.prod(mesh.values())
     n = draw(st.sampled_from([1, 2, 3, 7, 16, 24, 33]) | st.integers(1, 40))
     t = n if draw(st.booleans()) else draw(st.integers(1, 40))
@@ -72,7 +82,9 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     if draw(st.integers(0, 3)) == 0:
         mask &= sl.masks.ALiBi([0.5 ** (i + 1) for i in range(h)])
     if draw(st.integers(0, 3)) == 0:
-        mask &= sl.masks.Bias(normal(*draw(st.sampled_from([(), (h,), (1, h), (b, 1)])), n, t, seed=8))
+        mask &= sl.masks.Bias(
+            normal(*draw(st.sampled_from([(), (h,), (1, h), (b, 1)])), n, t, seed=8)
+        )
     q, k, v = normal(b, h, n, d, seed=1), normal(b, g, t, d, seed=2), normal(b, g, t, e, seed=3)
     bias = None
     if draw(st.integers(0, 3)) == 0:
@@ -93,7 +105,9 @@ def test_ring_attention_equals_dense(data: Any) -> None:
     torch.manual_seed(0)
     with sl.simulate(s=1) as one:
         seed = next_key(one)
-    learned = [x.requires_grad_() for x in (q, k, v, bias, sink) if x is not None and x.is_floating_point()]
+    learned = [
+        x.requires_grad_() for x in (q, k, v, bias, sink) if x is not None and x.is_floating_point()
+    ]
     want, want_lse = attention(q, k, v, mask, bias, sink, (p_drop, seed) if p_drop else None)
     c, c_lse = normal(*want.shape, seed=6), normal(*want_lse.shape, seed=7)
     loss = (want * c).sum()
@@ -105,7 +119,9 @@ def test_ring_attention_equals_dense(data: Any) -> None:
         ours, theirs = ring(draw, axes, n, p), ring(draw, axes, t, p)
         xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_()
               for x, lay in ((q, ours), (k, theirs), (v, theirs))]  # fmt: skip
-        extra = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in (bias, sink)]
+        extra = [
+            None if x is None else x.detach().requires_grad_(x.requires_grad) for x in (bias, sink)
+        ]
         torch.manual_seed(0)
         with sl.trace() as forward:
             out, lse = sl.ring_attention(*xs, mask=mask, bias=extra[0], sink=extra[1], dropout=p_drop, return_lse=True,
@@ -121,7 +137,9 @@ def test_ring_attention_equals_dense(data: Any) -> None:
             total = total + (finite * sl.shard(kept, ours, pad=True)).sum()
         with sl.trace() as backward:
             total.backward()
-        got = [sl.unshard(x.grad) for x in xs] + [x.grad for x in extra if x is not None and x.requires_grad]
+        got = [sl.unshard(x.grad) for x in xs] + [
+            x.grad for x in extra if x is not None and x.requires_grad
+        ]
         cost = plan.backward
         if bias is None and sink is None and not lse_too:
             assert (cost.bytes, cost.messages) == (backward.bytes, backward.messages)
@@ -148,7 +166,9 @@ def test_bf16_errors_do_not_grow_with_the_ring() -> None:
                 got = sl.ring_attention(*ys, mask=mask, algorithm="ring")
                 (got * sl.shard(c.bfloat16(), lay)).sum().backward()
                 values = [sl.unshard(got).detach(), *(sl.unshard(y.grad) for y in ys)]
-            errors[p] = [float((x.double() - w).norm() / w.norm()) for x, w in zip(values, want, strict=True)]
+            errors[p] = [
+                float((x.double() - w).norm() / w.norm()) for x, w in zip(values, want, strict=True)
+            ]
         assert all(a <= 1.4 * b for a, b in zip(errors[8], errors[1], strict=True)), errors
 
 
@@ -160,7 +180,9 @@ def test_fp32_errors_are_within_four_times_local_attention_s() -> None:
         out = attention(*xs, mask)[0]
         want = [out.detach(), *torch.autograd.grad((out * c).sum(), xs)]
         zs = [x.float().requires_grad_() for x in (q, k, v)]
-        local = torch.nn.functional.scaled_dot_product_attention(*zs, is_causal=causal, enable_gqa=True)
+        local = torch.nn.functional.scaled_dot_product_attention(
+            *zs, is_causal=causal, enable_gqa=True
+        )
         theirs = [local.detach(), *torch.autograd.grad((local * c.float()).sum(), zs)]
         for algorithm in ("ring", "ring_bidirectional", "allgather", "ulysses", "pass_q", "rsa"):
             with sl.simulate(s=4):
@@ -178,7 +200,11 @@ def entries(call: Any) -> list[tuple[str, str]]:
     found, folder = [], str(Path(op.__file__).parent)
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(folder) and frame.f_back is not None:
+        if (
+            event == "call"
+            and frame.f_code.co_filename.startswith(folder)
+            and frame.f_back is not None
+        ):
             found.append((frame.f_back.f_code.co_filename, frame.f_code.co_filename))
 
     sys.setprofile(watch)
@@ -186,21 +212,37 @@ def entries(call: Any) -> list[tuple[str, str]]:
         call()
     finally:
         sys.setprofile(None)
-    return [(a[len(folder) + 1 :] if a.startswith(folder) else "", b[len(folder) + 1 :]) for a, b in found if a != b]
+    return [
+        (a[len(folder) + 1 :] if a.startswith(folder) else "", b[len(folder) + 1 :])
+        for a, b in found
+        if a != b
+    ]
 
 
 def test_a_call_flows_one_way() -> None:
-    """Entered, described, planned, carried out: each in its file, once, and no file calls one that called it."""
+    """Entered, described, planned, carried out: each in its file,
+    once, and no file calls one that called it.
+    """
     with sl.simulate(s=4):
         x = sl.shard(normal(1, 2, 8, 4, seed=1), Ring("s", 2, "zigzag"))
         bias, sink = torch.zeros(8, 8), torch.zeros(2)
 
         def call() -> None:
-            sl.ring_attention(x, x, x, mask=sl.masks.Causal(), bias=bias, sink=sink, algorithm="ring")
+            sl.ring_attention(
+                x, x, x, mask=sl.masks.Causal(), bias=bias, sink=sink, algorithm="ring"
+            )
 
         call()  # which plans: registered engines are then looked up, not called
         found = entries(call)
-    stages = ["op.py", "operands.py", "case.py", "choose.py", "function.py", "aligned.py", "engines/routes.py"]
+    stages = [
+        "op.py",
+        "operands.py",
+        "case.py",
+        "choose.py",
+        "function.py",
+        "aligned.py",
+        "engines/routes.py",
+    ]
     assert list(dict.fromkeys(to for _, to in found if to in stages)) == stages
     doors = Counter(to for came, to in found if came == "op.py")
     assert doors["operands.py"] == doors["choose.py"] == doors["function.py"] == 1
@@ -217,7 +259,10 @@ def test_keys_that_are_whole_do_not_travel(algorithm: str) -> None:
     want, want_lse = attention(q, k, k, Full())
     with sl.simulate(s=4), sl.trace() as t:
         out, lse = sl.ring_attention(
-            sl.shard(q, Ring("s", 2)), *[sl.shard(k, "...")] * 2, return_lse=True, algorithm=algorithm
+            sl.shard(q, Ring("s", 2)),
+            *[sl.shard(k, "...")] * 2,
+            return_lse=True,
+            algorithm=algorithm,
         )
         assert t.bytes == 0
         assert gap(sl.unshard(out), want) < 1e-12 and gap(sl.unshard(lse), want_lse) < 1e-12

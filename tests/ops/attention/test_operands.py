@@ -1,4 +1,6 @@
-"""The ways in: local blocks, DTensors, checkpointing, layouts on one mesh with others, the planner's choice."""
+"""The ways in: local blocks, DTensors, checkpointing, layouts on
+one mesh with others, the planner's choice.
+"""
 
 from typing import Any
 
@@ -36,7 +38,9 @@ def test_local_keys_may_lie_otherwise_than_queries() -> None:
     with sl.simulate(s=4):
         ours, theirs = Ring("s", 2, "zigzag"), Ring("s", 2, "striped")
         f = sl.shard_map(
-            lambda q, k: sl.ring_attention(q, k, k, layout=ours, kv_layout=theirs, mask=sl.masks.Causal()),
+            lambda q, k: sl.ring_attention(
+                q, k, k, layout=ours, kv_layout=theirs, mask=sl.masks.Causal()
+            ),
             in_layouts=(". . zigzag(s) .", ". . striped(s) ."),
             out_layouts=". . zigzag(s) .",
         )
@@ -63,13 +67,23 @@ def test_dtensors_in_dtensors_out(pool: Any) -> None:
 
 def test_heads_and_batch_may_be_split_too() -> None:
     want, _ = attention(
-        Q, K, V, sl.masks.Causal() & sl.masks.ALiBi([1.0, 0.5, 0.25, 0.125]) & sl.masks.Padding([9, 16])
+        Q,
+        K,
+        V,
+        sl.masks.Causal() & sl.masks.ALiBi([1.0, 0.5, 0.25, 0.125]) & sl.masks.Padding([9, 16]),
     )
     with sl.simulate(data=2, x=2, s=2):
         xs = [sl.shard(x, "data x zigzag(s) .") for x in (Q, K, V)]
         for algorithm in ("auto", "ring_bidirectional", "ulysses", AllGather(1)):
-            mask = sl.masks.Causal() & sl.masks.ALiBi([1.0, 0.5, 0.25, 0.125]) & sl.masks.Padding([9, 16])
-            assert gap(sl.unshard(sl.ring_attention(*xs, mask=mask, algorithm=algorithm)), want) < 1e-12
+            mask = (
+                sl.masks.Causal()
+                & sl.masks.ALiBi([1.0, 0.5, 0.25, 0.125])
+                & sl.masks.Padding([9, 16])
+            )
+            assert (
+                gap(sl.unshard(sl.ring_attention(*xs, mask=mask, algorithm=algorithm)), want)
+                < 1e-12
+            )
 
 
 def test_activation_checkpointing_gives_the_same_gradient() -> None:

@@ -1,4 +1,6 @@
-"""The memory that a plan takes on paper is what its executor allocates on real ranks, to the byte."""
+"""The memory that a plan takes on paper is what its executor
+allocates on real ranks, to the byte.
+"""
 
 from typing import Any
 
@@ -21,8 +23,10 @@ from shardlib.ops.attention.peak import peak
 
 CASES = [
     ("contiguous", "ring", False), ("zigzag", "ring", True), ("zigzag", "ring_bidirectional", True),
-    ("striped", "ring", True), ("contiguous", DoubleRing(2), False), ("contiguous", "allgather", True),
-    ("contiguous", AllGather(1), False), ("zigzag", "ulysses", True), ("contiguous", "pass_q", False),
+    ("striped", "ring", True), ("contiguous", DoubleRing(2), False),
+    ("contiguous", "allgather", True),
+    ("contiguous", AllGather(1), False), ("zigzag", "ulysses", True),
+    ("contiguous", "pass_q", False),
     ("contiguous", "rsa", True), ("zigzag", "canonical", True),
 ]  # fmt: skip
 
@@ -40,7 +44,8 @@ def counted(schedule: str, algorithm: Any, causal: bool, dtype: torch.dtype) -> 
     forward, backward = plan.engine.forward, plan.engine.backward
     on_paper = peak(plan, dtype, mesh.coord["s"])
     found = []
-    for _ in range(5):  # gloo's threads let go of a finished collective's blocks when they get to it
+    # gloo's threads let go of a finished collective's blocks when they get to it
+    for _ in range(5):
         with bind(mesh), torch.no_grad(), Live() as live:
             out, lse, saved = forward(job, q, k, v, None, None)
             out = out.to(dtype)
@@ -65,7 +70,9 @@ def test_what_a_ring_keeps_does_not_grow_with_the_ring() -> None:
     found = set()
     for p in (2, 8, 64):
         runs, sizes = dealt("contiguous", 128 * p, p), Sizes(1, 4, 4, 128, 128, 32, 32, 4, 4)
-        found.add(peak(planned(case_on_paper(runs, runs, sizes=sizes), "ring").run, torch.float32)[1:])
+        found.add(
+            peak(planned(case_on_paper(runs, runs, sizes=sizes), "ring").run, torch.float32)[1:]
+        )
     assert len(found) <= 2, found  # a ring of 2 has no second stop to hold
 
 

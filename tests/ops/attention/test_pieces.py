@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
-from shardlib.ops.attention.masks import At, Causal, Documents, Full, Mask, MaskMod, Padding, Prefix, Window
+from shardlib.ops.attention.masks import (
+    At,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    MaskMod,
+    Padding,
+    Prefix,
+    Window,
+)
 from shardlib.ops.attention.pieces import narrowed, pieces
 
 AT = At(torch.arange(2), torch.arange(3))
@@ -50,12 +60,21 @@ ORDERS = st.sampled_from(["contiguous", "zigzag", "striped"])
 
 @settings(max_examples=500, deadline=None)
 @given(st.data(), st.integers(1, 150), st.integers(1, 5), ORDERS, ORDERS)
-def test_pieces_cover_what_is_allowed_once(data: Any, n: int, p: int, q_order: str, k_order: str) -> None:
+def test_pieces_cover_what_is_allowed_once(
+    data: Any, n: int, p: int, q_order: str, k_order: str
+) -> None:
     mask = data.draw(masks(n))
     for q, k in itertools.product(dealt(q_order, n, p), dealt(k_order, n, p)):
-        lo, hi = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) if q_order == "zigzag" else (0, n)
+        lo, hi = (
+            sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+            if q_order == "zigzag"
+            else (0, n)
+        )
         k = narrowed(k, lo, hi)
-        at = [torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64) for runs in (q, k)]
+        at = [
+            torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64)
+            for runs in (q, k)
+        ]
         want = mask.allowed(at[0], at[1], AT)
         want = torch.ones(len(at[0]), len(at[1]), dtype=torch.bool) if want is None else want
         want = want.expand(2, 3, len(at[0]), len(at[1]))

@@ -1,4 +1,6 @@
-"""A fixed matrix of layouts, masks, lengths and algorithms on four gloo processes: dense values, planned transfers."""
+"""A fixed matrix of layouts, masks, lengths and algorithms on four gloo
+processes: dense values, planned transfers.
+"""
 
 from typing import Any
 
@@ -41,7 +43,9 @@ def worst(cases: list[tuple[str, str, int, Any]]) -> list[tuple[Any, ...]]:
         want, _ = attention(q, k, v, mask)
         c = normal(*want.shape, seed=7)
         dense = torch.autograd.grad((want * c).sum(), (q, k, v))
-        lay = Ring(mesh.names, 2, schedule, (0, n // 3, n // 2, n) if schedule == "documents" else None)
+        lay = Ring(
+            mesh.names, 2, schedule, (0, n // 3, n // 2, n) if schedule == "documents" else None
+        )
         xs = [sl.shard(x.detach(), lay, pad=True).requires_grad_() for x in (q, k, v)]
         case = attention_case(*xs, mask)
         plan = planned(case, algorithm).run
@@ -72,11 +76,18 @@ def packed() -> float:
     """Borders of documents that change from step to step, over one layout."""
     found = 0.0
     for step in range(6):
-        cuts = torch.randint(0, 48, (5,), generator=torch.Generator().manual_seed(step)).sort().values.tolist()
+        cuts = (
+            torch.randint(0, 48, (5,), generator=torch.Generator().manual_seed(step))
+            .sort()
+            .values.tolist()
+        )
         mask = sl.masks.Causal() & sl.masks.Documents((0, *cuts, 48))
         q = normal(1, 2, 48, 8, seed=step)
         x = sl.shard(q, Ring("s", 2, "zigzag"))
-        found = max(found, gap(sl.unshard(sl.ring_attention(x, x, x, mask=mask)), attention(q, q, q, mask)[0]))
+        found = max(
+            found,
+            gap(sl.unshard(sl.ring_attention(x, x, x, mask=mask)), attention(q, q, q, mask)[0]),
+        )
     return found
 
 

@@ -12,7 +12,10 @@ from tests.ops.matmul.test_matmul2d import relative
 @settings(max_examples=100)
 @given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2))
 def test_pre_skewed_operands_save_the_first_move(q: int, m: int, k: int, n: int) -> None:
-    x, w = torch.randn(q * m, q * k, dtype=torch.float64), torch.randn(q * k, q * n, dtype=torch.float64)
+    x, w = (
+        torch.randn(q * m, q * k, dtype=torch.float64),
+        torch.randn(q * k, q * n, dtype=torch.float64),
+    )
     x.requires_grad_(), w.requires_grad_()
     g = torch.randn(q * m, q * n, dtype=torch.float64)
     (x @ w).backward(g)

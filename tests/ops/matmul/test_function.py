@@ -31,7 +31,9 @@ def test_gradients_of_complex_products_are_those_of_torch(left: str, right: str)
     with sl.simulate(x=2, y=2), sl.implicit():
         x, w = sl.shard(a, left).requires_grad_(), sl.shard(b, right).requires_grad_()
         y = x @ w
-        got = torch.autograd.grad(y, [x, w], sl.shard(c, str(y.sharding).partition(" +")[0]), create_graph=True)
+        got = torch.autograd.grad(
+            y, [x, w], sl.shard(c, str(y.sharding).partition(" +")[0]), create_graph=True
+        )
         seconds = torch.autograd.grad([g.abs().sum() for g in got], [x, w])
         for g, v in zip((*got, *seconds), (*want, *again), strict=True):
             assert torch.allclose(sl.unshard(g), v, atol=1e-11)
@@ -59,6 +61,8 @@ def test_only_blocks_are_saved_for_backward() -> None:
         held.clear()
         with sl.simulate(x=2, y=2), sl.algorithm(matmul=rule):
             a, b = (sl.shard(torch.randn(8, 8), "x y").requires_grad_() for _ in range(2))
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: held.append(t) or t, lambda t: t
+            ):
                 _ = a @ b
         assert sum(t.numel() for t in held) == a.raw.numel() + b.raw.numel(), rule

@@ -8,12 +8,35 @@ import torch
 import shardlib as sl
 from tests.ops.cases import r
 
-ALGORITHMS = ["oned", "summa", "summa_y", "summa_x", "summa_w", "cannon", "mm3", "ring", "ring2", "streamed"]
-LAYOUTS = ["y x", "x y", "y .", "(2 y) x", "(2 y) (2 x)", "x (2 y)", ". (2 x)", "(2 x y) .", "zigzag(y) x"]
+ALGORITHMS = [
+    "oned",
+    "summa",
+    "summa_y",
+    "summa_x",
+    "summa_w",
+    "cannon",
+    "mm3",
+    "ring",
+    "ring2",
+    "streamed",
+]
+LAYOUTS = [
+    "y x",
+    "x y",
+    "y .",
+    "(2 y) x",
+    "(2 y) (2 x)",
+    "x (2 y)",
+    ". (2 x)",
+    "(2 x y) .",
+    "zigzag(y) x",
+]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_gives_the_product_of_grouped_operands_or_refuses_it(algorithm: str) -> None:
+def test_every_algorithm_gives_the_product_of_grouped_operands_or_refuses_it(
+    algorithm: str,
+) -> None:
     a, b = r(8, 8), r(8, 8, seed=1)
     ran = 0
     for left, right in itertools.product(LAYOUTS, LAYOUTS):

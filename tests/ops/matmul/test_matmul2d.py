@@ -34,16 +34,24 @@ def products(draw: Any) -> Any:
     data = draw(st.sampled_from([1, 1, 2]))
     rule = draw(st.sampled_from(RULES))
     rows, k_token, w = draw(st.sampled_from(ONE_D if rule == "oned" else TWO_D))
-    if rule in ("cannon", "summa_x", "summa_w") and not (rule == "summa_w" and (rows, k_token) == ("y", "x")):
+    if rule in ("cannon", "summa_x", "summa_w") and not (
+        rule == "summa_w" and (rows, k_token) == ("y", "x")
+    ):
         col = row = min(row, col)  # these need a square grid
     if rule == "summa_y" and (k_token, w) != ("y", "x y"):
         col = row = min(row, col)
     unit = row * col
     m, k, n = (unit * draw(st.integers(1, 2)) for _ in range(3))
-    batch = draw(st.integers(1, 3)) if (rows, k_token) != ("y", "x") and draw(st.booleans()) else None
+    batch = (
+        draw(st.integers(1, 3)) if (rows, k_token) != ("y", "x") and draw(st.booleans()) else None
+    )
     if (rows, k_token) == ("y", "x"):
         data = 1
-    form = draw(st.sampled_from(["nn", "nt", "tn"])) if batch is None else draw(st.sampled_from(["nn", "nt"]))
+    form = (
+        draw(st.sampled_from(["nn", "nt", "tn"]))
+        if batch is None
+        else draw(st.sampled_from(["nn", "nt"]))
+    )
     return {"data": data, "x": row, "y": col}, rule, rows, k_token, w, (m * data, k, n), batch, form
 
 
@@ -58,7 +66,13 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
     x, w, g = rand(*lead, k).requires_grad_(), rand(k, n).requires_grad_(), rand(*lead, n)
     y = x @ w
     y.backward(g)
-    axes = f"(data {rows})" if mesh["data"] > 1 and rows != "." else "data" if mesh["data"] > 1 else rows
+    axes = (
+        f"(data {rows})"
+        if mesh["data"] > 1 and rows != "."
+        else "data"
+        if mesh["data"] > 1
+        else rows
+    )
     x_text = f"{axes} {k_token}" if batch is None else f"{axes} . {k_token}"
     with sl.simulate(**mesh), sl.algorithm(matmul=rule):
         a, b = sl.shard(x.detach(), x_text), sl.shard(w.detach(), w_text)
@@ -75,7 +89,10 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         price = dict(sl.why("matmul", left, right).verdicts)[rule]
         assert isinstance(price, sl.extend.Match), price
         assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
-        assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
+        assert (backward.bytes, backward.messages) == (
+            price.backward.bytes,
+            price.backward.messages,
+        )
         assert relative(sl.unshard(c).detach(), y.detach()) < 1e-12
         assert a.grad is not None and a.grad.sharding == a.sharding
         assert b.grad is not None and b.grad.sharding == b.sharding
@@ -86,7 +103,9 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
 
 @settings(max_examples=60)
 @given(st.sampled_from([(2, 2), (2, 3)]), st.sampled_from(["summa", "oned"]), st.integers(1, 3))
-def test_batched_products_share_their_leading_dimensions(grid: tuple[int, int], rule: str, b: int) -> None:
+def test_batched_products_share_their_leading_dimensions(
+    grid: tuple[int, int], rule: str, b: int
+) -> None:
     row, col = grid
     n = row * col
     x = torch.randn(b, n, n, dtype=torch.float64, requires_grad=True)
@@ -95,12 +114,18 @@ def test_batched_products_share_their_leading_dimensions(grid: tuple[int, int], 
     (x @ w).backward(g)
     with sl.simulate(x=row, y=col):
         texts = (". x y", ". x y") if rule == "summa" else (". x .", ". . y")
-        p, q = (sl.shard(t.detach(), text).requires_grad_() for t, text in zip((x, w), texts, strict=True))
+        p, q = (
+            sl.shard(t.detach(), text).requires_grad_()
+            for t, text in zip((x, w), texts, strict=True)
+        )
         assert sl.why("matmul", p, q).chosen == rule
         c = p @ q
         c.backward(sl.shard(g, c.sharding))
         assert relative(sl.unshard(c).detach(), (x @ w).detach()) < 1e-12
-        assert relative(sl.unshard(p.grad), x.grad) < 1e-12 and relative(sl.unshard(q.grad), w.grad) < 1e-12
+        assert (
+            relative(sl.unshard(p.grad), x.grad) < 1e-12
+            and relative(sl.unshard(q.grad), w.grad) < 1e-12
+        )
 
 
 REAL = [
@@ -116,14 +141,20 @@ def on_a_real_rank() -> dict[str, float]:
     out = {}
     for rule, w_text, form in REAL:
         draw = torch.Generator().manual_seed(1)
-        x, w, g = (torch.randn(s, dtype=torch.float64, generator=draw) for s in ((4, 6), (6, 10), (4, 10)))
+        x, w, g = (
+            torch.randn(s, dtype=torch.float64, generator=draw) for s in ((4, 6), (6, 10), (4, 10))
+        )
         x.requires_grad_(), w.requires_grad_()
         (x @ w).backward(g)
         with sl.algorithm(matmul=rule):
             a = sl.shard(
                 x.detach().T if form == "tn" else x.detach(), "y x" if form == "tn" else "x y"
             ).requires_grad_()
-            b = sl.shard(w.detach().T, sl.Layout.parse(w_text).T) if form == "nt" else sl.shard(w.detach(), w_text)
+            b = (
+                sl.shard(w.detach().T, sl.Layout.parse(w_text).T)
+                if form == "nt"
+                else sl.shard(w.detach(), w_text)
+            )
             b.requires_grad_()
             left, right = (a.T if form == "tn" else a), (b.T if form == "nt" else b)
             with sl.trace() as forward:

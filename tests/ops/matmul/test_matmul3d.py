@@ -18,7 +18,18 @@ from shardlib.parallelize import giving
 from tests.ops.matmul.test_matmul2d import relative
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]
-GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 2), (2, 2, 2), (2, 3, 2), (3, 3, 3), (4, 4, 4)]
+GRIDS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (1, 1, 2),
+    (2, 1, 2),
+    (1, 3, 2),
+    (2, 2, 2),
+    (2, 3, 2),
+    (3, 3, 3),
+    (4, 4, 4),
+]
 # x, w, the layout asked of y (None: what follows), the layout given
 LAYOUTS = [
     ("(m n) . k", "(k m) n", None, "(m k) . n"),  # the cube
@@ -42,7 +53,13 @@ def products(draw: Any) -> Any:
     if unit > 12:
         m, s, k, n = unit, math.lcm(pk, pn), unit, unit
     form = draw(st.sampled_from(["nn", "nt"]))
-    return {"m": pm, "k": pk, "n": pn}, (x, w, out, gives), (m, s, k, n), form, draw(st.sampled_from(SAVES))
+    return (
+        {"m": pm, "k": pk, "n": pn},
+        (x, w, out, gives),
+        (m, s, k, n),
+        form,
+        draw(st.sampled_from(SAVES)),
+    )
 
 
 @settings(max_examples=250)
@@ -56,7 +73,10 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
     x, w, g = rand(m, s, k).requires_grad_(), rand(k, n).requires_grad_(), rand(m, s, n)
     (x @ w).backward(g)
     with sl.simulate(**mesh), sl.algorithm(matmul=rule):
-        a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        a, b = (
+            sl.shard(x.detach(), x_text).requires_grad_(),
+            sl.shard(w.detach(), w_text).requires_grad_(),
+        )
         if form == "nt":
             b = sl.shard(w.detach().T, sl.layout_of(b).T).requires_grad_()
             b = b if out is None else giving(b, sl.Layout.parse(out))
@@ -69,7 +89,10 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         assert isinstance(price, sl.extend.Match), price
         assert c.sharding == sl.Layout.parse(gives)
         assert (forward.bytes, forward.messages) == (price.forward.bytes, price.forward.messages)
-        assert (backward.bytes, backward.messages) == (price.backward.bytes, price.backward.messages)
+        assert (backward.bytes, backward.messages) == (
+            price.backward.bytes,
+            price.backward.messages,
+        )
         assert relative(sl.unshard(c).detach(), (x @ w).detach()) < 1e-12
         assert a.grad is not None and a.grad.sharding == a.sharding
         assert b.grad is not None and b.grad.sharding == b.sharding
@@ -81,11 +104,14 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("plane", [(2, 2), (1, 2), (3, 1)])
 def test_both_25d_forms_equal_dense_at_any_depth(depth: int, plane: tuple[int, int]) -> None:
-    """Tesseract by SUMMA, with the sum of dW over depth; Solomonik-Demmel with the sum of Y scattered."""
+    """Tesseract by SUMMA, with the sum of dW over depth;
+    Solomonik-Demmel with the sum of Y scattered.
+    """
     row, col = plane
     unit = depth * row * col
     x, w, g = (
-        torch.randn(s, dtype=torch.float64) for s in ((2 * unit, 3, unit), (unit, 2 * unit), (2 * unit, 3, 2 * unit))
+        torch.randn(s, dtype=torch.float64)
+        for s in ((2 * unit, 3, unit), (unit, 2 * unit), (2 * unit, 3, 2 * unit))
     )
     x.requires_grad_(), w.requires_grad_()
     (x @ w).backward(g)
@@ -95,7 +121,10 @@ def test_both_25d_forms_equal_dense_at_any_depth(depth: int, plane: tuple[int, i
             (lay.act, lay.weight, lay.act, "summa"),
             (lay.deep_act, lay.deep_weight, lay.deep_out, "mm3"),
         ):
-            a, b = sl.shard(x.detach(), act).requires_grad_(), sl.shard(w.detach(), weight).requires_grad_()
+            a, b = (
+                sl.shard(x.detach(), act).requires_grad_(),
+                sl.shard(w.detach(), weight).requires_grad_(),
+            )
             with sl.trace() as t:
                 c = a @ b
                 c.backward(sl.shard(g, c.sharding))
@@ -104,14 +133,22 @@ def test_both_25d_forms_equal_dense_at_any_depth(depth: int, plane: tuple[int, i
             assert isinstance(price, sl.extend.Match) and t.bytes == price.cost.bytes
             assert c.sharding == out.resolve(3) and (verdict.chosen == rule or unit != 4 * depth)
             assert b.grad is not None and b.grad.sharding == b.sharding
-            pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
+            pairs = (
+                (sl.unshard(c), x @ w),
+                (sl.unshard(a.grad), x.grad),
+                (sl.unshard(b.grad), w.grad),
+            )
             assert all(relative(mine.detach(), dense.detach()) < 1e-12 for mine, dense in pairs)
 
 
 @pytest.mark.parametrize(("rule", "times"), [("mm3", (1, 2)), ("mm3_xw", (1, 1))])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_words_are_the_formula(grid: tuple[int, int, int], rule: str, times: tuple[int, int]) -> None:
-    """[(pn-1) MK + (pm-1) KN + (pk-1) MN] / P forward; as much backward, and X and W once more unless saved."""
+def test_words_are_the_formula(
+    grid: tuple[int, int, int], rule: str, times: tuple[int, int]
+) -> None:
+    """[(pn-1) MK + (pm-1) KN + (pk-1) MN] / P forward; as much
+    backward, and X and W once more unless saved.
+    """
     pm, pk, pn = grid
     m, k, n = 48, 96, 144
     if 48 % math.prod(grid):
@@ -134,7 +171,10 @@ def test_words_are_the_formula(grid: tuple[int, int, int], rule: str, times: tup
 def test_only_what_is_asked_is_saved_for_backward(rule: str) -> None:
     held: list[Tensor] = []
     with sl.simulate(m=2, k=2, n=2), sl.algorithm(matmul=rule):
-        a, b = sl.shard(torch.randn(8, 8), "(m n) k").requires_grad_(), sl.shard(torch.randn(8, 8), "(k m) n")
+        a, b = (
+            sl.shard(torch.randn(8, 8), "(m n) k").requires_grad_(),
+            sl.shard(torch.randn(8, 8), "(k m) n"),
+        )
         b.requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
             _ = a @ b
@@ -172,7 +212,10 @@ def test_second_derivatives_equal_dense() -> None:
         a, b = sl.shard(x, "(m n) k").requires_grad_(), sl.shard(w, "(k m) n").requires_grad_()
         for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
             assert relative(sl.unshard(mine), dense) < 1e-12
-        with pytest.raises(sl.errors.Unsupported, match="second derivative"), sl.algorithm(matmul="mm3_xw"):
+        with (
+            pytest.raises(sl.errors.Unsupported, match="second derivative"),
+            sl.algorithm(matmul="mm3_xw"),
+        ):
             second(a, b, torch.autograd.grad)
 
 
@@ -199,17 +242,25 @@ def on_a_real_rank(row: tuple[str, str, str | None, str]) -> list[float]:
     errors = []
     for rule in SAVES:
         draw = torch.Generator().manual_seed(1)
-        x, w, g = (torch.randn(s, dtype=torch.float64, generator=draw) for s in ((8, 4, 8), (8, 12), (8, 4, 12)))
+        x, w, g = (
+            torch.randn(s, dtype=torch.float64, generator=draw)
+            for s in ((8, 4, 8), (8, 12), (8, 4, 12))
+        )
         x.requires_grad_(), w.requires_grad_()
         (x @ w).backward(g)
         with sl.algorithm(matmul=rule):
-            a, b = sl.shard(x.detach(), x_text).requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+            a, b = (
+                sl.shard(x.detach(), x_text).requires_grad_(),
+                sl.shard(w.detach(), w_text).requires_grad_(),
+            )
             with sl.trace() as t:
                 c = sl.matmul(a, b, out=out)
                 c.backward(sl.shard(g, c.sharding))
             price = dict(sl.why("matmul", a, b, out).verdicts)[rule]
         assert (
-            isinstance(price, sl.extend.Match) and t.bytes == price.cost.bytes and c.sharding == sl.Layout.parse(gives)
+            isinstance(price, sl.extend.Match)
+            and t.bytes == price.cost.bytes
+            and c.sharding == sl.Layout.parse(gives)
         )
         pairs = ((sl.unshard(c), x @ w), (sl.unshard(a.grad), x.grad), (sl.unshard(b.grad), w.grad))
         errors.append(max(relative(mine.detach(), dense.detach()) for mine, dense in pairs))
@@ -248,7 +299,9 @@ class Log(TorchDispatchMode):
 
 
 def _steps(axes: dict[str, int], where: str) -> tuple[list[tuple[list[int], list[str]]], float]:
-    """Two steps of three products: (collectives posted before each product, their kinds); the largest error."""
+    """Two steps of three products: (collectives posted before each
+    product, their kinds); the largest error.
+    """
     torch.manual_seed(0)
     model, x = Three().double(), torch.randn(8, 8, dtype=torch.float64)
     want = torch.autograd.grad(model(x).square().sum() / 2, list(model.parameters()))
@@ -260,8 +313,11 @@ def _steps(axes: dict[str, int], where: str) -> tuple[list[tuple[list[int], list
                 y = apply(params, sl.shard(x, f"{' '.join(axes)} ."))
                 got = torch.autograd.grad(y, list(params.values()), y.detach(), retain_graph=True)
             seen.append((log.posted, [e.kind for e in t.events]))
-            errors = [float((sl.unshard(g) - w).abs().max()) for g, w in zip(got, want, strict=True)]
-            (part,) = torch.autograd.grad(y, [params["fc3.weight"]], y.detach())  # fc2's gather is in vain
+            errors = [
+                float((sl.unshard(g) - w).abs().max()) for g, w in zip(got, want, strict=True)
+            ]
+            # fc2's gather is in vain
+            (part,) = torch.autograd.grad(y, [params["fc3.weight"]], y.detach())
             error = max(error, *errors, float((part.raw - got[2].raw).abs().max()))
     return seen, error
 
@@ -270,7 +326,9 @@ BACKWARD = ["all_gather", "psum_scatter", "all_gather", "psum_scatter", "psum_sc
 
 
 def _as_announced(seen: list[tuple[list[int], list[str]]], error: float) -> None:
-    """In backward, W3 is on its way when dW3 is multiplied; dW3 and W2 are when dX3 is; W1 is not needed."""
+    """In backward, W3 is on its way when dW3 is multiplied; dW3
+    and W2 are when dX3 is; W1 is not needed.
+    """
     assert [kinds for _, kinds in seen] == [["all_gather"] * 3 + BACKWARD] * 2 and error < 1e-12
     first, second = (posted for posted, _ in seen)
     assert first == [1, 2, 3, 4, 6, 6, 7, 7]

@@ -1,4 +1,6 @@
-"""A value is moved once for all products that read it: separate q, k and v move what a fused weight moves."""
+"""A value is moved once for all products that read it: separate
+q, k and v move what a fused weight moves.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,9 +24,17 @@ class Separate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"c_attn": (H, 3 * H)} if self.fused else {n: (H, H) for n in ("q_proj", "k_proj", "v_proj")}
+        sizes = (
+            {"c_attn": (H, 3 * H)}
+            if self.fused
+            else {n: (H, H) for n in ("q_proj", "k_proj", "v_proj")}
+        )
         sizes |= {"o_proj": (H, H)}
-        sizes |= {"gate_up_proj": (H, 4 * H)} if self.fused else {"gate_proj": (H, 2 * H), "up_proj": (H, 2 * H)}
+        sizes |= (
+            {"gate_up_proj": (H, 4 * H)}
+            if self.fused
+            else {"gate_proj": (H, 2 * H), "up_proj": (H, 2 * H)}
+        )
         sizes |= {"down_proj": (2 * H, H)}
         for name, (k, n) in sizes.items():
             setattr(self, name, nn.Linear(k, n, bias=False))
@@ -81,7 +91,11 @@ Rules = list[tuple[str, ...]]
 def one_d(sequence: bool) -> Callable[[bool], Rules]:
     def rules(fused: bool) -> Rules:
         many = [("c_attn.weight", "(3 x) ."), ("gate_up_proj.weight", "(2 x) .")] if fused else []
-        some = many or [("[qkv]_proj.weight", "x ."), ("gate_proj.weight", "x ."), ("up_proj.weight", "x .")]
+        some = many or [
+            ("[qkv]_proj.weight", "x ."),
+            ("gate_proj.weight", "x ."),
+            ("up_proj.weight", "x ."),
+        ]
         back = (". x", ". x .") if sequence else (". x",)
         return [*some, ("o_proj.weight", *back), ("down_proj.weight", *back), ("norm.weight", ".")]
 
@@ -89,12 +103,18 @@ def one_d(sequence: bool) -> Callable[[bool], Rules]:
 
 
 def blocks(first: str, then: str) -> Callable[[bool], Rules]:
-    """Weights' layouts, y outermost in the rows of the first of each half, a fused one's in groups."""
+    """Weights' layouts, y outermost in the rows of the first of
+    each half, a fused one's in groups.
+    """
 
     def rules(fused: bool) -> Rules:
         one = [("c_attn.weight", f"(3 y) {first}"), ("gate_up_proj.weight", f"(2 y) {first}")]
         many = [(f"{n}_proj.weight", f"y {first}") for n in ("[qkv]", "gate", "up")]
-        back = [("o_proj.weight", then), ("down_proj.weight", then), ("norm.weight", then.split()[0])]
+        back = [
+            ("o_proj.weight", then),
+            ("down_proj.weight", then),
+            ("norm.weight", then.split()[0]),
+        ]
         return [*(one if fused else many), *back]
 
     return rules
@@ -119,8 +139,12 @@ def built(kind: type[Separate], recipe: str) -> tuple[Any, dict[str, Any], str]:
     module = kind().double()
     with torch.no_grad():
         if module.fused:
-            module.c_attn.weight.copy_(torch.cat([getattr(separate, f"{n}_proj").weight for n in "qkv"]))
-            module.gate_up_proj.weight.copy_(torch.cat([separate.gate_proj.weight, separate.up_proj.weight]))
+            module.c_attn.weight.copy_(
+                torch.cat([getattr(separate, f"{n}_proj").weight for n in "qkv"])
+            )
+            module.gate_up_proj.weight.copy_(
+                torch.cat([separate.gate_proj.weight, separate.up_proj.weight])
+            )
             module.o_proj.weight.copy_(separate.o_proj.weight)
             module.down_proj.weight.copy_(separate.down_proj.weight)
         else:
@@ -135,7 +159,9 @@ def drawn() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(B, S, H, dtype=torch.float64, generator=draw) for _ in range(2))  # type: ignore[return-value]
 
 
-def step(apply: Any, params: dict[str, Any], where: str, saving: bool) -> tuple[Tensor, dict[str, Tensor], int, int]:
+def step(
+    apply: Any, params: dict[str, Any], where: str, saving: bool
+) -> tuple[Tensor, dict[str, Tensor], int, int]:
     """Value, gradients by name, and the bytes moved forward and backward."""
     x, g = drawn()
     a = sl.shard(x, where).requires_grad_()
@@ -191,7 +217,9 @@ def on_a_rank(recipe: str, saving: bool) -> tuple[float, list[int]]:
     return max(gap(f, dense(Separate)) for f in found), [sum(f[2:]) for f in found]
 
 
-@pytest.mark.parametrize("recipe", [r for r, (mesh, *_) in RECIPES.items() if torch.Size(mesh.values()).numel() == 4])
+@pytest.mark.parametrize(
+    "recipe", [r for r, (mesh, *_) in RECIPES.items() if torch.Size(mesh.values()).numel() == 4]
+)
 def test_real_ranks_move_what_simulated_ones_do(pool: Any, recipe: str) -> None:
     mesh = RECIPES[recipe][0]
     for saving in (False, True):
@@ -230,7 +258,12 @@ def test_part_of_the_gradients_and_a_graph_run_twice(recipe: str, saving: bool) 
     with sl.simulate(**RECIPES[recipe][0]), sl.saving() if saving else nullcontext():
         apply, params, where = built(Separate, recipe)
         x, g = drawn()
-        for names in (("k_proj.weight",), ("x",), ("q_proj.weight", "v_proj.weight", "x"), ("up_proj.weight",)):
+        for names in (
+            ("k_proj.weight",),
+            ("x",),
+            ("q_proj.weight", "v_proj.weight", "x"),
+            ("up_proj.weight",),
+        ):
             leaf = sl.shard(x, where).requires_grad_()
             y = apply(params, leaf)
             need = [leaf if n == "x" else params[n] for n in names]
@@ -256,7 +289,9 @@ def test_gradients_of_shared_values_are_rounded_once(recipe: str) -> None:
         return torch.autograd.grad([a @ w for w in weights], a, [g] * 3)[0]
 
     mesh, where, rules = RECIPES[recipe]
-    rows, _, columns = sl.Layout.parse(where).dims if "sequence" not in recipe else sl.Layout.parse("x . .").dims
+    rows, _, columns = (
+        sl.Layout.parse(where).dims if "sequence" not in recipe else sl.Layout.parse("x . .").dims
+    )
     weight = sl.Layout.parse(rules(False)[0][1]).T
     with sl.simulate(**mesh):
         places = [sl.shard(w, weight) for w in weights]
@@ -264,7 +299,9 @@ def test_gradients_of_shared_values_are_rounded_once(recipe: str) -> None:
         def ours() -> Tensor:
             a = sl.shard(x, f"{rows} {columns}").requires_grad_()
             ys = [sl.matmul(a, w) for w in places]
-            return sl.unshard(torch.autograd.grad(ys, [a], [sl.shard(g, y.sharding) for y in ys])[0])
+            return sl.unshard(
+                torch.autograd.grad(ys, [a], [sl.shard(g, y.sharding) for y in ys])[0]
+            )
 
         for saving in (False, True):
             with sl.saving() if saving else nullcontext():

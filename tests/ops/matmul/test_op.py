@@ -1,4 +1,6 @@
-"""The way from torch's spelling to an algorithm, and what the first of a value's products leaves for the next."""
+"""The way from torch's spelling to an algorithm, and what the first
+of a value's products leaves for the next.
+"""
 
 import traceback
 from pathlib import Path
@@ -16,7 +18,9 @@ PACKAGE = Path(sl.__file__).parent
 
 
 def test_a_product_is_five_files_above_summa_s_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but dispatch, the operation, the autograd function and the 2D schedule stand between."""
+    """Nothing but dispatch, the operation, the autograd
+    function and the 2D schedule stand between.
+    """
     ways: list[list[str]] = []
     real = summa.accumulator
 
@@ -32,7 +36,9 @@ def test_a_product_is_five_files_above_summa_s_loop(monkeypatch: pytest.MonkeyPa
         F.linear(a, sl.shard(torch.ones(8, 8), "y x"))
     for way in ways:
         opened = list(dict.fromkeys(way))
-        assert opened[-4:] == [f"ops/matmul/{f}.py" for f in ("op", "function", "matmul2d", "summa")]
+        assert opened[-4:] == [
+            f"ops/matmul/{f}.py" for f in ("op", "function", "matmul2d", "summa")
+        ]
         assert len(opened) <= 5, opened
     assert len(ways) == 2
 
@@ -63,11 +69,17 @@ def test_a_bias_is_added_by_every_algorithm() -> None:
 
 def test_a_product_without_bias_is_changed_in_place() -> None:
     with sl.simulate(x=2, y=2):
-        x, w = sl.shard(torch.ones(2, 4, 4), "x . y"), sl.shard(torch.ones(4, 4), "y x").requires_grad_()
+        x, w = (
+            sl.shard(torch.ones(2, 4, 4), "x . y"),
+            sl.shard(torch.ones(4, 4), "y x").requires_grad_(),
+        )
         y = F.linear(x, w)
         y += 1
         F.relu(y, inplace=True).sum().backward()
-        assert float(y.sum().detach()) == 2 * 4 * 4 * 5 and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
+        assert (
+            float(y.sum().detach()) == 2 * 4 * 4 * 5
+            and float(sl.unshard(w.grad).sum()) == 2 * 4 * 16
+        )
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -9,7 +9,9 @@ from tests.ops.matmul.test_matmul2d import relative
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_accumulates_in_fp32_across_panels(dtype: torch.dtype) -> None:
-    """One large panel product then many small ones: in half precision the small ones would be lost."""
+    """One large panel product then many small ones: in half
+    precision the small ones would be lost.
+    """
     k = 16
     x = torch.ones(4, k, dtype=dtype)
     w = torch.full((k, 4), 0.25, dtype=dtype)
@@ -31,13 +33,18 @@ def test_measured_links_cut_panels_into_slices(rule: str, w_text: str, alpha: fl
     x.requires_grad_(), w.requires_grad_()
     (x @ w).backward(g)
     with sl.simulate(x=2, y=2) as mesh, sl.algorithm(matmul=rule):
-        a, b = sl.shard(x.detach(), "x y").requires_grad_(), sl.shard(w.detach(), w_text).requires_grad_()
+        a, b = (
+            sl.shard(x.detach(), "x y").requires_grad_(),
+            sl.shard(w.detach(), w_text).requires_grad_(),
+        )
         before = dict(sl.why("matmul", a, b).verdicts)[rule]
         mesh.links.update(x=sl.planning.Link(alpha, 1e-9), y=sl.planning.Link(alpha, 1e-9))
         price = dict(sl.why("matmul", a, b).verdicts)[rule]
         assert isinstance(before, sl.extend.Match) and isinstance(price, sl.extend.Match)
         panels = 2 if alpha < 1e-6 else 1  # 512 / 2 panels / 128
-        assert price.cost.bytes == before.cost.bytes and (price.cost.messages > before.cost.messages) == (panels > 1)
+        assert price.cost.bytes == before.cost.bytes and (
+            price.cost.messages > before.cost.messages
+        ) == (panels > 1)
         with sl.trace() as t:
             c = a @ b
             c.backward(sl.shard(g, c.sharding))

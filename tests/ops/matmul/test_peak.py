@@ -24,9 +24,16 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        old = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        old = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in old | self.seen:
+            if (
+                isinstance(t, torch.Tensor)
+                and t.untyped_storage().data_ptr() not in old | self.seen
+            ):
                 s = t.untyped_storage()
                 if s.nbytes():
                     self.seen.add(s.data_ptr())

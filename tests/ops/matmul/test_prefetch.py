@@ -46,7 +46,10 @@ CALLS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [  # each differs from th
 
 def errors() -> list[float]:
     """Per call of CALLS: the largest relative error of value and gradients."""
-    module, x = Stack(), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module, x = (
+        Stack(),
+        torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+    )
     apply, params = sl.parallelize(module, RULES, inputs={"x": "x ."})
     found = []
     for order, turned in CALLS:
@@ -77,8 +80,12 @@ def test_real_ranks_give_each_product_its_own_weight(pool: Any) -> None:
 
 
 def test_a_prefetch_of_another_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken so that weights alike in shape and strides are taken for each other, the test above fails."""
-    monkeypatch.setattr(prefetch, "_same", lambda a, b: a.shape == b.shape and a.stride() == b.stride())
+    """Broken so that weights alike in shape and strides are
+    taken for each other, the test above fails.
+    """
+    monkeypatch.setattr(
+        prefetch, "_same", lambda a, b: a.shape == b.shape and a.stride() == b.stride()
+    )
     with sl.simulate(x=2):
         assert max(errors()) > 1e-3
 
@@ -125,12 +132,15 @@ def test_every_gather_is_waited_for_when_the_call_or_the_backward_ends(traced: T
             y.square().sum().backward()
             assert traced.open == []
             posted.append((forward, traced.posted))
-        assert posted[0] == (0, 1)  # no order is known yet; backward knows its own, and needs no dX of the first
+        # no order is known yet; backward knows its own, and needs no dX of the first
+        assert posted[0] == (0, 1)
         assert posted[1] == (3, 4)
 
 
 def test_a_backward_that_skips_a_product_leaves_no_gather_behind(traced: Traced) -> None:
-    """The middle layer's gradient is not asked for: what started for it early is waited for at the end."""
+    """The middle layer's gradient is not asked for: what
+    started for it early is waited for at the end.
+    """
     x = torch.randn(8, 8, dtype=torch.float64)
     with sl.simulate(x=2):
         apply, params = sl.parallelize(Stack(), RULES, inputs={"x": "x ."})
@@ -145,7 +155,9 @@ def test_an_error_in_a_call_leaves_no_gather_behind(traced: Traced) -> None:
     class Fails(Stack):
         fail = False
 
-        def forward(self, x: Tensor, order: tuple[int, ...], turned: tuple[int, ...] = ()) -> Tensor:
+        def forward(
+            self, x: Tensor, order: tuple[int, ...], turned: tuple[int, ...] = ()
+        ) -> Tensor:
             x = x @ self.layers[0]
             if self.fail:
                 raise ValueError("between two products")

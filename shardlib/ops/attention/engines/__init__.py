@@ -1,4 +1,6 @@
-"""The attention engines, one file each: it ends with its registration, and their order means nothing."""
+"""The attention engines, one file each: it ends with its
+registration, and their order means nothing.
+"""
 
 from shardlib.ops.attention.engines.allgather import AllGather
 from shardlib.ops.attention.engines.both_ways import BothWays
@@ -10,4 +12,14 @@ from shardlib.ops.attention.engines.ring import OneWay
 from shardlib.ops.attention.engines.rsa import RSA
 from shardlib.ops.attention.engines.ulysses import Ulysses
 
-__all__ = ["RSA", "AllGather", "BothWays", "Canonical", "DoubleRing", "Halo", "OneWay", "PassQ", "Ulysses"]
+__all__ = [
+    "RSA",
+    "AllGather",
+    "BothWays",
+    "Canonical",
+    "DoubleRing",
+    "Halo",
+    "OneWay",
+    "PassQ",
+    "Ulysses",
+]

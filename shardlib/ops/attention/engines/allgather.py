@@ -42,7 +42,9 @@ __all__ = ["AllGather"]
 
 @dataclass(frozen=True)
 class AllGather(Engine):
-    """Gather the keys and values of ``heads`` heads (None: all), attend, scatter their gradients back."""
+    """Gather the keys and values of ``heads`` heads (None:
+    all), attend, scatter their gradients back.
+    """
 
     heads: int | None = None
 
@@ -69,7 +71,9 @@ class AllGather(Engine):
         n = self.heads or g
         return [(lo, min(lo + n, g)) for lo in range(0, g, n)]
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q, bias)
@@ -80,11 +84,19 @@ class AllGather(Engine):
                 out_part, lse_part = view(out)[:, lo:hi], view(lse)[:, lo:hi]
                 for owner, runs in enumerate(job.plan.k_runs):
                     block, k_at = view(kv)[owner], positions(runs, q.device)
-                    part.attend(part.calls(runs), block[..., :d], block[..., d:], k_at, out_part, lse_part)
+                    part.attend(
+                        part.calls(runs), block[..., :d], block[..., d:], k_at, out_part, lse_part
+                    )
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
         """Keys gathered again; their gradients summed over the ring and scattered."""
         q, k, v = saved
@@ -96,7 +108,9 @@ class AllGather(Engine):
             lo, hi = heads[0] * shared, heads[1] * shared
             for rank in ranks:
                 mine = None if dbias is None else rank.view(dbias)
-                _attend_back(rank, lo, hi, rank.view(kv), given, rank.view(dq), rank.view(dkv), mine, d)
+                _attend_back(
+                    rank, lo, hi, rank.view(kv), given, rank.view(dq), rank.view(dkv), mine, d
+                )
             with bind(job.mesh):
                 grads.append(unwrap(psum_scatter(wrap(dkv, job.mesh), job.axes, 0).squeeze(0)))
         dkv = torch.cat(grads, -3)
@@ -137,7 +151,9 @@ def _attend_back(
 def _gathered(
     job: Job, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield (heads, keys and values of every rank [p, b, heads, lk, d + e]) by groups of heads, the next under way."""
+    """Yield (heads, keys and values of every rank [p, b, heads, lk, d +
+    e]) by groups of heads, the next under way.
+    """
     kv = torch.cat([k, v], -1)
 
     def post(i: int) -> Any:
@@ -146,7 +162,8 @@ def _gathered(
         lo, hi = groups[i]
         with bind(job.mesh):
             block = wrap(kv[..., lo:hi, :, :].contiguous(), job.mesh)
-            return start(all_gather, block.unsqueeze(0), job.axes, dim=0)  # ranks first: nothing is copied
+            # ranks first: nothing is copied
+            return start(all_gather, block.unsqueeze(0), job.axes, dim=0)
 
     coming = post(0)
     for i, heads in enumerate(groups):

@@ -46,12 +46,16 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk,
     chunks = []
     for lo, hi in itertools.pairwise(edges):
         needed = [
-            [r for r in range(p) if (r, j) in hulls and hulls[r, j][0] < hi and hulls[r, j][1] > lo] for j in range(p)
+            [r for r in range(p) if (r, j) in hulls and hulls[r, j][0] < hi and hulls[r, j][1] > lo]
+            for j in range(p)
         ]
-        reach = [_reach([(r - j) % p for r in need], p, len(edges) > 2) for j, need in enumerate(needed)]
+        reach = [
+            _reach([(r - j) % p for r in need], p, len(edges) > 2) for j, need in enumerate(needed)
+        ]
         for way, far in ((1, [f for f, _ in reach]), (-1, [b for _, b in reach])):
             at = tuple(
-                tuple((j + way * t) % p if t <= far[j] else None for j in range(p)) for t in range(1, max(far) + 1)
+                tuple((j + way * t) % p if t <= far[j] else None for j in range(p))
+                for t in range(1, max(far) + 1)
             )
             if at:
                 chunks.append(Chunk(lo, hi, at, tuple(range(len(at)))))

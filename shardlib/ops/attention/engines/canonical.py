@@ -1,7 +1,8 @@
-"""Everything gathered and computed in tiles, in global order: bitwise the same for any number of ranks.
+"""Everything gathered and computed in tiles, in global order:
+bitwise the same for any number of ranks.
 
-Every rank computes whole tiles of rows, and the gradients of its keys from gathered queries: the same
-kernel calls on the same numbers for every ring and layout, at twice the work.
+Every rank computes whole tiles of rows, and the gradients of its keys from gathered queries: the
+same kernel calls on the same numbers for every ring and layout, at twice the work.
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ class Canonical(Engine):
         """Count what the mask needs, twice: for the rows of queries and again for those of keys."""
         return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         """Whole tiles of queries against all tiles of keys, in order."""
         plan = job.plan
         qs = gathered(job, q, plan.q_runs)
@@ -84,14 +87,31 @@ class Canonical(Engine):
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
-        """dq from all tiles of keys, dk and dv from all tiles of queries: each sum in global order, on its owner."""
+        """dq from all tiles of keys, dk and dv from all tiles of
+        queries: each sum in global order, on its owner.
+        """
         q, k, v = saved
         plan, (dout, dlse, out, lse) = job.plan, given
         dlses = None if dlse is None else gathered(job, dlse, plan.q_runs)
-        rows = gathered(job, dout, plan.q_runs), dlses, gathered(job, out, plan.q_runs), gathered(job, lse, plan.q_runs)
-        whole = gathered(job, q, plan.q_runs), gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        rows = (
+            gathered(job, dout, plan.q_runs),
+            dlses,
+            gathered(job, out, plan.q_runs),
+            gathered(job, lse, plan.q_runs),
+        )
+        whole = (
+            gathered(job, q, plan.q_runs),
+            gathered(job, k, plan.k_runs),
+            gathered(job, v, plan.k_runs),
+        )
         all_q, all_k = ((Run(0, 1, x.shape[-2]),) for x in whole[:2])
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
         for rank in local_queries(job, q):
@@ -107,7 +127,12 @@ class Canonical(Engine):
         return dq, dk, dv, None
 
     def _sums(
-        self, rank: LocalQueries, whole: Saved, rows: Given, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
+        self,
+        rank: LocalQueries,
+        whole: Saved,
+        rows: Given,
+        q_runs: tuple[Run, ...],
+        k_runs: tuple[Run, ...],
     ) -> list[Tensor]:
         """Add up dq, dk and dv of all positions, from the tiles that hold some of these."""
         q, k, v = map(rank.view, whole)
@@ -124,7 +149,9 @@ class Canonical(Engine):
         """List the kernel calls of each pair of tiles, rows counted from position 0."""
         tiles = _tiles(k_runs, t, self.tile)
         return [
-            _from_zero(pieces((a,), (b,), every.job.mask), a, b) for a in _tiles(q_runs, s, self.tile) for b in tiles
+            _from_zero(pieces((a,), (b,), every.job.mask), a, b)
+            for a in _tiles(q_runs, s, self.tile)
+            for b in tiles
         ]
 
 
@@ -135,7 +162,10 @@ def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
 
 
 def _from_zero(calls: tuple[Piece, ...], a: Run, b: Run) -> tuple[Piece, ...]:
-    return tuple(c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start) for c in calls)
+    return tuple(
+        c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start)
+        for c in calls
+    )
 
 
 register_engine(Canonical(), order=9)

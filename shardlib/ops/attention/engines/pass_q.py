@@ -69,13 +69,17 @@ class PassQ(Engine):
 
         return tuple(tuple(area(r, t) for r in range(plan.p)) for t in range(plan.p))
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         """out and lse travel as one, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q)
         for rank in ranks:
             view, runs = rank.view, job.plan.k_runs[rank.place]
-            rank.attend(rank.calls(runs), view(k), view(v), positions(runs, q.device), view(out), view(lse))
+            rank.attend(
+                rank.calls(runs), view(k), view(v), positions(runs, q.device), view(out), view(lse)
+            )
         travel, before = _Travel(job, q), None
         for step, (block,) in travel:
             part, part_lse = started(block, v.shape[-1])
@@ -90,7 +94,13 @@ class PassQ(Engine):
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
         """q, dout and out travel together, then lse (and dlse); dq is gathered on the way."""
         (q, k, v), (dout, dlse, out, lse) = saved, given
@@ -99,10 +109,17 @@ class PassQ(Engine):
         ranks = local_queries(job, q)
 
         def attend_back(
-            rank: LocalQueries, queries: LocalQueries, calls: Calls, k_at: Tensor, given: Given, dq: Tensor
+            rank: LocalQueries,
+            queries: LocalQueries,
+            calls: Calls,
+            k_at: Tensor,
+            given: Given,
+            dq: Tensor,
         ) -> None:
             view = rank.view
-            queries.attend_back(calls, view(k), view(v), k_at, given, dq, lambda: (view(dk), view(dv)))
+            queries.attend_back(
+                calls, view(k), view(v), k_at, given, dq, lambda: (view(dk), view(dv))
+            )
 
         for rank in ranks:
             runs = job.plan.k_runs[rank.place]
@@ -145,7 +162,10 @@ class _Travel:
             for step in range(1, len(chunk.at) + 1):
                 keys = [(str(i), 0, step) for i in range(len(self.now))]
                 pairs = chunk.hops(step)
-                coming = send(self.job, [Leaving(key, x, pairs) for key, x in zip(keys, self.now, strict=True)])
+                coming = send(
+                    self.job,
+                    [Leaving(key, x, pairs) for key, x in zip(keys, self.now, strict=True)],
+                )
                 self.now = [coming[key]() for key in keys]
                 yield step, self.now
 
@@ -158,7 +178,9 @@ class _Travel:
     def calls(
         self, step: int, ranks: list[LocalQueries], block: Tensor
     ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Yield of every rank played here: itself, the queries that stop there, their calls, its keys' positions."""
+        """Yield of every rank played here: itself, the queries that stop
+        there, their calls, its keys' positions.
+        """
         plan = self.job.plan
         for rank in ranks:
             owner = self.chunks[0].owner(step, rank.place)

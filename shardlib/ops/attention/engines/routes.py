@@ -14,7 +14,17 @@ from torch import Tensor
 
 from shardlib.mesh import Link
 from shardlib.ops.attention.chunks import Chunk, Pairs
-from shardlib.ops.attention.engine import Areas, Given, Gradients, Job, Move, Moves, Outputs, Plan, Saved
+from shardlib.ops.attention.engine import (
+    Areas,
+    Given,
+    Gradients,
+    Job,
+    Move,
+    Moves,
+    Outputs,
+    Plan,
+    Saved,
+)
 from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.local import (
     LocalQueries,
@@ -37,7 +47,9 @@ View = Callable[[Tensor], Tensor]
 
 
 class Routes:
-    """Keys and values stop at other ranks, which fold in what they add; an engine but for its plan."""
+    """Keys and values stop at other ranks, which fold in what
+    they add; an engine but for its plan.
+    """
 
     saves_operands = True
 
@@ -67,17 +79,25 @@ class Routes:
     def seconds(self, plan: Plan, link: Link, flops: float) -> float:
         """Transfers hide behind computing (or the other way) but for one step's worth.
 
-        Ranks need not keep step, since what arrives is sent on before it is used.  The rank that sends or
-        receives most sets the pace: zigzag both ways round saves bytes, but not that rank's.
+        Ranks need not keep step, since what arrives is sent on before it is used.  The rank that
+        sends or receives most sets the pace: zigzag both ways round saves bytes, but not that
+        rank's.
         """
         compute, total = plan.computing(flops), 0.0
         forward, backward = busiest(plan)
-        for cost, most, work in ((plan.forward, forward, compute), (plan.backward, backward, 2.5 * compute)):
+        for cost, most, work in (
+            (plan.forward, forward, compute),
+            (plan.backward, backward, 2.5 * compute),
+        ):
             wire = link.alpha * cost.messages + link.beta * max(float(cost.bytes), most)
-            total += max(work, wire) + min(work, wire) / (plan.steps + 1) if plan.steps else work + wire
+            total += (
+                max(work, wire) + min(work, wire) / (plan.steps + 1) if plan.steps else work + wire
+            )
         return total
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         plan = job.plan
         out, lse = started(q, v.shape[-1])
         ranks, travel = local_queries(job, q, bias), _Travel(job, k, v)
@@ -94,16 +114,27 @@ class Routes:
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
         q, k, v = saved
         plan, d = job.plan, k.shape[-1]
-        dq, dkv = sums_like(q), k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=acc_dtype(k.dtype))
+        dq, dkv = (
+            sums_like(q),
+            k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=acc_dtype(k.dtype)),
+        )
         dbias = sums_like(bias) if wants_bias and bias is not None else None
         ranks = local_queries(job, q, bias)
         travel, sums = _Travel(job, k, v), _Sums(plan.chunks)
 
-        def attend_back(rank: LocalQueries, calls: Calls, keys: Keys, k_at: Tensor, into: Callable[[], Keys]) -> None:
+        def attend_back(
+            rank: LocalQueries, calls: Calls, keys: Keys, k_at: Tensor, into: Callable[[], Keys]
+        ) -> None:
             view = rank.view
             mine = None if dbias is None else view(dbias)
             rank.attend_back(calls, *keys, k_at, viewed(given, view), view(dq), into, mine)
@@ -120,7 +151,13 @@ class Routes:
             for n in travel.holding(step):
                 part = sums.part(n, step, travel.held[n, step])
                 for rank, calls, k_at in _calls(plan, ranks, n, step):
-                    attend_back(rank, calls, travel.keys(n, step, rank.view), k_at, partial(part.keys, rank.view, d))
+                    attend_back(
+                        rank,
+                        calls,
+                        travel.keys(n, step, rank.view),
+                        k_at,
+                        partial(part.keys, rank.view, d),
+                    )
                 sums.send_on(n, step, part)
                 del part
             sums.come_home(step, dkv)
@@ -136,21 +173,31 @@ def _own(plan: Plan, rank: int) -> Calls:
 
 
 def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
-    """Give (owner, kernel calls) on what a rank holds of a chunk at a step; columns count from the chunk's lo."""
+    """Give (owner, kernel calls) on what a rank holds of a chunk at a
+    step; columns count from the chunk's lo.
+    """
     owner = chunk.owner(step, rank) if step <= len(chunk.at) else None
     if owner is None:
         return -1, ()
-    return owner, pieces(plan.q_runs[rank], narrowed(plan.k_runs[owner], chunk.lo, chunk.hi), plan.mask)
+    return owner, pieces(
+        plan.q_runs[rank], narrowed(plan.k_runs[owner], chunk.lo, chunk.hi), plan.mask
+    )
 
 
-def _own_calls(plan: Plan, ranks: list[LocalQueries]) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
+def _own_calls(
+    plan: Plan, ranks: list[LocalQueries]
+) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
     """Yield of every rank played here: its calls on its own keys, and their positions."""
     for rank in ranks:
         yield rank, _own(plan, rank.place), positions(plan.k_runs[rank.place], rank.q.device)
 
 
-def _calls(plan: Plan, ranks: list[LocalQueries], n: int, step: int) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Yield of every rank that has calls on what it holds of a chunk: these, and the keys' positions."""
+def _calls(
+    plan: Plan, ranks: list[LocalQueries], n: int, step: int
+) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
+    """Yield of every rank that has calls on what it holds of
+    a chunk: these, and the keys' positions.
+    """
     chunk = plan.chunks[n]
     for rank in ranks:
         owner, calls = _visit(plan, chunk, step, rank.place)
@@ -182,7 +229,9 @@ def busiest(plan: Plan) -> tuple[int, int]:
 
 
 class _Travel:
-    """The keys and values of the chunks: posted as soon as their sender has them, dropped after their last use."""
+    """The keys and values of the chunks: posted as soon as their
+    sender has them, dropped after their last use.
+    """
 
     def __init__(self, job: Job, k: Tensor, v: Tensor) -> None:
         self.chunks, self.d = job.plan.chunks, k.shape[-1]
@@ -216,7 +265,9 @@ class _Travel:
 
 
 class _Sums:
-    """The gradients of the chunks, which follow the keys one step later; they leave in one call with the next keys."""
+    """The gradients of the chunks, which follow the keys one step later;
+    they leave in one call with the next keys.
+    """
 
     def __init__(self, chunks: tuple[Chunk, ...]) -> None:
         self.chunks, self.coming = chunks, Coming()
@@ -245,7 +296,9 @@ class _Sums:
 
 
 class _Part:
-    """The gradient of a chunk so far: what comes from its last stop, or zeros; waited for when first used."""
+    """The gradient of a chunk so far: what comes from its last
+    stop, or zeros; waited for when first used.
+    """
 
     def __init__(self, like: Tensor, came: Callable[[], Tensor] | None) -> None:
         self.like, self.came = like, came

@@ -51,14 +51,18 @@ class RSA(Engine):
         rows = z.b * z.g * z.lk
         rounds = [Move(rows * z.d * z.itemsize, 1), Move(rows * z.e * z.itemsize, 1)] * n
         widths = (z.d, z.e) if n else ()
-        return Moves(rounds, [*rounds, *(Move(n * rows * width * z.acc_itemsize, n) for width in widths)])
+        return Moves(
+            rounds, [*rounds, *(Move(n * rows * width * z.acc_itemsize, n) for width in widths)]
+        )
 
     def areas(self, plan: Plan) -> Areas:
         """All scores, whatever the mask."""
         keys = sum(map(length, plan.k_runs))
         return (tuple(length(runs) * keys for runs in plan.q_runs),)
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         """Saves q, k, v and the probabilities [b, h, lq, p lk]."""
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
         ranks = local_queries(job, q, bias)
@@ -68,35 +72,58 @@ class RSA(Engine):
                 part = _Part(rank, step, k.shape[-2])
                 part.of(scores).copy_(part.scores(rank.view(block), dtype))
         lse = torch.logsumexp(scores, -1)
-        probs = scores.sub_(lse.masked_fill(lse == -float("inf"), 0.0).unsqueeze(-1)).exp_().to(q.dtype)
+        probs = (
+            scores.sub_(lse.masked_fill(lse == -float("inf"), 0.0).unsqueeze(-1)).exp_().to(q.dtype)
+        )
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
         for step, block in _round(job, v):
             for rank in ranks:
                 part = _Part(rank, step, k.shape[-2])
                 used = part.kept(part.of(probs).to(dtype))
-                part.rows(out).add_(torch.matmul(_grouped(used, g), part.keys(block, dtype)).flatten(1, 2))
+                part.rows(out).add_(
+                    torch.matmul(_grouped(used, g), part.keys(block, dtype)).flatten(1, 2)
+                )
         return out, add_sink(out, lse, sink), (q, k, v, probs)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
-        """Values round for the scores' gradient, keys round for the queries'; whole dk and dv, then scattered."""
+        """Values round for the scores' gradient, keys round for the
+        queries'; whole dk and dv, then scattered.
+        """
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
         if sink is not None:  # what is left of each softmax beside the sink's share
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
         ranks, p = local_queries(job, q, bias), job.plan.p
         dscores = torch.zeros_like(probs, dtype=dtype)
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
-        dks, dvs = (x.new_zeros((*x.shape[:-2], p * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v))
+        dks, dvs = (
+            x.new_zeros((*x.shape[:-2], p * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v)
+        )
         _values_round(job, ranks, v, probs, given, dscores, dvs)
         _keys_round(job, ranks, k, dscores, dq, dks, dbias)
         with bind(job.mesh):
-            dk, dv = (unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if p > 1 else x for x in (dks, dvs))
+            dk, dv = (
+                unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if p > 1 else x
+                for x in (dks, dvs)
+            )
         return dq, dk, dv, dbias
 
 
 def _values_round(
-    job: Job, ranks: list[LocalQueries], v: Tensor, probs: Tensor, given: Given, dscores: Tensor, dvs: Tensor
+    job: Job,
+    ranks: list[LocalQueries],
+    v: Tensor,
+    probs: Tensor,
+    given: Given,
+    dscores: Tensor,
+    dvs: Tensor,
 ) -> None:
     """Fill the gradients of the scores and of all values."""
     dout, dlse, out, _ = given
@@ -107,8 +134,12 @@ def _values_round(
         for rank in ranks:
             part = _Part(rank, step, v.shape[-2])
             p, grad = part.of(probs).to(dtype), part.rows(dout).to(dtype)
-            part.cols(dvs).add_(torch.matmul(_grouped(part.kept(p), g).mT, _grouped(grad, g)).sum(2))
-            dp = part.kept(torch.matmul(_grouped(grad, g), part.keys(block, dtype).mT).flatten(1, 2))
+            part.cols(dvs).add_(
+                torch.matmul(_grouped(part.kept(p), g).mT, _grouped(grad, g)).sum(2)
+            )
+            dp = part.kept(
+                torch.matmul(_grouped(grad, g), part.keys(block, dtype).mT).flatten(1, 2)
+            )
             part.of(dscores).copy_(p * (dp - part.rows(delta.unsqueeze(-1))))
 
 
@@ -127,8 +158,12 @@ def _keys_round(
         for rank in ranks:
             part = _Part(rank, step, k.shape[-2])
             ds, queries = part.of(dscores), rank.q[:, :, : part.n].to(dtype)
-            part.rows(dq).add_(torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2) * job.scale)
-            part.cols(dks).add_(torch.matmul(_grouped(ds, g).mT, _grouped(queries, g)).sum(2) * job.scale)
+            part.rows(dq).add_(
+                torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2) * job.scale
+            )
+            part.cols(dks).add_(
+                torch.matmul(_grouped(ds, g).mT, _grouped(queries, g)).sum(2) * job.scale
+            )
             if dbias is not None:
                 rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
 
@@ -144,7 +179,9 @@ def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Part:
-    """The scores of a rank's n queries with the m keys of the owner whose block it holds at a step."""
+    """The scores of a rank's n queries with the m keys of the
+    owner whose block it holds at a step.
+    """
 
     def __init__(self, rank: LocalQueries, step: int, lk: int) -> None:
         owner = (rank.place - step) % rank.job.plan.p

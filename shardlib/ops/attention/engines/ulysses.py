@@ -45,7 +45,8 @@ class Heads(NamedTuple):
     """How heads are dealt to u ranks.
 
     ``per_rank``  heads of queries that each rank gets, made-up ones last.
-    ``sent``      the heads of keys that go to rank 0, rank 1, ...; () where each rank gets its own part.
+    ``sent``      the heads of keys that go to rank 0, rank 1,
+                  ...; () where each rank gets its own part.
     """
 
     per_rank: int
@@ -103,13 +104,17 @@ class Ulysses(Engine):
         q_there, k_there = swap(q, z.lq, z.d, z.itemsize), swap(k, z.lk, z.d + z.e, z.itemsize)
         dk_back = swap(k, z.lk, z.d + z.e, z.acc_itemsize if heads.sent else z.itemsize)
         out, back = inner.engine.moves(inner)
-        return Moves([*q_there, *k_there, *out, *out_back, *lse_back], [*out_back, *back, *q_there, *dk_back])
+        return Moves(
+            [*q_there, *k_there, *out, *out_back, *lse_back], [*out_back, *back, *q_there, *dk_back]
+        )
 
     def areas(self, plan: Plan) -> Areas:
         u, _, inner = _swap_of(plan)
         return tuple(tuple(-(-step[r // u] // u) for r in range(plan.p)) for step in inner.areas)
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Outputs:
+    def forward(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    ) -> Outputs:
         """Saves what lay in between: q, k, v, out, lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
         swap = _Swap(job)
@@ -123,7 +128,13 @@ class Ulysses(Engine):
         return whole, swap.queries_back(lse.unsqueeze(-1), rows).squeeze(-1), (qs, ks, vs, out, lse)
 
     def backward(
-        self, job: Job, saved: Saved, bias: Tensor | None, sink: Tensor | None, given: Given, wants_bias: bool
+        self,
+        job: Job,
+        saved: Saved,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        given: Given,
+        wants_bias: bool,
     ) -> Gradients:
         """Swap the cotangent, and swap the gradients back."""
         qs, ks, vs, out, lse = saved
@@ -133,24 +144,41 @@ class Ulysses(Engine):
         douts = swap.queries(dout)
         dlses = None if dlse is None else swap.queries(dlse.unsqueeze(-1)).squeeze(-1)
         between = (douts, dlses, out, lse)
-        dq, dk, dv, _ = swap.inner.engine.backward(swap.job_between(), (qs, ks, vs), None, None, between, False)
+        dq, dk, dv, _ = swap.inner.engine.backward(
+            swap.job_between(), (qs, ks, vs), None, None, between, False
+        )
         dkv = torch.cat([dk, dv], -1).to(acc_dtype(dtype) if swap.heads.sent else dtype)
         dkv = swap.keys_back(dkv, job.plan.case.sizes.lk)
         return swap.queries_back(dq.to(dtype), rows), dkv[..., :d], dkv[..., d:], None
 
 
 def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
-    """Plan what runs while the sequence is split over the outer axes alone: both ways, for fewer heads."""
+    """Plan what runs while the sequence is split over the
+    outer axes alone: both ways, for fewer heads.
+    """
     sizes, z = dict(case.mesh), case.sizes
     p = math.prod(sizes[a] for a in outer)
     u = case.p // p
     q_runs, k_runs = (
-        tuple(_union(runs[i : i + u]) for i in range(0, case.p, u)) for runs in (case.q_runs, case.k_runs)
+        tuple(_union(runs[i : i + u]) for i in range(0, case.p, u))
+        for runs in (case.q_runs, case.k_runs)
     )
     heads = Heads.of(z.h, z.g, u)
     lq, lk = max(map(length, q_runs)), max(map(length, k_runs))
-    fewer = Sizes(z.b, heads.per_rank, (len(heads.sent) or z.g) // u, lq, lk, z.d, z.e, z.itemsize, z.acc_itemsize)
-    return BothWays().plan(replace(case, q_runs=q_runs, k_runs=k_runs, rows=lk, axes=outer, sizes=fewer))
+    fewer = Sizes(
+        z.b,
+        heads.per_rank,
+        (len(heads.sent) or z.g) // u,
+        lq,
+        lk,
+        z.d,
+        z.e,
+        z.itemsize,
+        z.acc_itemsize,
+    )
+    return BothWays().plan(
+        replace(case, q_runs=q_runs, k_runs=k_runs, rows=lk, axes=outer, sizes=fewer)
+    )
 
 
 def _union(shares: Runs) -> tuple[Run, ...]:
@@ -207,7 +235,9 @@ class _Swap:
     def queries(self, x: Tensor) -> Tensor:
         """[b, h, lq, n] -> [b, h / u, lq of the outer ring, n]."""
         spare = self.u * self.heads.per_rank - self.sizes.h
-        return self._there(F.pad(x, (0, 0, 0, 0, 0, spare)), self.job.plan.q_runs, self.inner.q_runs)
+        return self._there(
+            F.pad(x, (0, 0, 0, 0, 0, spare)), self.job.plan.q_runs, self.inner.q_runs
+        )
 
     def keys(self, x: Tensor) -> Tensor:
         """[b, g, lk, n] -> [b, heads that these ranks' queries share, lk of the outer ring, n]."""
@@ -216,7 +246,9 @@ class _Swap:
         return self._there(x, self.job.plan.k_runs, self.inner.k_runs)
 
     def queries_back(self, x: Tensor, rows: int) -> Tensor:
-        return self._back(x, self.job.plan.q_runs, self.inner.q_runs, rows).narrow(-3, 0, self.sizes.h)
+        return self._back(x, self.job.plan.q_runs, self.inner.q_runs, rows).narrow(
+            -3, 0, self.sizes.h
+        )
 
     def keys_back(self, x: Tensor, rows: int) -> Tensor:
         """Sum over the ranks that a head of keys was sent to."""
@@ -260,7 +292,9 @@ class _Swap:
 
 
 class _Tables(NamedTuple):
-    """Per place on the outer ring: the rows, as they came, in the order of positions; and back.  () changes nothing."""
+    """Per place on the outer ring: the rows, as they came, in the order of
+    positions; and back.  () changes nothing.
+    """
 
     there: tuple[Tensor, ...]
     back: tuple[Tensor, ...]
@@ -283,7 +317,9 @@ def _tables_kept(shares: Runs, inner: Runs, rows: int) -> _Tables:
             row |= {i: m * rows + n for n, i in enumerate(held)}
         order = torch.tensor([row[i] for run in runs for i in run.positions], dtype=torch.int64)
         there.append(F.pad(order, (0, most - len(order))))
-        back.append(torch.zeros(u * rows, dtype=torch.int64).index_copy_(0, order, torch.arange(len(order))))
+        back.append(
+            torch.zeros(u * rows, dtype=torch.int64).index_copy_(0, order, torch.arange(len(order)))
+        )
     return _Tables(_none_if_same(there, u * rows), _none_if_same(back, most))
 
 

@@ -21,7 +21,9 @@ def test_zigzag_causal_needs_three_quarters(p: int) -> None:
 
 @pytest.mark.parametrize("p", [3, 4, 8])
 def test_the_busiest_rank_of_zigzag_saves_nothing(p: int) -> None:
-    """Rank 0 needs all late chunks and all early ones: what is saved is saved elsewhere, and the price says so."""
+    """Rank 0 needs all late chunks and all early ones: what is saved
+    is saved elsewhere, and the price says so.
+    """
     runs = dealt("zigzag", 16 * p, p)
     less, full = plan_of(BothWays(), runs, Causal()), plan_of(OneWay(), runs, Causal())
     assert busiest(less)[0] == busiest(full)[0] == full.forward.bytes
