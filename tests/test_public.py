@@ -115,7 +115,9 @@ NOT_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "fix"), NOT_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("given", "fix"), NOT_LAYOUTS, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_what_is_no_layout_is_refused_with_the_line_to_write(given: Any, fix: str) -> None:
     x = torch.arange(16.0).reshape(4, 4)
     with sl.simulate(x=2, y=2):

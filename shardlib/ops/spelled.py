@@ -54,7 +54,12 @@ spelled("msort(input)", lambda input: input.sort(0).values)
 
 
 def _cut(dim: int) -> Any:
-    return lambda input, indices_or_sections: torch.tensor_split(input, indices_or_sections, dim)
+    def cut(input: Tensor, indices_or_sections: Any) -> Any:
+        if isinstance(indices_or_sections, int) and input.shape[dim] % indices_or_sections:
+            raise TypeError("sections of different sizes")
+        return torch.tensor_split(input, indices_or_sections, dim)
+
+    return cut
 
 
 spelled("hsplit(input, indices_or_sections)", lambda input, indices_or_sections: torch.tensor_split(
