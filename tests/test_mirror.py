@@ -10,6 +10,7 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "layouts/test_base.py": "layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
     "test_dimensions.py": "atoms",  # atoms are what the dimensions of a module are made of
     "test_planning.py": "cost",
+    "test_public.py": "layouts/like",  # every verb that takes a layout
     "ops/attention/test_masks.py": "masks",  # the public names
     "test_explain.py": "live",  # the peak on paper is the peak of a step
     # torch's database

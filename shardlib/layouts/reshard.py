@@ -308,7 +308,7 @@ def _exchanges(
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
         words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
-        if words:
+        if words or last[2]:  # a skewed block that every rank holds is cut in place
             block = math.prod(
                 map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0)))
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 import shardlib as sl
 from shardlib.layouts import Layout
@@ -15,6 +15,7 @@ from tests.strategies import placed
 
 
 @laws
+@example((Layout.parse(". ."), Layout.parse("a b skew a"), (2, 2), {"a": 2, "b": 2}))
 @given(placed(2, most=12, most_elements=600, partial=False, skew=True))
 def test_every_rank_receives_what_it_lacks(case: Any) -> None:
     """Counted position by position."""

@@ -167,11 +167,11 @@ def test_an_error_in_a_call_leaves_no_gather_behind(traced: Traced) -> None:
     with sl.simulate(x=2):
         apply, params = sl.parallelize(module, RULES, inputs={"x": "x ."})
         want = sl.unshard(apply(params, x, ()))
-        posted, module.fail = traced.posted, True
+        posted, apply.module.fail = traced.posted, True
         with pytest.raises(ValueError, match="between two products"):
             apply(params, x, ())
         assert traced.posted == posted + 1 and traced.open == []
-        module.fail = False
+        apply.module.fail = False
         assert torch.equal(sl.unshard(apply(params, x, ())), want)
 
 
