@@ -32,6 +32,7 @@ __all__ = [
     "attention_op",
     "builtin_homes",
     "dtensor_handlers",
+    "fused_step",
     "is_dtensor",
     "is_strided",
     "no_redistribution",
@@ -309,6 +310,25 @@ def fused_steps() -> list[Callable[..., Any]]:
     """
     names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
     return [getattr(torch, n) for n in names if hasattr(torch, n)]
+
+
+def fused_step(name: str) -> Callable[..., None] | None:
+    """One of them as ``run(lists, steps, **how)``, where lists are parameters, gradients and what
+    the optimizer keeps; None where torch has none of this name.
+
+    When they go: transforms run through ``update``.
+    """
+    kernel = getattr(torch, f"_fused_{name}_", None)
+    if kernel is None:
+        return None
+    # the arguments differ in where the list of steps stands, and in lists that may be empty
+    if name in ("adam", "adamw"):
+        return lambda lists, steps, **how: kernel(
+            *lists[:4], list(lists[4:5] and lists[4]), steps, **how
+        )
+    if name == "adagrad":
+        return lambda lists, steps, **how: kernel(*lists, steps, **how)
+    return lambda lists, steps, **how: kernel(*lists[:2], list(lists[2:3] and lists[2]), **how)
 
 
 # What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11

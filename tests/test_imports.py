@@ -64,6 +64,8 @@ ORDER = [  # each may import from those before it
     "dimensions",
     "roles",
     "recipes",
+    "optim.buckets",
+    "optim.transform",
     "optim",
     "checkpoint",
     "planning",

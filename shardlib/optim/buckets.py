@@ -7,14 +7,21 @@ of a bucket is replicated alike.  Its length divides the number of ranks it will
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Item", "Slot", "flatten", "index", "unflatten"]
+from shardlib.collectives import blocks, played
+from shardlib.mesh import Mesh, rank_along
+
+__all__ = [
+    "Bucket", "Buckets", "Item", "Part", "Slot", "flatten", "index", "parts", "unflatten",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,3 +108,92 @@ def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
         block = flat[slot.offset : slot.offset + slot.length].reshape(slot.shape)
         out.update(dict.fromkeys(slot.leaves, block))
     return out
+
+
+@dataclass(frozen=True)
+class Part:
+    """``shard[start : start + length]`` is ``slot``'s elements from ``at`` on."""
+
+    slot: Slot
+    start: int
+    at: int
+    length: int
+
+
+@lru_cache(maxsize=4096)
+def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
+    """What rank ``rank`` of ``ways`` holds of a bucket, slot by slot; what is empty is left out.
+
+    >>> items = (Item("w", (2, 3), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
+    >>> (bucket,) = index(items, 2, 1 << 20)
+    >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1, 2)]
+    [(0, 0, 5, 1), (6, 1, 0, 3)]
+    """
+    n, out = bucket.length // ways, []
+    lo = rank * n
+    for slot in bucket.slots:
+        a, b = max(lo, slot.offset), min(lo + n, slot.offset + slot.length)
+        if a < b:
+            out.append(Part(slot, a - lo, a - slot.offset, b - a))
+    return tuple(out)
+
+
+class Buckets(dict[str, Any]):
+    """Bucket name -> this rank's part of it, a vector; a node of trees that keeps its index.
+
+    ``index``  the buckets, in order.   ``axes``  what they are cut over.   ``mesh``  its mesh.
+    ``paths``  leaf number -> the parameter's path, as ``Slot.leaves`` counts them.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        index: tuple[Bucket, ...],
+        axes: tuple[str, ...],
+        mesh: Mesh,
+        paths: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(values)
+        self.index, self.axes, self.mesh, self.paths = index, axes, mesh, paths
+
+    def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
+        """Other values under the same index."""
+        return Buckets(values, self.index, self.axes, self.mesh, self.paths)
+
+    @cached_property
+    def held(self) -> list[tuple[Bucket, int, Part]]:
+        """(bucket, number of the rank among those played here, part) of each piece, in order."""
+        ways = self.mesh.axis_size(self.axes)
+        places = [rank_along(self.axes, c, self.mesh.axes) for c in played(self.mesh)]
+        return [
+            (bucket, i, part)
+            for bucket in self.index
+            for i, rank in enumerate(places)
+            for part in parts(bucket, rank, ways)
+        ]
+
+    @cached_property
+    def pieces(self) -> list[Tensor]:
+        """The parts of the slots as plain vectors, views made once: what is written to them stays."""
+        ranks = {b.name: blocks(self[b.name].raw.detach(), self.mesh) for b in self.index}
+        return [ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held]
+
+    def __reduce__(self) -> Any:
+        return Buckets, (dict(self), self.index, self.axes, self.mesh, self.paths)
+
+
+def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:
+    names = [b.name for b in tree.index]
+    return [tree[n] for n in names], (tree.index, tree.axes, tree.mesh, tree.paths), names
+
+
+def _unflat(where: Any, children: Iterable[Any]) -> Buckets:
+    return Buckets(zip([b.name for b in where[0]], children, strict=True), *where)
+
+
+optree.register_pytree_node(
+    Buckets,
+    _flat,
+    _unflat,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+)

@@ -15,6 +15,16 @@ from shardlib.collectives import played, psum, storage, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
+from shardlib.optim.transform import (
+    TRAITS,
+    Step,
+    Transform,
+    divide,
+    fused,
+    keep,
+    pieces,
+    run_in_place,
+)
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -24,18 +34,6 @@ __all__ = [
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
-
-
-class Transform(NamedTuple):
-    """``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
-
-    ``trait`` says what an update of one element depends on: "elementwise" that element alone,
-    "norm" also a norm over all of them, "tree" the structure of the tree.
-    """
-
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-    trait: str = "elementwise"
 
 
 class EmptyState(NamedTuple):
@@ -222,10 +220,20 @@ def chain(*transforms: Transform) -> Transform:
             new.append(s)
         return grads, tuple(new)
 
-    traits = {t.trait for t in transforms}
-    return Transform(
-        init, update, next((t for t in ("tree", "norm") if t in traits), "elementwise")
-    )
+    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        new = []
+        for t, s in zip(transforms[:-1], state, strict=False):
+            if t.rescale is not None:
+                new.append(t.rescale(grads, s, params, step))
+                continue
+            divide(grads, step)
+            grads, later = t.update(grads, s, params)
+            new.append(keep(s, later))
+        new += [run_in_place(t, grads, s, params, step) for t, s in [(transforms[-1], state[-1])]]
+        return tuple(new)
+
+    trait = max((t.trait for t in transforms), key=TRAITS.index, default="elementwise")
+    return Transform(init, update, trait, donate if transforms else None)
 
 
 def scale(factor: float) -> Transform:
@@ -292,7 +300,18 @@ def adamw(
         updates = each(step, grads, mu, nu, *([params] if weight_decay else []))
         return updates, MomentState(count, mu, nu)
 
-    return Transform(init, update)
+    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+        _ready(grads, "adamw", state.mu)
+        count, rate = state.count + 1, _rate(lr, state.count)
+        g, p, m, v = pieces(grads, params, state.mu, state.nu)
+        how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
+        done = fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
+        if not done:
+            return run_in_place(Transform(init, update), grads, state, params, step)
+        step.lr = rate
+        return state._replace(count=count)
+
+    return Transform(init, update, donate=donate)
 
 
 def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
@@ -400,8 +419,17 @@ def global_norm(tree: Any) -> Tensor:
 def clip_by_global_norm(max_norm: float) -> Transform:
     """Scale all updates so that their global norm is at most ``max_norm``."""
 
-    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
-        return each(lambda g: g * factor.to(g.dtype), grads), state
+    def scale(norm: Tensor) -> Tensor:
+        return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
-    return Transform(lambda params: EmptyState(), update, "norm")
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        by = scale(global_norm(grads))
+        return each(lambda g: g / by.to(g.device, g.dtype), grads), state
+
+    def rescale(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
+        norm = global_norm(grads) if step.scale is None else global_norm(grads) / step.scale
+        step.norm = norm
+        step.divide(scale(norm))
+        return state
+
+    return Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)

@@ -22,8 +22,9 @@ from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Item, flatten, index, unflatten
-from shardlib.optim.transforms import Transform, trainable
+from shardlib.optim.buckets import Bucket, Buckets, Item, flatten, index, unflatten
+from shardlib.optim.transform import Transform
+from shardlib.optim.transforms import trainable
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = ["zero"]
@@ -167,7 +168,7 @@ def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[
 
 def _shards(
     leaves: list[Any], mesh: Mesh, buckets: tuple[Bucket, ...], axis: str, *, pending: bool
-) -> dict[str, ShardedTensor]:
+) -> Buckets:
     """This rank's part of every bucket."""
     out = {}
     with torch.no_grad(), bind(mesh):
@@ -180,4 +181,4 @@ def _shards(
             out[bucket.name] = ShardedTensor(
                 unwrap(part), Place(Layout((Dim(split),)), torch.Size([size]), mesh)
             )
-    return out
+    return Buckets(out, buckets, (axis,), mesh)

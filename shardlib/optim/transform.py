@@ -1,0 +1,161 @@
+"""What a transform is, and how it is run in place.
+
+``update`` is pure.  ``donate`` is the same step on memory that its caller gives up: parameters,
+moments and gradients are overwritten, by one kernel over many tensors at once.  A transform that
+has no ``donate`` is run through ``update`` and its results are copied into the kept memory, so
+every transform can be run both ways.
+
+Under ``zero`` the trees are ``Buckets``: flat vectors that know which part of which parameter they
+hold.  ``pieces`` gives the plain tensors to run a kernel on, the same for either kind of tree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib._compat import fused_step
+from shardlib.collectives import blocks
+from shardlib.optim.buckets import Buckets
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["TRAITS", "Step", "Transform", "divide", "fused", "pieces", "run_in_place"]
+
+TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
+"""What an update of one element depends on, from the least to the most demanding: that element
+alone; also a norm over all of them; also a norm over its tensor; also statistics of its row and
+column; its whole matrix; the structure of the tree."""
+
+
+@dataclass
+class Step:
+    """What one ``optim.step`` has found out so far; transforms read it and write it.
+
+    ``scale``    the gradients count as divided by this 0-dim fp64 tensor; None: as they are.
+    ``norm``     their global norm before clipping, where a transform asked for it.
+    ``lr``       the rate of the last transform that has one.
+    ``skipped``  whether parameters and state stay as they are.
+    """
+
+    scale: Tensor | None = None
+    norm: Tensor | None = None
+    lr: float | None = None
+    skipped: bool = False
+
+    def divide(self, by: Tensor) -> None:
+        """Gradients count as divided by ``by`` from here on."""
+        self.scale = by if self.scale is None else self.scale * by
+
+
+class Transform(NamedTuple):
+    """``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
+
+    ``trait``    what an update of one element depends on, see ``TRAITS``: how ``zero`` keeps it
+                 exact.
+    ``donate``   ``donate(grads, state, params, step) -> state``: one step in place.  It divides the
+                 gradients by ``step.scale``, overwrites parameters and the tensors in ``state``,
+                 may overwrite gradients, and returns the state with its new numbers.
+    ``rescale``  ``rescale(grads, state, params, step) -> state``, of a transform that multiplies
+                 all gradients by one number: it says so in ``step.scale`` and touches nothing.
+    ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    trait: str = "elementwise"
+    donate: Callable[[Any, Any, Any, Step], Any] | None = None
+    rescale: Callable[[Any, Any, Any, Step], Any] | None = None
+    sink: Callable[[Any], Any] | None = None
+
+
+def pieces(first: Any, *others: Any) -> list[list[Tensor]]:
+    """Of trees alike, the plain tensors to run a kernel on, one list per tree; writes stay.
+
+    One per leaf and rank that is played here; of ``Buckets`` one per parameter that a rank has a
+    part of.  Frozen leaves, None in one of the trees, are left out, and so is what is empty.
+    """
+    if isinstance(first, Buckets):
+        return [first.pieces, *(t.pieces for t in others)]
+    rows = zip(
+        *(optree.tree_leaves(t, none_is_leaf=True) for t in (first, *others)),
+        strict=True,
+    )
+    out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
+    for row in rows:
+        if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
+            continue
+        for kept, x in zip(out, row, strict=True):
+            kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
+    return out
+
+
+def divide(grads: Any, step: Step) -> None:
+    """Divide the gradients by the scale now, in place, for what cannot do it in passing."""
+    if step.scale is not None:
+        for g in pieces(grads)[0]:
+            g.div_(step.scale.to(g.device, g.dtype))
+        step.scale = None
+
+
+def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, **how: Any) -> bool:
+    """Run torch's fused kernel ``name`` on ``lists``: parameters, gradients, moments; in place.
+
+    ``count``  steps taken, this one included.
+    False where torch has none for these dtypes and nothing was done: it takes one dtype only.
+    """
+    kernel = fused_step(name)
+    kinds = {t.dtype for row in lists for t in row}
+    if kernel is None or len(kinds) > 1 or not all(k.is_floating_point for k in kinds):
+        return False
+    if not lists[0]:
+        return True
+    scale = step.scale
+    if scale is not None and kinds == {torch.float32}:
+        how["grad_scale"] = scale.to(lists[0][0].device, torch.float32)
+    elif scale is not None:
+        for g in lists[1]:
+            g.div_(scale.to(g.device, g.dtype))
+    used = [[t if t.is_contiguous() else t.contiguous() for t in row] for row in lists]
+    steps = [torch.tensor(float(count), device=lists[0][0].device)] * len(lists[0])
+    kernel(used, steps, **how)
+    for row, made in zip(lists, used, strict=True):
+        for t, m in zip(row, made, strict=True):
+            if m is not t:
+                t.copy_(m)
+    # the kernel leaves the versions as they are, and an older graph would run on the new values
+    torch.autograd.graph.increment_version([t for row in lists for t in row])
+    return True
+
+
+def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    """One step of any transform on memory that is given up: ``params`` and ``state`` change."""
+    with torch.no_grad():
+        if tx.donate is not None:
+            return tx.donate(grads, state, params, step)
+        divide(grads, step)
+        updates, new = tx.update(grads, state, params)
+        for p, u in zip(*pieces(params, updates), strict=True):
+            p.add_(u)
+        return keep(state, new)
+
+
+def keep(old: Any, new: Any) -> Any:
+    """The new state in the old one's memory, where a tensor fits."""
+
+    def kept(n: Any, o: Any) -> Any:
+        if not (isinstance(n, Tensor) and isinstance(o, Tensor)):
+            return n
+        one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (n, o))
+        if one.shape != two.shape or one.dtype != two.dtype or one is two:
+            return n
+        two.copy_(one)
+        return o
+
+    leaves, tree = optree.tree_flatten(new, none_is_leaf=True)
+    before, shape = optree.tree_flatten(old, none_is_leaf=True)
+    if tree != shape:
+        return new
+    return optree.tree_unflatten(tree, [kept(n, o) for n, o in zip(leaves, before, strict=True)])

@@ -1,0 +1,85 @@
+"""A transform in place does what it does purely, on memory that its caller gives up."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.optim.transform import Step, Transform, pieces, run_in_place
+from tests.ops.cases import close, r
+
+PARAMS = {"w": r(8, 12), "b": r(8, seed=1), "s": r(seed=2)}
+LAYOUTS = {"w": "x y", "b": "x", "s": ""}
+
+
+def grads_of(params: Any, i: int) -> Any:
+    return {k: (p * 0.3 + (i % 3 - 1)) * (1 + i) for k, p in params.items()}
+
+
+TX = {
+    "adamw": sl.optim.adamw(0.05, weight_decay=0.1),
+    "clipped": sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(0.05)),
+    "scaled after": sl.optim.chain(sl.optim.adamw(0.05), sl.optim.scale(0.5)),
+    "lion": sl.optim.lion(0.05, weight_decay=0.1),  # has no way of its own
+    "momentum": sl.optim.sgd(0.05, 0.9),
+}
+
+
+def purely(tx: Transform, params: Any, count: int) -> Any:
+    state = tx.init(params)
+    for i in range(count):
+        updates, state = tx.update(grads_of(params, i), state, params)
+        params = sl.optim.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("name", TX)
+def test_in_place_is_the_pure_step(name: str) -> None:
+    """To rounding: the fused kernel adds in another order."""
+    tx = TX[name]
+    want, after = purely(tx, PARAMS, 5)
+    with sl.simulate(x=2, y=2):
+        for params in (
+            {k: p.clone() for k, p in PARAMS.items()},
+            {k: sl.shard(p, LAYOUTS[k]) for k, p in PARAMS.items()},
+        ):
+            state = tx.init(params)
+            memory = [x.raw if hasattr(x, "raw") else x for x in params.values()]
+            for i in range(5):
+                state = run_in_place(tx, grads_of(params, i), state, params, Step())
+            for k in want:
+                now = params[k]
+                close(sl.unshard(now) if hasattr(now, "raw") else now, want[k], 1e-12)
+            for x, m in zip(params.values(), memory, strict=True):
+                assert (x.raw if hasattr(x, "raw") else x) is m
+            same = zip(optree.tree_leaves(state), optree.tree_leaves(after), strict=True)
+            for one, two in same:
+                if isinstance(one, int):
+                    assert one == two
+
+
+def test_a_step_tells_norm_and_rate() -> None:
+    params = {k: p.clone() for k, p in PARAMS.items()}
+    tx, step = TX["clipped"], Step()
+    g = grads_of(params, 1)
+    want = sl.optim.global_norm(g)
+    run_in_place(tx, g, tx.init(params), params, step)
+    assert step.norm is not None and torch.equal(step.norm, want) and step.lr == 0.05
+
+
+def test_a_graph_made_before_the_step_does_not_run_on_the_new_weights() -> None:
+    w = torch.ones(64, requires_grad=True)
+    loss = (w * w).sum()
+    tx = sl.optim.adamw(0.1)
+    params = {"w": w}
+    run_in_place(tx, {"w": torch.ones(64)}, tx.init(params), params, Step())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_pieces_leave_out_the_frozen_and_the_empty() -> None:
+    params = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(0)}
+    grads = {"a": torch.ones(3), "b": None, "c": torch.ones(0)}
+    assert [[len(t) for t in row] for row in pieces(params, grads)] == [[3], [3]]
