@@ -20,7 +20,6 @@ from shardlib import (
     optim,
     planning,
     random,
-    recipes,
     seeing,
     testing,
 )
@@ -42,9 +41,7 @@ from shardlib.collectives import (
     trace,
 )
 from shardlib.errors import ShardError
-from shardlib.explain import explain
 from shardlib.grad import grad, value_and_grad
-from shardlib.init import init
 from shardlib.layouts import (
     Col,
     Layout,
@@ -67,17 +64,18 @@ from shardlib.mesh import (
     simulate,
     use_mesh,
 )
+from shardlib.modules import as_module, init, parallelize
+from shardlib.modules import recipes as recipes
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import implicit, saving, why
 from shardlib.ops.registry import pinned as algorithm
-from shardlib.parallelize import parallelize
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.planning import choose, probe
+from shardlib.planning.explain import explain
 from shardlib.seeing import visualize
 from shardlib.sequence import shard_sequence
 from shardlib.shard_map import shard_map
-from shardlib.sharded_module import as_module
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 
 __version__ = "0.1.0"

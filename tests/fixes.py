@@ -255,7 +255,7 @@ def seen(e: sl.ShardError) -> None:
         for f, where in zip(frames, stack, strict=True)
         if "/torch/" not in where.f_code.co_filename
     ]
-    lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "sharded_module") for f in stack)
+    lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "as_module") for f in stack)
     if not fault(e.fix):
         for name in sorted(names(e.fix)):
             if name in IMPORTED:

@@ -24,7 +24,7 @@ def test_every_file_that_is_named_exists() -> None:
 def test_the_rooms_stand_in_the_order_of_imports() -> None:
     table = re.findall(r"^\| `(shardlib/[\w./]+)` \|", PAGE, re.M)
     places = [room(p.removesuffix(".py").strip("/").replace("/", ".")) for p in table]
-    assert len(places) >= 20 and places == sorted(places), list(zip(table, places, strict=True))
+    assert len(places) >= 18 and places == sorted(places), list(zip(table, places, strict=True))
 
 
 def test_no_way_is_longer_than_five_files() -> None:

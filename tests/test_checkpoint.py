@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import shardlib as sl
 from examples.gpt import GPT
-from tests.test_parallelize import CONFIG
+from tests.modules.test_parallelize import CONFIG
 
 
 def _saved(path: str) -> None:

@@ -7,12 +7,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ELSEWHERE = {  # tests that hold several modules to one law -> those that have no file of their own
-    "layouts/test_base.py": "layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
-    "test_dimensions.py": "atoms",  # atoms are what the dimensions of a module are made of
-    "test_planning.py": "cost",
+    "layouts/test_layout.py": "layouts/fit layouts/placements layouts/text layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
+    "modules/test_dimensions.py": "modules/atoms",  # atoms are what the dimensions of a module are made of
+    "planning/test_grids.py": "cost planning/bounds planning/links",
     "test_public.py": "layouts/like",  # every verb that takes a layout
     "ops/attention/test_masks.py": "masks",  # the public names
-    "test_explain.py": "live",  # the peak on paper is the peak of a step
+    "planning/test_explain.py": "live",  # the peak on paper is the peak of a step
     # torch's database
     "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 import shardlib as sl
-from tests.layouts.test_base import laws
+from tests.layouts.test_layout import laws
 from tests.ops.cases import PLACING, r, run_on_meshes
 from tests.strategies import placed
 

@@ -1,12 +1,12 @@
 """Where data sits: pure values and their algebra."""
 
-from shardlib.layouts.base import Layout
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col
 from shardlib.layouts.cube3d import Layout3D
 from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import Dim, axis_sizes, positions
 from shardlib.layouts.exchange import Exchange
+from shardlib.layouts.layout import Layout
 from shardlib.layouts.like import LayoutLike, as_layout
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.reshard import ReshardPlan, Step

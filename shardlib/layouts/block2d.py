@@ -3,7 +3,7 @@
 Source: Xu et al., arXiv 2104.05343, section 3.  The plane need not be square.
 """
 
-from shardlib.layouts.base import Layout
+from shardlib.layouts.layout import Layout
 
 __all__ = ["Layout2D"]
 

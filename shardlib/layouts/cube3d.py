@@ -5,7 +5,7 @@ Source: Bian et al., arXiv 2105.14450, section 3; Agarwal et al. 1995.
 
 from dataclasses import dataclass
 
-from shardlib.layouts.base import Layout
+from shardlib.layouts.layout import Layout
 
 __all__ = ["Layout3D"]
 

@@ -8,7 +8,7 @@ Source: Wang et al., arXiv 2105.14500, section 3; Solomonik and Demmel, Euro-Par
 
 from dataclasses import dataclass
 
-from shardlib.layouts.base import Layout
+from shardlib.layouts.layout import Layout
 
 __all__ = ["Layout25D"]
 

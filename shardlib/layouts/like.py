@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardlib.errors import LayoutSyntax, ShardError
-from shardlib.layouts.base import Layout
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col
 from shardlib.layouts.cube3d import Layout3D
 from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import axis_sizes
+from shardlib.layouts.layout import Layout
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row

@@ -1,6 +1,6 @@
 """The two layouts without a split: the same everywhere, and a sum still pending."""
 
-from shardlib.layouts.base import Layout
+from shardlib.layouts.layout import Layout
 
 __all__ = ["Partial", "Replicated"]
 

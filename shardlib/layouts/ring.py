@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import LayoutSyntax
-from shardlib.layouts.base import Layout
 from shardlib.layouts.dims import Dim
+from shardlib.layouts.layout import Layout
 from shardlib.layouts.orders import ORDERS, Run, block, dealt
 
 __all__ = ["Ring"]

@@ -1,7 +1,7 @@
 """Row layout: the first dimension split over one axis (or several, major first)."""
 
-from shardlib.layouts.base import Layout
 from shardlib.layouts.dims import Dim
+from shardlib.layouts.layout import Layout
 
 __all__ = ["Row"]
 

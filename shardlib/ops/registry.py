@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from shardlib.cost import Cost
 from shardlib.errors import NoImplementation, ShardError
 from shardlib.layouts import Layout
-from shardlib.layouts.base import the_one
+from shardlib.layouts.layout import the_one
 from shardlib.mesh import Entered, Mesh, Scope, scope
 
 __all__ = [

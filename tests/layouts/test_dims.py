@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.layouts import Layout
 from shardlib.mesh import coordinates
-from tests.layouts.test_base import count, laws
+from tests.layouts.test_layout import count, laws
 
 
 @laws

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from shardlib.modules.parallelize import giving
 from shardlib.ops.matmul.matmul3d import cube_words
-from shardlib.parallelize import giving
 from tests.ops.matmul.test_matmul2d import relative
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]

@@ -21,7 +21,7 @@ from shardlib.live import Live
 from shardlib.mesh import record, within
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
-from shardlib.planning import lower_bound
+from shardlib.planning.bounds import lower_bound
 from shardlib.tensor import ShardedTensor, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain"]

@@ -7,12 +7,10 @@ of the positions (``zigzag(8 s)``: eight groups, each in that order), ``...`` an
 dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b`` for Cannon's
 pre-skewed operands.
 
-dims.py says which positions a rank holds under each token.
+text.py reads and writes it, dims.py says which positions a rank holds under each token, fit.py what
+divides, placements.py how DTensor says it.
 """
 
-import difflib
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,21 +19,17 @@ from typing import Any
 from shardlib.errors import (
     AxisReused,
     ImplicitCommunication,
-    LayoutSyntax,
-    NotExpressible,
     RankMismatch,
     ShardError,
-    UnevenSplit,
-    UnknownAxis,
 )
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, skewed
-from shardlib.layouts.orders import ORDERS, block, declared
+from shardlib.layouts.fit import block_shape, check_axes, check_sizes
+from shardlib.layouts.placements import from_placements, placements
 from shardlib.layouts.reshard import ReshardPlan
+from shardlib.layouts.text import read, written
 from shardlib.mesh import coordinates
 
 __all__ = ["Layout", "the_one"]
-
-_NAME = re.compile(r"[A-Za-z_]\w*\Z")
 
 
 @dataclass(frozen=True)
@@ -73,18 +67,10 @@ class Layout:
     @staticmethod
     def parse(text: str) -> "Layout":
         """Read the text form.  Raises: LayoutSyntax, AxisReused."""
-        return _parse(text)
+        return _parsed(text)
 
     def __str__(self) -> str:
-        tokens = [str(d) for d in self.dims]
-        if self.ellipsis is not None:
-            tokens.insert(self.ellipsis, "...")
-        body = " ".join(tokens)
-        if self.partial:
-            body += f" + sum({' '.join(self.partial)})"
-        if self.skew:
-            body += f" skew {self.skew}"
-        return body.strip()
+        return written((self.dims, self.partial, self.skew, self.ellipsis))
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -226,70 +212,14 @@ class Layout:
 
     def placements(self, mesh: Any) -> tuple[Any, ...]:
         """DTensor placements, one per mesh axis.  Raises: NotExpressible."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
-        names = list(axis_sizes(mesh))
-        if self.ellipsis is not None:
-            raise RankMismatch(
-                "placements need a definite rank",
-                op="placements",
-                operands={"layout": str(self)},
-                fix="layout.resolve(x.ndim).placements(mesh)",
-            )
-        for d in self.dims:
-            natural = sorted(d.axes, key=names.index) if all(a in names for a in d.axes) else []
-            if d.order != "contiguous" or list(d.parts) != natural:
-                raise NotExpressible(
-                    f"DTensor cannot say {d}: it nests axes in mesh order, contiguously",
-                    op="to_dtensor",
-                    operands={"layout": str(self)},
-                    mesh=dict(axis_sizes(mesh)),
-                    fix="sl.dtensor.to_dtensor(x, normalize=True)",
-                )
-        if self.skew:
-            raise NotExpressible(
-                "DTensor cannot say a skew",
-                op="to_dtensor",
-                operands={"layout": str(self)},
-                fix="sl.dtensor.to_dtensor(x, normalize=True)",
-            )
-        where = {a: i for i, d in enumerate(self.dims) for a in d.axes}
-        return tuple(
-            Shard(where[n]) if n in where else Partial() if n in self.partial else Replicate()
-            for n in names
-        )
+        fields = self.dims, self.partial, self.skew, self.ellipsis
+        return placements(fields, axis_sizes(mesh))
 
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
         """Return the layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
-        from torch.distributed.tensor import Partial
-
-        from shardlib._compat import is_strided
-
-        names = tuple(axis_sizes(t.device_mesh))
-        parts: list[list[str]] = [[] for _ in range(t.ndim)]
-        partial = []
-        for name, p in zip(names, t.placements, strict=True):
-            if p.is_partial():
-                # a subclass pends something else
-                if type(p) is not Partial or p.reduce_op != "sum":
-                    what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
-                    raise NotExpressible(
-                        f"a pending {what} over axis {name!r} has no layout here",
-                        op="from_dtensor",
-                        operands={"placements": str(t.placements)},
-                        fix="sl.shard(t.full_tensor(), '...')",
-                    )
-                partial.append(name)
-            elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
-                raise NotExpressible(
-                    f"placement {p} of axis {name!r} is strided",
-                    op="from_dtensor",
-                    fix="t.redistribute(placements=[Replicate()])",
-                )
-            elif p.is_shard():
-                parts[p.dim % t.ndim].append(name)
-        return Layout(tuple(Dim(tuple(p)) for p in parts), tuple(partial))
+        dims, partial = from_placements(t.placements, t.ndim, axis_sizes(t.device_mesh))
+        return Layout(dims, partial)
 
 
 _SKEW_T = {"": "", "a": "b", "b": "a"}
@@ -314,94 +244,9 @@ def _reused(layout: Layout) -> AxisReused:
     )
 
 
-_RUN = re.compile(r"\d+:\d+(:[1-9]\d*)?")
-
-
-def _is_given(order: str, text: str) -> bool:
-    """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
-    if order == "documents":
-        words = text.split()
-        return (
-            len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
-        )
-    return all(_RUN.fullmatch(w) for w in text.replace("|", " ").split())
-
-
-_WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
-
-
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> Layout:
-    body, _, skew = f" {text}".partition(" skew ")
-    body, plus, tail = body.partition("+")
-    partial: tuple[str, ...] = ()
-    if plus:
-        found = re.fullmatch(r"\s*sum\(([\w\s]+)\)\s*", tail)
-        if not found:
-            raise _bad(
-                text, f"after '+' comes sum(axes), not {tail.strip()!r}", f"{body.strip()} + sum(z)"
-            )
-        partial = tuple(found[1].split())
-    if skew.strip() not in ("", "a", "b"):
-        raise _bad(text, f"a skew is 'a' or 'b', not {skew.strip()!r}", f"{body.strip()} skew a")
-    dims, ellipsis = [], None
-    for token in re.findall(r"\w*\([^()]*\)|[^\s()]+|[()]", body):
-        if token == "...":
-            if ellipsis is not None:
-                raise _bad(text, "'...' stands once", "x ... y")
-            ellipsis = len(dims)
-        else:
-            dims.append(_token(token, text))
-    return Layout(tuple(dims), partial, skew.strip(), ellipsis)
-
-
-def _token(token: str, text: str) -> Dim:
-    if token == ".":
-        return WHOLE
-    order, parens, inner, given = "contiguous", False, token, ""
-    if token.endswith(")"):
-        order, _, inner = token[:-1].partition("(")
-        inner, _, given = inner.partition(";")
-        order, parens = order or "contiguous", True
-    if order not in ORDERS:
-        near = difflib.get_close_matches(order, ORDERS[:3], 1) or ["zigzag"]
-        raise _bad(
-            text,
-            f"unknown order {order!r}; there are {', '.join(ORDERS)}",
-            re.sub(rf"\b{order}\(", f"{near[0]}(", text),
-        )
-    parts: list[str | int] = []
-    ordered = order != "contiguous"
-    for word in inner.split():
-        if word.isdecimal() and word.isascii() and int(word) > (not ordered) and parens:
-            parts.append(int(word))
-        elif _NAME.match(word):
-            parts.append(word)
-        else:
-            raise _bad(text, f"{word!r} is no axis name", "x ... y")
-    if not parts or (ordered and isinstance(parts[-1], int)):
-        raise _bad(text, f"{token!r} names no axis", ". ...")
-    if bool(given) != (order in ("documents", "runs")) or (given and not _is_given(order, given)):
-        raise _bad(
-            text,
-            f"{order} is written {_WRITTEN.get(order, order + '(s)')}",
-            f". {_WRITTEN.get(order, 's')}",
-        )
-    if given:
-        order = f"{order}; {' '.join(given.split())}"
-    while parts and isinstance(parts[-1], int):
-        parts.pop()  # a trailing factor says nothing
-    return Dim(tuple(parts), order)
-
-
-def _bad(text: str, what: str, example: str) -> LayoutSyntax:
-    try:
-        _parse(example)
-    except ShardError:  # the text has another mistake too
-        example = "x ... y"
-    return LayoutSyntax(
-        f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})"
-    )
+def _parsed(text: str) -> Layout:
+    return Layout(*read(text))
 
 
 @lru_cache(maxsize=8192)
@@ -440,43 +285,9 @@ def _check(
     layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], op: str
 ) -> None:
     sizes = dict(mesh)
-    for axis in (*layout.axes, *layout.partial):
-        if axis not in sizes:
-            near = difflib.get_close_matches(
-                axis, sizes.keys() - {*layout.axes, *layout.partial}, 1
-            )
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            better = re.sub(rf"\b{re.escape(axis)}\b", near[0], str(layout)) if near else "..."
-            raise UnknownAxis(
-                f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{hint}",
-                op=op,
-                operands={"layout": str(layout)},
-                mesh=sizes,
-                fix=f"sl.Layout.parse({better!r})",
-            )
+    check_axes(layout.axes + layout.partial, sizes, str(layout), op)
     me = layout.resolve(len(shape))
-    for d, (dim, n) in enumerate(zip(me.dims, shape, strict=True)):
-        ways = _ways(dim, n, sizes)
-        if n % ways:
-            over = (
-                f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}"
-                if len(dim.parts) == 1
-                else f"{dim} ({ways} parts"
-            )
-            what = f"does not divide over {over}, remainder {n % ways})"
-            if (length := declared(dim.order)) is not None:
-                what = f"does not fit {dim}, " + (
-                    "whose shares differ" if n == length else f"written for {length}"
-                )
-            raise UnevenSplit(
-                f"dimension {d} of size {n} {what}",
-                op=op,
-                operands={"tensor": list(shape), "layout": str(layout)},
-                mesh=sizes,
-                fix=f"sl.shard(x, {' '.join(map(str, (*me.dims[:d], WHOLE, *me.dims[d + 1 :])))!r})"
-                if length is not None
-                else f"sl.shard({'sl.unshard(x)' if op == 'reshard' else 'x'}, {str(layout)!r}, pad=True)",
-            )
+    check_sizes(me.dims, shape, sizes, str(layout), op)
     if me.skew:
         skewed(me.dims, me.skew, sizes, dict.fromkeys(sizes, 0))
 
@@ -485,33 +296,10 @@ def _check(
 def _local_shape(
     layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], pad: bool
 ) -> tuple[int, ...]:
-    sizes = dict(mesh)
     me = layout.resolve(len(shape))
     if not pad:
         _check(me, shape, mesh, "layout")
-    out = []
-    for dim, n in zip(me.dims, shape, strict=True):
-        ranks = math.prod(sizes[a] for a in dim.axes)
-        if declared(dim.order) is None:
-            ways = _ways(dim, n, sizes)
-            out.append(-(-n // ways) * ways // ranks)
-        else:
-            ring = math.prod(sizes[a] for a in dim.ring)
-            groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
-            out.append(block(dim.order, n // groups, ring) * groups * ring // ranks)
-    return tuple(out)
-
-
-def _ways(dim: Dim, n: int, sizes: Mapping[str, int]) -> int:
-    """Return what a dimension's size must be a multiple of; for an
-    order written for one length, that size.
-    """
-    groups = math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
-    ring = math.prod(sizes[a] for a in dim.ring)
-    if declared(dim.order) is None:
-        return groups * ring * (2 if dim.order == "zigzag" else 1)
-    whole = groups * ring * block(dim.order, n, ring)
-    return max(1, whole) if n == whole else n + 1
+    return block_shape(me.dims, shape, dict(mesh))
 
 
 def _slice(index: Sequence[int]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from benchmarks import models
 from benchmarks.zoo import SMALL, TEXT
-from shardlib.experts import stacks
+from shardlib.modules.experts import stacks
 
 D, T, E = 8, 16, 4
 

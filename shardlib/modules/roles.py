@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardlib.atoms import Atom, Row, leaves, length, root
-from shardlib.dimensions import Dimensions, Read
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
-from shardlib.parallelize import Suggested
+from shardlib.modules.atoms import Atom, Row, leaves, length, root
+from shardlib.modules.dimensions import Dimensions, Read
+from shardlib.modules.parallelize import Suggested
 
 __all__ = ["Way", "assign", "kinds", "patterns"]
 
@@ -104,7 +104,7 @@ def _deep(row: Iterable[Atom]) -> list[Atom]:
 def kinds(dims: Dimensions) -> _Found:
     """Tell residual from inner atoms, before anything is known of a mesh.
 
-    >>> from shardlib.dimensions import trace_dimensions
+    >>> from shardlib.modules.dimensions import trace_dimensions
     >>> found = kinds(trace_dimensions(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     >>> [found.of(found.dims.params[n][0]) for n in ("0.weight", "2.weight")]
     ['inner', 'residual']

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from tests.test_parallelize import CONFIG, IDS, dense
+from tests.modules.test_parallelize import CONFIG, IDS, dense
 
 
 def gap(recipe: str, pending: str | tuple = (), **options: Any) -> float:

@@ -303,7 +303,7 @@ def test_mistakes_name_the_culprit_and_the_fix_runs(code: str, error: str, says:
         eval(code, space)
     assert type(caught.value).__name__ == error
     assert says in str(caught.value)
-    assert caught.value.line.startswith("test_base.py:")
+    assert caught.value.line.startswith("test_layout.py:")
     with sl.simulate(x=2, y=2):
         eval(caught.value.fix, space)
 
@@ -346,7 +346,7 @@ def test_errors_read_as_they_should_and_their_fix_runs(text: str, error: type, g
         with pytest.raises(error) as caught:
             sl.shard(x, text)
         assert str(caught.value) == golden.replace("HERE", caught.value.line)
-        assert caught.value.line.startswith("test_base.py:")
+        assert caught.value.line.startswith("test_layout.py:")
         mended = eval(caught.value.fix, {"sl": sl, "x": x, "torch": torch})
         if isinstance(mended, sl.ShardedTensor):
             assert torch.equal(sl.unshard(mended), x)

@@ -1,4 +1,4 @@
-"""Choosing a mesh before anything runs: link speeds, lower bounds, and the best grid for a model.
+"""Choosing a mesh before anything runs: the best grid for a model.
 
 The three-axis product (ops/matmul/matmul3d.py) makes every known grid a point (pm, pk, pn): FSDP is
 pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
@@ -6,107 +6,24 @@ equal.  Layers come in pairs that swap k and n, so nothing is resharded between 
 may play other roles in MLPs than in attention.  The choice prices all of them, with the gathered
 operands saved or not, and takes the cheapest that fits.
 
-Source: Al Daas et al., SPAA 2022 (bounds); arXiv 2305.13525 (choosing a grid by its cost).
+Source: arXiv 2305.13525 (choosing a grid by its cost).
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from shardlib import recipes
-from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
 from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError
-from shardlib.layouts import ReshardPlan
-from shardlib.mesh import Link, MeshLike, as_mesh, bind
-from shardlib.ops.attention import attention_plan
-from shardlib.ops.registry import forget
+from shardlib.mesh import Link
+from shardlib.modules import recipes
 
-__all__ = [
-    "Choice",
-    "Grid3",
-    "Link",
-    "ReshardPlan",
-    "attention_plan",
-    "choose",
-    "lower_bound",
-    "probe",
-]
-
-
-def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
-    """The fewest words some rank must receive for one product
-    [m, k] x [k, n], whatever the algorithm.
-
-    Memory-independent and tight; Al Daas et al., SPAA 2022, theorem 3.
-
-    >>> round(lower_bound(64, 64, 64, 8)), 3 * 64 * 64 // 8
-    (1536, 1536)
-    """
-    a, b, c = sorted((m, k, n))
-    p = ranks
-    if p * b <= c:
-        return (1 - 1 / p) * a * b
-    if p * a * a <= b * c:
-        return 2 * math.sqrt(a * a * b * c / p) - a * (b + c) / p
-    return 3 * (a * b * c / p) ** (2 / 3) - (a * b + b * c + a * c) / p
-
-
-# ---------------------------------------------------------------- measuring links
-
-
-def probe(
-    mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5
-) -> dict[str, Link]:
-    """Measure seconds per message and per byte along every
-    axis, and let every later choice use them.
-
-    Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
-    products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must
-    choose alike.  Where no ranks run (simulate, record) the defaults stand.
-
-    >>> import shardlib as sl
-    >>> with sl.simulate(x=2):
-    ...     sl.probe()
-    {'x': Link(alpha=2e-05, beta=1e-09)}
-    """
-    m = as_mesh(mesh)
-    if m.device_mesh is None:
-        return {axis: m.links.get(axis, Link()) for axis in m.names}
-    axes = [axis for axis in m.names if m.axes[axis] > 1]
-    times = []
-    with bind(m):
-        for axis in axes:
-            times += [_seconds(axis, 1, m, repeats), _seconds(axis, words, m, repeats)]
-        told = torch.tensor(times, dtype=torch.float64)
-        told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
-    for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
-        hops = m.axes[axis] - 1
-        m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
-    forget(m)
-    return {axis: m.links.get(axis, Link()) for axis in m.names}
-
-
-def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
-    """Of one movement: the mean of a gather and a scatter."""
-    x = torch.zeros(words, device=mesh.device)
-    best = math.inf
-    for _ in range(repeats + 1):
-        float(psum(x[:1], mesh.names))  # together
-        began = time.perf_counter()
-        float(psum_scatter(all_gather(x, axis), axis)[-1])
-        best = min(best, time.perf_counter() - began)
-    return best / 2
-
-
-# ---------------------------------------------------------------- choosing a grid
+__all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]
 
 
 class Layer(NamedTuple):
@@ -156,7 +73,7 @@ class Grid3:
 class Choice:
     """The best grid, and every other with its price.
 
-    ``mesh``    axis sizes for ``make_mesh(**choice.mesh)``.     ``recipe``  a function of ``shardlib.recipes``.
+    ``mesh``    axis sizes for ``make_mesh(**choice.mesh)``.     ``recipe``  a function of ``shardlib.modules.recipes``.
     ``save``    operands to keep gathered; if any, train within ``sl.saving()``.
     ``table``   the candidates, best first.     ``rejected``  how many grids do not divide or do not fit.
     """

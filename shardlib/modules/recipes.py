@@ -37,13 +37,13 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.dimensions import trace_dimensions
 from shardlib.errors import ShardError, Unsupported
-from shardlib.experts import stacks
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
-from shardlib.parallelize import Suggested
-from shardlib.roles import Way, assign, patterns
+from shardlib.modules.dimensions import trace_dimensions
+from shardlib.modules.experts import stacks
+from shardlib.modules.parallelize import Suggested
+from shardlib.modules.roles import Way, assign, patterns
 
 __all__ = [
     "Recipe",

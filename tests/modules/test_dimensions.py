@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.atoms import leaves, root
-from shardlib.dimensions import Dimensions, trace_dimensions
-from shardlib.roles import kinds
+from shardlib.modules.atoms import leaves, root
+from shardlib.modules.dimensions import Dimensions, trace_dimensions
+from shardlib.modules.roles import kinds
 
 
 class Fused(nn.Module):

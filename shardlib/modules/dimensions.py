@@ -21,8 +21,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardlib._compat import DispatchMode
-from shardlib.atoms import Apart, Atom, Row, fresh, join, leaves, length, mark, parted, piece, whole
 from shardlib.errors import Unsupported
+from shardlib.modules.atoms import (
+    Apart,
+    Atom,
+    Row,
+    fresh,
+    join,
+    leaves,
+    length,
+    mark,
+    parted,
+    piece,
+    whole,
+)
 
 __all__ = ["Dimensions", "Read", "trace_dimensions"]
 

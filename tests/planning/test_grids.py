@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
+from shardlib.modules.recipes import MLP_ROLES
 from shardlib.ops.matmul.matmul3d import cube_words
-from shardlib.planning import Layer, factorizations, step_cost
-from shardlib.recipes import MLP_ROLES
+from shardlib.planning.grids import Layer, factorizations, step_cost
 
 sizes = st.integers(1, 64).map(lambda n: 8 * n)
 

@@ -34,13 +34,13 @@ from shardlib.errors import (
     UnknownAxis,
     UnknownParameter,
 )
-from shardlib.experts import divided, standing_in
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
+from shardlib.modules.experts import divided, standing_in
+from shardlib.modules.skeleton import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
 from shardlib.random import Plain
-from shardlib.skeleton import exchanged, skeleton
 from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 
 __all__ = [

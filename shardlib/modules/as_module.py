@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.errors import UnevenSplit
-from shardlib.experts import forward_of
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
-from shardlib.parallelize import Apply, arguments, giving, positional
+from shardlib.modules.experts import forward_of
+from shardlib.modules.parallelize import Apply, arguments, giving, positional
+from shardlib.modules.skeleton import copied
 from shardlib.placing import shard, unshard
-from shardlib.skeleton import copied
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_module"]

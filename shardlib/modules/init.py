@@ -19,7 +19,7 @@ from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
-from shardlib.parallelize import Apply, Rules, matches, placed, swapped
+from shardlib.modules.parallelize import Apply, Rules, matches, placed, swapped
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated

@@ -1,0 +1,131 @@
+"""Reading a layout's text form into the fields of a ``Layout``, with errors that show the mistake."""
+
+import difflib
+import re
+
+from shardlib.errors import LayoutSyntax, ShardError
+from shardlib.layouts.dims import WHOLE, Dim
+from shardlib.layouts.orders import ORDERS
+
+__all__ = ["read", "written"]
+
+Fields = tuple[tuple[Dim, ...], tuple[str, ...], str, int | None]
+
+_NAME = re.compile(r"[A-Za-z_]\w*\Z")
+_RUN = re.compile(r"\d+:\d+(:[1-9]\d*)?")
+
+
+def _is_given(order: str, text: str) -> bool:
+    """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
+    if order == "documents":
+        words = text.split()
+        return (
+            len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
+        )
+    return all(_RUN.fullmatch(w) for w in text.replace("|", " ").split())
+
+
+_WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
+
+
+def read(text: str) -> Fields:
+    """The dimensions, pending axes, skew and place of ``...`` that a text names.
+
+    Raises: LayoutSyntax.
+
+    >>> dims, partial, skew, ellipsis = read("x ... + sum(z)")
+    >>> [str(d) for d in dims], partial, skew, ellipsis
+    (['x'], ('z',), '', 1)
+    """
+    body, _, skew = f" {text}".partition(" skew ")
+    body, plus, tail = body.partition("+")
+    partial: tuple[str, ...] = ()
+    if plus:
+        found = re.fullmatch(r"\s*sum\(([\w\s]+)\)\s*", tail)
+        if not found:
+            raise _bad(
+                text, f"after '+' comes sum(axes), not {tail.strip()!r}", f"{body.strip()} + sum(z)"
+            )
+        partial = tuple(found[1].split())
+    if skew.strip() not in ("", "a", "b"):
+        raise _bad(text, f"a skew is 'a' or 'b', not {skew.strip()!r}", f"{body.strip()} skew a")
+    dims, ellipsis = [], None
+    for token in re.findall(r"\w*\([^()]*\)|[^\s()]+|[()]", body):
+        if token == "...":
+            if ellipsis is not None:
+                raise _bad(text, "'...' stands once", "x ... y")
+            ellipsis = len(dims)
+        else:
+            dims.append(_token(token, text))
+    return tuple(dims), partial, skew.strip(), ellipsis
+
+
+def _token(token: str, text: str) -> Dim:
+    if token == ".":
+        return WHOLE
+    order, parens, inner, given = "contiguous", False, token, ""
+    if token.endswith(")"):
+        order, _, inner = token[:-1].partition("(")
+        inner, _, given = inner.partition(";")
+        order, parens = order or "contiguous", True
+    if order not in ORDERS:
+        near = difflib.get_close_matches(order, ORDERS[:3], 1) or ["zigzag"]
+        raise _bad(
+            text,
+            f"unknown order {order!r}; there are {', '.join(ORDERS)}",
+            re.sub(rf"\b{order}\(", f"{near[0]}(", text),
+        )
+    parts: list[str | int] = []
+    ordered = order != "contiguous"
+    for word in inner.split():
+        if word.isdecimal() and word.isascii() and int(word) > (not ordered) and parens:
+            parts.append(int(word))
+        elif _NAME.match(word):
+            parts.append(word)
+        else:
+            raise _bad(text, f"{word!r} is no axis name", "x ... y")
+    if not parts or (ordered and isinstance(parts[-1], int)):
+        raise _bad(text, f"{token!r} names no axis", ". ...")
+    if bool(given) != (order in ("documents", "runs")) or (given and not _is_given(order, given)):
+        raise _bad(
+            text,
+            f"{order} is written {_WRITTEN.get(order, order + '(s)')}",
+            f". {_WRITTEN.get(order, 's')}",
+        )
+    if given:
+        order = f"{order}; {' '.join(given.split())}"
+    while parts and isinstance(parts[-1], int):
+        parts.pop()  # a trailing factor says nothing
+    return Dim(tuple(parts), order)
+
+
+def _bad(text: str, what: str, example: str) -> LayoutSyntax:
+    try:
+        dims, partial, *_ = read(example)
+        used = [*partial, *(a for d in dims for a in d.axes)]
+        wrong = len(set(used)) < len(used)
+    except ShardError:
+        wrong = True
+    if wrong:  # the text has another mistake too
+        example = "x ... y"
+    return LayoutSyntax(
+        f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})"
+    )
+
+
+def written(fields: Fields) -> str:
+    """The text that ``read`` takes.
+
+    >>> written(read("(d  x) ... y + sum( z )"))
+    '(d x) ... y + sum(z)'
+    """
+    dims, partial, skew, ellipsis = fields
+    tokens = [str(d) for d in dims]
+    if ellipsis is not None:
+        tokens.insert(ellipsis, "...")
+    body = " ".join(tokens)
+    if partial:
+        body += f" + sum({' '.join(partial)})"
+    if skew:
+        body += f" skew {skew}"
+    return body.strip()

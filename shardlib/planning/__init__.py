@@ -1,0 +1,12 @@
+"""What a step will move and hold, and which mesh is best, before anything runs."""
+
+from shardlib.layouts import ReshardPlan
+from shardlib.mesh import Link
+from shardlib.ops.attention import attention_plan
+from shardlib.planning.bounds import lower_bound
+from shardlib.planning.grids import Choice, Grid3, choose
+from shardlib.planning.links import probe
+
+__all__ = [
+    "Choice", "Grid3", "Link", "ReshardPlan", "attention_plan", "choose", "lower_bound", "probe",
+]  # fmt: skip
