@@ -10,7 +10,7 @@ from torch import Tensor
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
-from shardlib.tensor import implements
+from shardlib.tensor import Unfit, implements
 
 __all__ = ["contract", "einsum"]
 
@@ -24,7 +24,7 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if not isinstance(equation, str):
-        raise TypeError("einsum by lists")
+        raise Unfit("einsum by lists")
     return contract(equation, *operands, exact=False)
 
 
@@ -39,7 +39,7 @@ def _spelled(line: str, *funcs: Any, need: tuple[int, ...]) -> None:
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         x, y = bind(*args, **kwargs).values()
         if (x.ndim, y.ndim) != need or x.dtype != y.dtype:
-            raise TypeError("dimensions")
+            raise Unfit("dimensions")
         return contract(line, x, y)
 
     implements(*funcs)(implementation)
@@ -58,10 +58,10 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [
             len(t) for t in line.split("->")[0].split(",")
         ]:
-            raise TypeError("dimensions")
+            raise Unfit("dimensions")
         exact = a.dtype.is_floating_point or a.dtype.is_complex
         if not exact and not (type(beta) is type(alpha) is int):
-            raise TypeError("torch rounds such factors of integers")
+            raise Unfit("torch rounds such factors of integers")
         out = (
             torch.matmul(a, b)
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
@@ -95,7 +95,7 @@ def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(dims, int):
         left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     elif isinstance(dims, Tensor):
-        raise TypeError("dims of a tensor")
+        raise Unfit("dims of a tensor")
     else:
         left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
         left, right = [d % a.ndim for d in left], [d % b.ndim for d in right]
@@ -103,7 +103,7 @@ def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
         any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True))
         or a.dtype != b.dtype
     ):
-        raise TypeError("sizes differ")  # torch broadcasts ones here
+        raise Unfit("sizes differ")  # torch broadcasts ones here
     letters = iter(string.ascii_letters)
     p = [next(letters) for _ in range(a.ndim)]
     q = [p[left[right.index(d)]] if d in right else next(letters) for d in range(b.ndim)]

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlib._compat import builtin_homes
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import implements
+from shardlib.tensor import Unfit, implements
 
 __all__ = [
     "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading",
@@ -118,8 +118,8 @@ def where(value: Any, ndim: int) -> set[int]:
     if value is None or value == () or value == []:
         return set(range(ndim))
     found = value if isinstance(value, tuple | list) else (value,)
-    if any(not -max(1, ndim) <= d < max(1, ndim) for d in found):
-        raise IndexError(found)
+    if any(not isinstance(d, int) or not -max(1, ndim) <= d < max(1, ndim) for d in found):
+        raise Unfit(f"dimensions {found}")
     return {d % ndim for d in found} if ndim else set()
 
 

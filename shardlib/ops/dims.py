@@ -24,7 +24,13 @@ from torch import Tensor
 
 from shardlib.aliases import WRITERS, link, same_memory
 from shardlib.collectives import lead
-from shardlib.errors import ImplicitCommunication, PartialEscape, lettered
+from shardlib.errors import (
+    BadArgument,
+    ImplicitCommunication,
+    PartialEscape,
+    UnevenSplit,
+    lettered,
+)
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.padding import filled, padded_to
@@ -32,16 +38,22 @@ from shardlib.ops.registry import implicit_budget, remember
 from shardlib.ops.signatures import Slot
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run
 from shardlib.placing import reshard
-from shardlib.tensor import Place, ShardedTensor, has_padding, lift, real_axes, total, typeof, vary
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    Unfit,
+    has_padding,
+    lift,
+    real_axes,
+    total,
+    typeof,
+    vary,
+)  # fmt: skip
 
-__all__ = ["Labels", "Unfit", "rows_call"]
+__all__ = ["Labels", "rows_call"]
 
 # operand -> label of each dimension, None where it must be whole
 Labels = dict[int, tuple[Any, ...]]
-
-
-class Unfit(TypeError):
-    """The declaration does not cover this call."""
 
 
 @dataclass
@@ -239,17 +251,8 @@ def _made(
         a, k_ = optree.tree_unflatten(tree, slots)
         named = labels(a, k_)
         return _planned(func, leaves, tree, at, values, mesh, named, sums)
-    except (
-        Unfit,
-        TypeError,
-        IndexError,
-        KeyError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        AssertionError,
-    ) as e:
-        return _Plan([], [], [], why=f"{type(e).__name__}: {e}")
+    except (Unfit, BadArgument, UnevenSplit) as e:
+        return _Plan([], [], [], why=str(e))
 
 
 def _planned(
@@ -309,7 +312,10 @@ def _planned(
             ]
             given[i] = torch.empty(size, dtype=v.dtype, device="meta")
         a, k_ = optree.tree_unflatten(tree, given)
-        got = optree.tree_leaves(func(*a, **k_), none_is_leaf=True)
+        try:
+            got = optree.tree_leaves(func(*a, **k_), none_is_leaf=True)
+        except Exception as e:  # whatever torch refuses these shapes with
+            raise Unfit(f"{type(e).__name__}: {e}") from None
         if not got or not all(type(g) is Tensor for g in got):
             raise Unfit("the result is no tensor")
         return [g.shape for g in got]
@@ -321,7 +327,10 @@ def _planned(
         for label, token in split.items():
             p = mesh.axis_size(token.axes)
             contracted = []
-            for s, small, mine in zip(shapes, shaped({label}), dims, strict=True):
+            found = shaped({label})
+            if len(found) != len(shapes):
+                raise Unfit(f"the number of results hangs on the size of {label}")
+            for s, small, mine in zip(shapes, found, dims, strict=True):
                 if len(s) != len(small):
                     raise Unfit(f"the result's dimensions hang on the size of {label}")
                 changed = [d for d, (n, m) in enumerate(zip(s, small, strict=True)) if n != m]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardlib.errors import BadArgument, ShardError
-from shardlib.ops.dims import Unfit, rows_call
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.ops.dims import rows_call
+from shardlib.tensor import ShardedTensor, Unfit, typeof
 
 __all__ = ["contract", "product_line"]
 

@@ -26,6 +26,7 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     implements,
     lift,
     local_call,
@@ -73,6 +74,7 @@ _OPERANDS = {  # the names of what is given by position; all others: input, othe
     "full_like": ("input", "fill_value"),
 }
 _ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
+_NUMBERS = frozenset(("alpha", "value"))
 
 
 def _placed(
@@ -83,14 +85,17 @@ def _placed(
     """
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
-        raise TypeError("Python's operators know no other names")
+        raise Unfit("Python's operators know no other names")
     rest = {n if n in names else _ALIASES.get(n, n): v for n, v in kwargs.items()}
     if len(rest) < len(kwargs):
-        raise TypeError("one argument came under two names")
+        raise Unfit("one argument came under two names")
     for name in names[len(args) :]:
         if name not in rest:
             break
         args = (*args, rest.pop(name))
+    for name in _NUMBERS.intersection(rest):  # where torch takes a scalar tensor for its number
+        if isinstance(rest[name], Tensor):
+            rest[name] = rest[name].item()
     return args, rest
 
 
@@ -102,7 +107,7 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     ours = [a for a in given if isinstance(a, ShardedTensor)]
     padded = [a for a in ours if a.is_padded]
     if func in (torch.where, Tensor.where) and len(given) == 1:
-        raise TypeError("positions, which are not in the padding")
+        raise Unfit("positions, which are not in the padding")
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
         torch.broadcast_shapes(
@@ -148,7 +153,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
-            raise TypeError("out")  # ops/whole.py writes it
+            raise Unfit("out")  # ops/whole.py writes it
     x = args[0]
     if len(args) == 1 and not kwargs and type(x) is ShardedTensor and not x.sharding.partial:
         return x.becomes(local_call(func, x.mesh, (x.raw,), kwargs))
@@ -210,7 +215,7 @@ def _same_place(x: Any, y: Any) -> bool:
 def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     name = func.__name__
     if name == "where" and len(args) == 1:
-        raise TypeError("the places of a condition: their number hangs on the values")
+        raise Unfit("the places of a condition: their number hangs on the values")
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
     values = [lift(a, mesh, name) for a in given]

@@ -12,7 +12,7 @@ from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
-from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
 from shardlib.ops.padding import last_only, padded_to
 from shardlib.ops.ranges import in_range
@@ -24,6 +24,7 @@ from shardlib.placing import reshard, shard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     implements,
     lift,
     real_axes,
@@ -114,7 +115,7 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
     """Serve a padded operand: pieces of the dimensions that are not padded."""
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
-        raise TypeError("a padded index")
+        raise Unfit("a padded index")
     last_only(x, func)
     index = index if isinstance(index, tuple) else (index,)
     named = [i for i in index if i is not None and i is not Ellipsis]

@@ -22,7 +22,7 @@ from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsu
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, lines, rows, slots
-from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
@@ -30,6 +30,7 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     has_padding,
     implements,
     is_half,
@@ -380,7 +381,7 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
         x = given["input"]
         return out.sum() / (x.shape[0] if x.ndim else 1)
     if how != "mean":
-        raise TypeError(how)
+        raise Unfit(how)
     return out.mean()
 
 
@@ -544,7 +545,7 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
     given = _CROSS_ENTROPY(*args, **kwargs)
     x = given["input"]
     if not has_padding((x,)) or has_padding((given["target"],)):
-        raise TypeError("a padded target")
+        raise Unfit("a padded target")
     last_only(x, func)
     how, classes = _checked(given, x.shape[-1]), x.shape[-1]
     return _split_cross_entropy(

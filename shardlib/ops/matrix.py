@@ -1,7 +1,8 @@
 """Linear algebra: the last dimensions are a matrix, or a vector, and whole; all others are rows."""
 
 from shardlib.ops.declare import Bound, declare, last, slots
-from shardlib.ops.dims import Labels, Unfit
+from shardlib.ops.dims import Labels
+from shardlib.tensor import Unfit
 
 declare(
     """

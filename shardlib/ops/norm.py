@@ -24,6 +24,7 @@ from shardlib.ops.signatures import binder
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     has_padding,
     implements,
     is_half,
@@ -225,7 +226,7 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x, width = given["input"], len(given["normalized_shape"])
     others = (given["weight"], given.get("bias"))
     if not x.is_padded or has_padding(others) or x.shape[-width:] != x.padded_shape[-width:]:
-        raise TypeError("the padding would be normalised")
+        raise Unfit("the padding would be normalised")
     out = padded_to(run(func, (), given | {"input": filled(x, 1)}), tuple(x.shape))
     return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
 

@@ -8,9 +8,9 @@ import torch
 
 from shardlib.errors import BadArgument
 from shardlib.ops.declare import Bound, declare, slots
-from shardlib.ops.dims import Labels, Unfit
+from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import implements, is_half, typeof
+from shardlib.tensor import Unfit, implements, is_half, typeof
 
 
 def _samples(b: Bound) -> Labels:
@@ -61,7 +61,7 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():
-        raise TypeError("no batch of channels")
+        raise Unfit("no batch of channels")
     for t in (w, b, mean, var):
         if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
             raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",

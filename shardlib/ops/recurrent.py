@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.ops.declare import Bound, declare, slots
-from shardlib.ops.dims import Labels, Unfit
-from shardlib.tensor import TABLE
+from shardlib.ops.dims import Labels
+from shardlib.tensor import TABLE, Unfit
 
 
 def _recurrent(b: Bound) -> Labels:

@@ -22,6 +22,7 @@ from shardlib.ops.whole import each
 from shardlib.placing import reshard
 from shardlib.tensor import (
     ShardedTensor,
+    Unfit,
     implements,
     is_half,
     local_call,
@@ -97,11 +98,11 @@ def _without(value: float | str) -> Any:
         fill: Any = value
         if isinstance(value, str):
             if not x.dtype.is_floating_point:
-                raise TypeError("integers have no infinity")
+                raise Unfit("integers have no infinity")
             fill = float(value)
         mean = func in (torch.mean, Tensor.mean)
         if mean and not (given["dtype"] or x.dtype).is_floating_point:
-            raise TypeError("a mean needs floating point")
+            raise Unfit("a mean needs floating point")
         more = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
         if func in _PRODS:
             more |= {} if dim is None else {"dim": dim, "keepdim": keepdim}
@@ -155,7 +156,7 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     """
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
-        raise TypeError("torch reduces nothing here")
+        raise Unfit("torch reduces nothing here")
     x, dim, keepdim, _ = _arguments(_ANY, args, kwargs)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
@@ -271,7 +272,7 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None or dtype == x.dtype:
         return x
     if dtype.is_complex != x.dtype.is_complex or torch.promote_types(x.dtype, dtype) != dtype:
-        raise TypeError("torch narrows no dtype here")
+        raise Unfit("torch narrows no dtype here")
     return x.to(dtype)
 
 
@@ -279,7 +280,7 @@ def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve a padded operand: zeros change no norm of a positive order."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     if not 0 < ord_ < math.inf:
-        raise TypeError("zeros would change this norm")
+        raise Unfit("zeros would change this norm")
     gone, *_ = reduced_layout(x, dim, keepdim, "vector_norm")
     out = func(masked(x), ord_, dim, keepdim, dtype=dtype)
     true = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
@@ -341,7 +342,7 @@ def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     given = _SOFTMAX(*args, **kwargs)
     x = given.pop("input")
     if not x.dtype.is_floating_point:
-        raise TypeError("integers have no infinity")
+        raise Unfit("integers have no infinity")
     out = padded_to(run(func, (filled(x, -math.inf),), given), tuple(x.shape))
     return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
 
@@ -356,7 +357,7 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
     if not x.padded_shape:
-        raise TypeError("torch's own softmax of a scalar")
+        raise Unfit("torch's own softmax of a scalar")
     dim = dim_of(dim, len(x.padded_shape), func.__name__)
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
@@ -387,7 +388,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Of a split dimension: of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
-        raise TypeError("torch promotes integers, and sums complex numbers")
+        raise Unfit("torch promotes integers, and sums complex numbers")
     wide: Any = _wide(x, x.dtype)
     return merged(torch.logsumexp, wide, dim, keepdim, {}).to(x.dtype)
 
@@ -397,7 +398,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Around the global mean, in two passes."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     if _VAR(*args, **kwargs).get("dim") in ([], ()):
-        raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
+        raise Unfit("torch reduces all dimensions here, and its gradient is not finite")
     unbiased = more.get("correction", more.get("unbiased", True))
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
@@ -493,7 +494,7 @@ def _with_mean(of: Any) -> Any:
         unbiased: Any = True,
     ) -> Any:
         if dim in ([], ()):
-            raise TypeError("torch reduces all dimensions here, and its gradient is not finite")
+            raise Unfit("torch reduces all dimensions here, and its gradient is not finite")
         correction = int(unbiased is not False) if correction is None else correction
         return of(input, dim, correction=correction, keepdim=keepdim), input.mean(dim, keepdim)
 
@@ -522,6 +523,8 @@ def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Te
             {},
             lambda a, k: rows(a[0], lambda s: {rows_, cols}),
         )
+    if 0 in A.shape:
+        raise Unfit("an extreme of nothing")
     added, kept = (rows_, cols) if abs(ord) == 1 else (cols, rows_)
     sums_ = A.abs().sum(added, True)
     out = sums_.amax(kept, True) if ord > 0 else sums_.amin(kept, True)

@@ -8,8 +8,8 @@ An operator's signature is text, one line per overload, as torch's documentation
 
 Each line is compiled at the first call into a function of those parameters whose body checks the
 annotated types and returns the arguments by name, so Python's own call machinery does the binding:
-by position, by keyword in any order, with defaults.  A call that no line fits raises TypeError, and
-the dispatcher then asks torch itself on whole operands; nothing is ever dropped.
+by position, by keyword in any order, with defaults.  A call that no line fits raises Unfit, and the
+dispatcher then asks torch itself on whole operands; nothing is ever dropped.
 
 ``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is understood everywhere; an ``out``
 that is given fits no line (ops/whole.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.errors import BadArgument, OutOfRange
+from shardlib.tensor import Unfit
 
 __all__ = ["Slot", "binder", "dim_of", "dims_of"]
 
@@ -109,7 +110,7 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
 @cache
 def binder(signature: str) -> Callable[..., dict[str, Any]]:
     """call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.
-    Raises: TypeError.
+    Raises: Unfit.
 
     >>> binder("var(input, dim: ints = None, *, correction: number = 1)")(0, axis=1)
     {'input': 0, 'dim': 1, 'correction': 1}
@@ -134,7 +135,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
             renamed = {str(_ALIASES.get(n, n)): v for n, v in kwargs.items()}
             if len(renamed) == len(kwargs):  # else one argument came under two names
                 return call(*args, **renamed)
-        raise error
+        raise Unfit(str(error)) from None
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
         try:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.ops.declare import Bound, declare, homes, leading, slots
-from shardlib.ops.dims import Labels, Unfit, rows_call
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import TABLE, implements
+from shardlib.tensor import TABLE, Unfit, implements
 
 
 def _planes(k: int) -> Callable[[Bound], Labels]:

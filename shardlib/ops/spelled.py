@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.declare import homes, spelled
-from shardlib.tensor import implements
+from shardlib.tensor import Unfit, implements
 
 
 def _row(t: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _dstack(tensors: Any) -> Tensor:
 
 def _flipud(input: Tensor) -> Tensor:
     if not input.ndim:
-        raise TypeError("one dimension is needed")
+        raise Unfit("one dimension is needed")
     return input.flip(0)
 
 
@@ -56,7 +56,7 @@ spelled("msort(input)", lambda input: input.sort(0).values)
 def _cut(dim: int) -> Any:
     def cut(input: Tensor, indices_or_sections: Any) -> Any:
         if isinstance(indices_or_sections, int) and input.shape[dim] % indices_or_sections:
-            raise TypeError("sections of different sizes")
+            raise Unfit("sections of different sizes")
         return torch.tensor_split(input, indices_or_sections, dim)
 
     return cut
@@ -89,7 +89,7 @@ def _to_size(input: Tensor, size: Any) -> Tensor:
         return input.sum()
     lead = input.ndim - len(size)
     if lead < 0:
-        raise TypeError("a smaller tensor")
+        raise Unfit("a smaller tensor")
     gone = [
         d for d in range(input.ndim) if d < lead or (size[d - lead] == 1 and input.shape[d] != 1)
     ]
@@ -142,7 +142,7 @@ def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the conjugate of the transpose."""
     x = args[0]
     if x.ndim < 2:
-        raise TypeError("a matrix is needed")
+        raise Unfit("a matrix is needed")
     return x.mT.conj() if x.is_complex() else x.mT
 
 

@@ -28,6 +28,7 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     block_strides,
     implements,
     is_dense,
@@ -302,7 +303,7 @@ def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         true = func(torch.empty(x.shape, device="meta"), *rest, **kwargs).shape
     out = run(func, (x.with_padding, *rest), kwargs)
     if out.ndim != len(true):
-        raise TypeError("a dimension of one element, and of more with its padding")
+        raise Unfit("a dimension of one element, and of more with its padding")
     return padded_to(out, tuple(true))
 
 

@@ -40,7 +40,7 @@ from shardlib.mesh import Mesh, scope
 from shardlib.tensor.place import Place
 
 __all__ = [
-    "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "block_of", "block_strides",
+    "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "has_padding", "implements", "is_dense", "layout_of", "no_implementation", "no_transform",
     "on_shapes", "partial_escape", "torch_refuses", "typeof",
 ]  # fmt: skip
@@ -64,6 +64,14 @@ FALLBACK: list[Implementation] = []
 
 _UNCAST: set[Any] = set()
 """Functions that look at a tensor and compute nothing: autocast does not concern them."""
+
+
+class Unfit(Exception):
+    """An implementation, or a declaration, does not cover this call; whole operands may.
+
+    No user meets it: the call is answered on whole tensors, or refused there.  It is not a
+    TypeError, so that a mistake in an implementation is never taken for it.
+    """
 
 
 def implements(
@@ -225,6 +233,8 @@ class ShardedTensor(torch.Tensor):
             return implementation(func, args, kwargs or {})
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs or {})
+        except _MISTAKES as e:
+            raise _said(e, func, args, kwargs or {}) from None
         except RuntimeError as e:
             if name := under_transform():
                 raise no_transform(name) from e
@@ -307,17 +317,16 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
             refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
 
 
-_MENDED = (
-    NoImplementation,
-    Unsupported,
-    PartialEscape,
-    RankMismatch,
-    TypeError,
-    AttributeError,
-    IndexError,
-    NotImplementedError,
-)
+_MENDED = (Unfit, NoImplementation, Unsupported, PartialEscape, RankMismatch)
 """What an implementation may refuse with where whole operands would do."""
+
+_MISTAKES = (TypeError, AttributeError, IndexError)
+"""What arguments that torch refuses meet on their way, and what a mistake here raises."""
+
+
+def _said(e: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
+    """torch's own refusal of these arguments, if it has one; else the error that was met."""
+    return e if isinstance(e, ShardError) else torch_refuses(func, args, kwargs) or e
 
 
 def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
@@ -356,7 +365,7 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
             func(*a, **k)
     except (NotImplementedError, RecursionError):
         return None
-    except (IndexError, ValueError, TypeError, RuntimeError) as e:
+    except (*_MISTAKES, ValueError, RuntimeError) as e:
         text = str(e).partition("\n")[0]
         if "meta" in text.lower() or "data-dependent" in text or "data_ptr" in text:
             return None
@@ -377,6 +386,8 @@ def _guarded(implementation: Implementation) -> Implementation:
             return implementation(func, args, kwargs)
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs)
+        except _MISTAKES as e:
+            raise _said(e, func, args, kwargs) from None
 
     return run
 

@@ -32,6 +32,7 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     implements,
     is_half,
     lift,
@@ -62,7 +63,7 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve padded operands: zeros in the padding add nothing to a contraction."""
     x, w = _MM(*args, **kwargs).values()
     if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
-        raise TypeError("a vector, or sizes that differ")
+        raise Unfit("a vector, or sizes that differ")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
     inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
     return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
@@ -85,9 +86,9 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
         name = func.__name__.strip("_")
         # torch says the same on whole tensors
-        raise TypeError(f"{name} of {len(left)} and {len(right)} dimensions")
+        raise Unfit(f"{name} of {len(left)} and {len(right)} dimensions")
     if 0 in left or 0 in right:
-        raise TypeError("an empty product")
+        raise Unfit("an empty product")
     if (len(left), len(right)) != (2, 2) and x.dtype != w.dtype:
         raise BadArgument(
             "operands have different dtypes",
@@ -125,7 +126,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2:
-        raise TypeError("a weight has two dimensions")
+        raise Unfit("a weight has two dimensions")
     if bias is not None and bias.dtype != x.dtype:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
