@@ -37,7 +37,7 @@ import shardlib as sl
 from shardlib.collectives.api import Pending
 from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh
-from shardlib.optim.transforms import Transform
+from shardlib.optim.transform import Transform
 from shardlib.tensor import promoting
 
 MODULES: dict[str, Any] = {"sl": sl, "torch": torch, "F": F, "math": math}

@@ -67,6 +67,8 @@ ORDER = [  # each may import from those before it
     "modules",
     "optim.buckets",
     "optim.transform",
+    "optim.trees",
+    "optim.schedules",
     "optim",
     "checkpoint",
     "planning.bounds",

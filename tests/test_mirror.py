@@ -15,6 +15,7 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "planning/test_explain.py": "live",  # the peak on paper is the peak of a step
     # torch's database
     "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
+    "optim/test_adaptive.py": "optim/momentum",  # optimizers of one element, by one law
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",
     "ops/matmul/test_once.py": "ops/matmul/streamed",
     "ops/attention/test_op.py": (  # every engine on every mask, layout and ring

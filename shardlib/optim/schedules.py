@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardlib.errors import ShardError
 
-__all__ = ["Schedule", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
+__all__ = ["Schedule", "at_step", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
 
 Schedule = Callable[[int], float]
 
@@ -133,6 +133,11 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         return parts[at](step - starts[at])
 
     return schedule
+
+
+def at_step(lr: float | Schedule, count: int) -> float:
+    """The rate at step ``count``, from 0, of a number or a schedule."""
+    return lr(count) if callable(lr) else lr
 
 
 _FALLS: dict[str, Callable[[float], float]] = {  # from 1 at 0 to 0 at 1

@@ -24,7 +24,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten, index, unflatten
 from shardlib.optim.transform import Transform
-from shardlib.optim.transforms import trainable
+from shardlib.optim.trees import trainable
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = ["zero"]

@@ -52,18 +52,25 @@ def test_schedules_give_torchs_rates(name: str) -> None:
     assert all(abs(ours(i) - r) < 1e-12 for i, r in enumerate(theirs)), theirs
 
 
-@given(st.integers(0, 40), st.integers(0, 60), st.integers(0, 40), st.sampled_from(["linear", "cosine", "sqrt"]))
+@given(
+    st.integers(0, 40),
+    st.integers(0, 60),
+    st.integers(0, 40),
+    st.sampled_from(["linear", "cosine", "sqrt"]),
+)
 def test_wsd_rises_stays_and_falls(warmup: int, stable: int, decay: int, shape: Any) -> None:
     steps = warmup + stable + decay
     f = o.wsd(0.5, warmup, steps, decay, end=0.1, shape=shape)
     values = [f(i) for i in range(steps + 3)]
     assert all(v == 0.5 for v in values[warmup : warmup + stable])
     assert values[steps:] == [0.1] * 3
-    rise, fall = values[: warmup + 1], values[warmup + stable : steps + 1]
+    rise, fall = values[:warmup], values[warmup + stable : steps + 1]
     assert rise == sorted(rise) and fall == sorted(fall, reverse=True)
     if decay > 1:
         t = 1 / decay
-        left = {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "sqrt": 1 - t**0.5}[shape]
+        left = {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "sqrt": 1 - t**0.5}[
+            shape
+        ]
         assert abs(fall[1] - (0.1 + 0.4 * left)) < 1e-12
 
 

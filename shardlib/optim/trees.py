@@ -1,0 +1,162 @@
+"""Trees of parameters, gradients and state: mapped leaf by leaf, over the local blocks.
+
+None stands for a frozen leaf.  Blocks are combined by position, so trees that meet must be of the
+same structure, and their leaves must lie alike.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import PartialEscape, ShardError
+from shardlib.grad import frozen
+from shardlib.mesh import Mesh
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = [
+    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "trainable",
+]  # fmt: skip
+
+
+class EmptyState(NamedTuple):
+    """Nothing to remember."""
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates, in the parameters' dtype; leaves that required grad still do.
+
+    Raises: ShardError where an update lies otherwise than its parameter.
+
+    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
+    {'w': tensor([0.5000, 0.5000])}
+    """
+    new = each(lambda p, u: p + u.to(p.dtype), params, updates, op="apply_updates")
+
+    def flagged(n: Any, p: Any) -> Any:
+        return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
+
+    return optree.tree_map(flagged, new, params)
+
+
+def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
+    """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
+
+    None stands for a frozen leaf: where any tree has one, ``first``'s stays
+    as it is, and so does what is no tensor.
+    Raises: ShardError where the trees differ, or a leaf lies
+            otherwise in one of them than in ``first``.
+    """
+
+    def one(x: Any, *more: Any) -> Any:
+        if not isinstance(x, Tensor) or any(m is None for m in more):
+            return x
+        for m in more:
+            _alike(x, m, op)
+        raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
+        if isinstance(x, ShardedTensor):
+            out = f(x.raw, *raws)
+            return ShardedTensor(out, x.place._replace(deferred=frozenset()))
+        return f(x, *raws)
+
+    with torch.no_grad():
+        _same_tree(first, others)
+        return optree.tree_map(one, first, *others, none_is_leaf=True)
+
+
+def trainable(params: Any) -> Any:
+    """The tree with None for each frozen leaf: one that requires no grad where another does."""
+    leaves, tree = optree.tree_flatten(params)
+    return optree.tree_unflatten(
+        tree, [None if f else x for x, f in zip(leaves, frozen(leaves), strict=True)]
+    )
+
+
+def moments(params: Any) -> Any:
+    """Zeros for every leaf that will have a gradient."""
+    return each(torch.zeros_like, trainable(params))
+
+
+def ready(grads: Any, op: str, moments: Any = None) -> None:
+    """Gradients that are summed, each with the moment that ``init`` made for it."""
+    if moments is not None:
+        _same_tree(grads, [moments])
+        with_moment = optree.tree_leaves(moments, none_is_leaf=True)
+        for g, m in zip(optree.tree_leaves(grads, none_is_leaf=True), with_moment, strict=True):
+            if g is not None and m is None:
+                raise ShardError(
+                    "a gradient came for a leaf that was frozen when the state was made",
+                    op=op,
+                    operands={"gradient": typeof(g)},
+                    fix="state = tx.init(params)",
+                )
+    for g in optree.tree_leaves(grads):
+        if isinstance(g, ShardedTensor) and g.sharding.partial:
+            raise PartialEscape(
+                f"a gradient's sum over {', '.join(g.sharding.partial)} is still pending",
+                op=op,
+                operands={"gradient": typeof(g)},
+                mesh=g.mesh,
+                fix=f"sl.optim.zero(tx, axis={g.sharding.partial[0]!r})",
+            )
+
+
+def need(params: Any, op: str) -> None:
+    if params is None:
+        raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
+
+
+def _alike(x: Tensor, other: Any, op: str) -> None:
+    """Blocks are combined by position, so they must be the same part of the same tensor."""
+    if not (isinstance(x, ShardedTensor) or isinstance(other, ShardedTensor)):
+        return
+    if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):
+        same_place = x.sharding == other.sharding and x.mesh is other.mesh
+        if same_place and x.padded_shape == other.padded_shape and x.shape == other.shape:
+            return
+        if x.mesh is not other.mesh:
+            why, fix = (
+                f"lie on different meshes, {x.mesh} and {other.mesh}",
+                "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)",
+            )
+        elif x.shape != other.shape or x.padded_shape != other.padded_shape:
+            why, fix = "have different sizes", "tx.init(x)"
+        elif other.sharding.partial and not x.sharding.partial:
+            raise PartialEscape(
+                f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the "
+                "other's is not",
+                op=op,
+                operands={"x": typeof(x), "y": typeof(other)},
+                mesh=x.mesh,
+                fix="sl.reshard(y, sl.layout_of(x))",
+            )
+        else:
+            why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
+        mesh: Mesh | None = x.mesh
+    elif isinstance(x, ShardedTensor):
+        why, fix, mesh = "are not both sharded", "sl.shard(y, sl.layout_of(x), x.mesh)", x.mesh
+    else:
+        why, fix, mesh = "are not both sharded", "sl.shard(x, sl.layout_of(y), y.mesh)", other.mesh
+    kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
+    raise ShardError(
+        f"leaves of two trees {why}",
+        op=op,
+        operands={"x": typeof(x), "y": kind},
+        mesh=mesh,
+        fix=fix,
+    )
+
+
+def _same_tree(first: Any, others: Sequence[Any]) -> None:
+    paths, _, tree = optree.tree_flatten_with_path(first, none_is_leaf=True)
+    for other in others:
+        theirs, _, structure = optree.tree_flatten_with_path(other, none_is_leaf=True)
+        if structure != tree:
+            names = [".".join(map(str, p)) for p in set(paths) ^ set(theirs)]
+            raise ShardError(
+                f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}",
+                op="update",
+                fix="tx.update({k: grads.get(k) for k in params}, state, params)",
+            )
