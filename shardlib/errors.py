@@ -29,6 +29,7 @@ __all__ = [
     "UnknownAxis",
     "UnknownParameter",
     "Unsupported",
+    "WrongAxes",
     "lettered",
     "mesh_text",
     "user_line",
@@ -135,6 +136,10 @@ class UnknownParameter(ShardError):
 
 class Unsupported(ShardError):
     """The request is understood and is not supported; the message says what would be."""
+
+
+class WrongAxes(ShardError):
+    """A block varies along other mesh axes than its sum, or the layout of a result, says."""
 
 
 class BadArgument(ShardError):

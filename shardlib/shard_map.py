@@ -14,8 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import held, lead, wrap
-from shardlib.errors import RankMismatch, ShardError
+from shardlib.collectives import Stacked, Varies, differing, held, lead, real, wrap
+from shardlib.errors import RankMismatch, ShardError, WrongAxes
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import MeshLike, as_mesh, bind
 from shardlib.tensor import Place, ShardedTensor, _Share, lift, to_pending, typeof, vary
@@ -74,7 +74,10 @@ def shard_map(
                 for a in m.names
                 if a not in want.axes and a not in want.partial and a not in x.deferred
             )
-            blocks.append(wrap(vary(x.raw, m, others), m))
+            block = wrap(vary(x.raw, m, others), m)
+            if type(block) is Stacked:
+                block.varies = Varies(real(m, (*want.axes, *want.partial)))
+            blocks.append(block)
         with bind(m):
             out = f(*blocks)
         single = isinstance(out, Tensor)
@@ -123,7 +126,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
         if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1
     ]
     if lead(mesh):
-        _check_copies(raw, layout, mesh, copied, i)
+        _check_axes(block, layout, mesh, copied, i)
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
         raw = _Share.apply(raw, copies)
@@ -131,27 +134,33 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 
-def _check_copies(raw: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:
-    """Refuse a result that differs along an axis where its layout says it is the same.
+def _check_axes(block: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:
+    """Refuse a result that varies along an axis where its layout says it is the same, or that is
+    the same where its layout says that the ranks' parts are still to be summed.
 
-    Only simulated ranks can be compared for nothing; the same body runs on real ones.  A sum taken
-    in another order on each rank may differ by its rounding.
+    Only simulated ranks can be compared for nothing; the same body runs on real ones.
     """
-    if raw.is_meta or not raw.numel():
-        return
-    blocks = raw.detach().unflatten(0, mesh.sizes)
-    for axis in copied:
-        at = mesh.names.index(axis)
-        first = blocks.narrow(at, 0, 1).expand_as(blocks)
-        inexact = raw.is_floating_point() or raw.is_complex()
-        slack = 64 * torch.finfo(raw.dtype).eps if inexact else 0.0
-        if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
-            body = str(layout)
-            raise ShardError(
-                f"result {i} differs along axis {axis!r}, and its layout {body!r} says that it is "
-                "the same there",
-                op="shard_map",
-                operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
-                mesh=mesh,
-                fix=f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
-            )
+    raw, text = held(block, mesh), str(layout)
+    known = frozenset() if type(block) is not Stacked else block.varies and block.varies.axes
+    wrong = [a for a in copied if known and a in known]
+    wrong = wrong or [a for a in [differing(raw, mesh, copied)] if a]
+    if wrong:
+        axis = wrong[0]
+        raise WrongAxes(
+            f"result {i} varies along axis {axis!r}, and its layout {text!r} says that it is the "
+            "same there",
+            op="shard_map",
+            operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
+            mesh=mesh,
+            fix=f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
+        )
+    pending = real(mesh, layout.partial)
+    if known is not None and (whole := sorted(pending - known, key=mesh.names.index)):
+        raise WrongAxes(
+            f"result {i} is the same along axis {whole[0]!r}, and its layout {text!r} would add "
+            f"it up {mesh.axes[whole[0]]} times",
+            op="shard_map",
+            operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
+            mesh=mesh,
+            fix=f"out_layouts={str(Layout(layout.dims, tuple(a for a in layout.partial if a not in whole)))!r}",
+        )

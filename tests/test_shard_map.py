@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib import collectives as C
+from shardlib.errors import WrongAxes
 
 
 @pytest.mark.parametrize(("where", "found"), [(".", [5.0, 6.0]), ("x", [5.0, 6.0] * 4)])
@@ -28,20 +30,131 @@ def _plain_inside(where: str) -> list[float]:
     ).tolist()
 
 
-@pytest.mark.parametrize(
-    ("body", "out"),
-    [
-        (lambda v: v.sum(), ""),  # no psum
-        (lambda v: sl.psum(v.sum(), "y"), ""),  # over the wrong axis
-        (lambda v: torch.zeros(()) + sl.axis_index("x"), ""),
-        (lambda v: v, "."),
-    ],
-)
-def test_copies_that_differ_are_refused(body: Any, out: str) -> None:
+MISTAKES: list[tuple[str, Any, str, str, str]] = [  # name, body, in, out, the axis it is refused by
+    ("no psum", lambda v: v.sum(), "x", "", "'x'"),
+    ("psum over the wrong axis", lambda v: sl.psum(v.sum(), "y"), "x", "", "'y'"),
+    ("psum twice", lambda v: sl.psum(sl.psum(v.sum(), "x"), "x"), "x", "", "'x'"),
+    ("psum of a copy", lambda v: sl.psum(v, "y"), "x", "x", "'y'"),
+    ("psum over both", lambda v: sl.psum(v, ("x", "y")), "x", ".", "'y'"),
+    ("psum_scatter of a copy", lambda v: C.psum_scatter(v, "y"), ".", "y", "'y'"),
+    ("preduce of a copy", lambda v: C.preduce(v, "y"), ".", ". + sum(y)", "'y'"),
+    ("posted psum of a copy", lambda v: C.start(sl.psum, v, "y").wait(), "x", "x", "'y'"),
+    ("a whole value as pending", lambda v: sl.psum(v.sum(), "x"), "x", " + sum(x)", "'x'"),
+    ("its place as replicated", lambda v: v * 0 + sl.axis_index("x"), ".", ".", "'x'"),
+    ("its place picked", lambda v: v * C.pick([1, 1], "x"), ".", ".", "'x'"),
+    ("all_to_all as replicated", lambda v: sl.all_to_all(v, "x", 0, 0), "x", ".", "'x'"),
+    ("a slice as replicated", lambda v: C.pslice(v, "y"), ".", ".", "'y'"),
+    ("a shift as replicated", lambda v: C.shift(v, "x"), "x", ".", "'x'"),
+    ("written into a copy", lambda v: _written(v), "x", ".", "'x'"),
+    ("written into a view", lambda v: _written_through_a_view(v), "x", ".", "'x'"),
+]
+
+
+def _written(v: torch.Tensor) -> torch.Tensor:
+    out = v.new_zeros(v.shape)
+    out[0] = v[0]
+    return out
+
+
+def _written_through_a_view(v: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(v)
+    out.view(-1)[1:].add_(v[1:])
+    return out
+
+
+@pytest.mark.parametrize(("name", "body", "where", "out", "axis"), MISTAKES)
+def test_a_body_that_mistakes_what_varies_is_refused(
+    name: str, body: Any, where: str, out: str, axis: str
+) -> None:
+    """By the axis, though every rank's values are the same here."""
     with sl.simulate(x=2, y=2):
-        v = sl.shard(torch.arange(1.0, 5.0), "x")
-        with pytest.raises(sl.ShardError, match="differs along axis 'x'"):
-            sl.shard_map(body, in_layouts="x", out_layouts=out)(v)
+        v = sl.shard(torch.ones(4), where)
+        with pytest.raises(WrongAxes, match=axis):
+            sl.shard_map(body, in_layouts=where, out_layouts=out)(v)
+
+
+def _softmax(v: torch.Tensor) -> torch.Tensor:
+    top = sl.pmax(v.amax(-1, keepdim=True), "y")
+    e = (v - top).exp()
+    return e / sl.psum(e.sum(-1, keepdim=True), "y")
+
+
+def _summa(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = a.new_zeros(a.shape[0], b.shape[1])
+    for i in range(2):
+        c += C.pbroadcast(a, "y", i) @ C.pbroadcast(b, "x", i)
+    return c
+
+
+def _summa_abt(c: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A = C B^T: the columns of its block are views, filled by sums that lie at their root."""
+    a = c.new_zeros(c.shape[0], b.shape[0])
+    for i in range(2):
+        a.view(-1, b.shape[0])[:].add_(C.preduce(c @ C.pbroadcast(b, "x", i).T, "y", i))
+    return a
+
+
+def _cannon(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = a @ b
+    return c + C.shift(a, "y", -1) @ C.shift(b, "x", -1)
+
+
+def _counted(v: torch.Tensor) -> torch.Tensor:
+    """A constant summed counts ranks; the mean of a copy is the copy."""
+    return sl.pmean(v, "y") * sl.psum(torch.ones(()), ("x", "y")) / 4
+
+
+def _first_only(v: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.as_tensor(sl.axis_index("y") == 0), v, torch.zeros_like(v))
+
+
+def _round_the_ring(v: torch.Tensor) -> torch.Tensor:
+    return C.pcast(v + C.shift(v, "x"), "x", to="replicated")
+
+
+RIGHT: list[tuple[Any, tuple[str, ...], str]] = [
+    (_softmax, ("x y",), "x y"),
+    (_summa, ("x y", "x y"), "x y"),
+    (_summa_abt, ("x y", "x y"), "x y"),
+    (_cannon, ("x y skew a", "x y skew b"), "x y"),
+    (lambda v, w, u: sl.psum(torch.relu(v @ w) @ u, "x"), (". .", ". x", "x ."), ". ."),
+    (lambda v: sl.all_gather(C.psum_scatter(v, "x"), "x"), (". y + sum(x)",), ". y"),
+    (_counted, ("x .",), "x ."),
+    (_first_only, ("x .",), "x . + sum(y)"),
+    (_round_the_ring, ("x .",), ". ."),
+    (lambda v: C.pslice(C.pbroadcast(v, "y", 1), "y"), ("x .",), "(x y) ."),
+    (lambda v: sl.psum(C.pcast(v, "y", to="varying"), "y"), ("x .",), "x ."),
+    (lambda v: v.softmax(-1).topk(2, -1).values.sort(-1)[0], ("x .",), "x ."),
+]
+
+
+@pytest.mark.parametrize(("body", "ins", "out"), RIGHT)
+def test_a_right_body_is_not_refused(body: Any, ins: tuple[str, ...], out: str) -> None:
+    with sl.simulate(x=2, y=2):
+        given = [sl.shard(torch.randn(4, 4), layout) for layout in ins]
+        sl.shard_map(body, in_layouts=ins, out_layouts=out)(*given)
+        for x in given:
+            x.requires_grad_()
+        sl.unshard(sl.shard_map(body, in_layouts=ins, out_layouts=out)(*given)).sum().backward()
+        assert all(x.grad is not None for x in given)
+
+
+@pytest.mark.parametrize("name", [m[0] for m in MISTAKES])
+def test_an_axis_of_one_rank_holds_no_mistake(name: str) -> None:
+    """What is right on one rank runs on one rank."""
+    _, body, where, out, _ = next(m for m in MISTAKES if m[0] == name)
+    with sl.simulate(x=1, y=1):
+        sl.shard_map(body, in_layouts=where, out_layouts=out)(sl.shard(torch.ones(4), where))
+
+
+def test_copies_that_differ_are_refused_where_nothing_is_known_of_them() -> None:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return sl.collectives.Stacked(v.ranks, v.mesh)  # type: ignore[attr-defined]
+
+    with sl.simulate(x=2, y=2):
+        v = sl.shard(torch.arange(4.0), "x")
+        with pytest.raises(WrongAxes, match="varies along axis 'x'"):
+            sl.shard_map(body, in_layouts="x", out_layouts=".")(v)
 
 
 def test_copies_that_differ_by_their_rounding_pass() -> None:
@@ -49,9 +162,20 @@ def test_copies_that_differ_by_their_rounding_pass() -> None:
         v = sl.shard(torch.randn(3, 7), "x .")
 
         def body(u: torch.Tensor) -> torch.Tensor:
-            return sl.all_gather(u, "x").sum(0) * (1 + 1e-7 * sl.axis_index("x"))
+            near = sl.all_gather(u, "x").sum(0) * (1 + 1e-7 * sl.axis_index("x"))
+            return C.pcast(near, "x", to="replicated")
 
         assert sl.shard_map(body, in_layouts="x .", out_layouts=".")(v).shape == (7,)
+
+
+def test_a_claim_that_is_not_so_is_refused() -> None:
+    with sl.simulate(x=2):
+        v = sl.shard(torch.arange(4.0), "x")
+        f = sl.shard_map(
+            lambda u: C.pcast(u, "x", to="replicated"), in_layouts="x", out_layouts="."
+        )
+        with pytest.raises(WrongAxes, match="differs along axis 'x'"):
+            f(v)
 
 
 @pytest.mark.parametrize("body", [lambda v: 1.0, lambda v: (v, v), lambda v: None])

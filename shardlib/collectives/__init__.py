@@ -13,6 +13,7 @@ from shardlib.collectives.api import (
     holds_values,
     lead,
     pbroadcast,
+    pcast,
     pick,
     played,
     pmax,
@@ -34,9 +35,10 @@ from shardlib.collectives.api import (
 )
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.simulate import Stacked
+from shardlib.collectives.varying import Varies, differing, real
 
 __all__ = [  # what local code is written with; the other names are for the rooms below
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
-    "expect_comm", "pbroadcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum",
+    "expect_comm", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum",
     "psum_scatter", "pvary", "shift", "start", "trace",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ together.  A one-sized axis moves nothing.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from shardlib.collectives.backends import BACKENDS, Backend, backend, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, of
-from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported
+from shardlib.collectives.varying import Varies, after_move, differing, real
+from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported, WrongAxes
 from shardlib.mesh import Mesh, current_mesh, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
-    "each_rank", "held", "holds_values", "lead", "pbroadcast", "pick", "played", "pmax", "pmean",
+    "each_rank", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played", "pmax", "pmean",
     "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "reductions",
     "shift", "start", "start_ppermutes", "storage", "unwrap", "wrap",
 ]  # fmt: skip
@@ -296,7 +297,14 @@ def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
         return x.to(params[0]) if op is _PSUM and params else x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
-    return Stacked(_raw_call(op, of(x, mesh), mesh, axes, params), mesh)
+    varies = after_move(op.name, x, mesh, axes, params, _public(op.name))
+    return _following(_raw_call(op, of(x, mesh), mesh, axes, params), mesh, varies)
+
+
+def _following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:
+    out = Stacked(raw, mesh)
+    out.varies = varies
+    return out
 
 
 def _public(name: str) -> str:
@@ -365,11 +373,10 @@ def _narrow(
 
 def pmean(x: Tensor, axis: Axis) -> Tensor:
     """Mean over a mesh axis.  Moves what psum moves.  Grad: pmean."""
-    return (
-        psum(x, axis) / axis_size(axis)
-        if type(x) is not Stacked
-        else psum(x, axis) / x.mesh.axis_size(axis)
-    )
+    if type(x) is not Stacked:
+        return psum(x, axis) / axis_size(axis)
+    # the mean of what every rank holds alike is right
+    return psum(pcast(x, axis, to="varying"), axis) / x.mesh.axis_size(axis)
 
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
@@ -517,6 +524,10 @@ def preduce_add(
         target.add_(x)
         return
     raw = held(x, mesh)
+    if mesh.kind == "stacked":
+        varies = after_move("preduce", x, mesh, (axis,), (), _public("preduce"))
+        if type(target) is Stacked and target.varies is not None:
+            target.varies.join(None if varies is None else varies.axes)
     if traces := scope().traces:
         _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), ())
     backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
@@ -582,7 +593,9 @@ def axis_index(axis: Axis) -> Any:
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     mesh.axis_size(axes)
     index = backend(mesh).axis_index(mesh, axes)
-    return Stacked(index, mesh) if isinstance(index, Tensor) else index
+    if not isinstance(index, Tensor):
+        return index
+    return _following(index, mesh, Varies(real(mesh, axes)))
 
 
 def pick(table: Sequence[Any], axis: Axis) -> Any:
@@ -590,7 +603,50 @@ def pick(table: Sequence[Any], axis: Axis) -> Any:
     index = axis_index(axis)
     if not isinstance(index, Stacked):
         return table[index]
-    return Stacked(torch.as_tensor(table)[index.ranks], index.mesh)
+    return _following(torch.as_tensor(table)[index.ranks], index.mesh, index.varies)
+
+
+def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Tensor:
+    """State whether a block varies along an axis, where a body of shard_map knows better.
+
+    ``"replicated"``  every rank along the axis holds the same, though it was computed from what
+                      differs: the ring that gathered it went all the way round.
+    ``"varying"``     count the ranks' copies as their own: their sum is meant.
+    Moves nothing.  Grad: the identity.
+    Raises: WrongAxes for "replicated" where simulated ranks hold different values.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     f = lambda v: sl.psum(sl.collectives.pcast(v, "x", to="varying"), "x")
+    ...     sl.unshard(sl.shard_map(f, in_layouts=".", out_layouts=".")(sl.shard(torch.ones(2), ".")))
+    tensor([2., 2.])
+    """
+    if to not in ("varying", "replicated"):
+        raise ShardError(
+            f"to={to!r} is neither 'varying' nor 'replicated'",
+            op="pcast",
+            fix=f"sl.collectives.pcast(x, {axis!r}, to='varying')",
+        )
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    mesh.axis_size(axes)
+    if type(x) is not Stacked:
+        return x
+    known = None if x.varies is None else x.varies.axes
+    over = real(mesh, axes)
+    if to == "replicated":
+        if wrong := differing(x.ranks, mesh, sorted(over, key=mesh.names.index)):
+            raise WrongAxes(
+                f"the block differs along axis {wrong!r}",
+                op="pcast",
+                operands={"block": f"{x.dtype} {list(x.shape)}"},
+                mesh=mesh,
+                fix=f"sl.psum(x, {wrong!r})",
+            )
+        now = None if known is None else Varies(known - over)
+    else:
+        now = None if known is None else Varies(known | over)
+    return _following(x.ranks.view_as(x.ranks), mesh, now)
 
 
 # ---------------------------------------------------------------- asynchronous form
@@ -633,12 +689,18 @@ def start_ppermutes(
     if traces := scope().traces:
         for raw, pairs in zip(raws, tables, strict=True):
             _note(traces, _PPERMUTE, raw, mesh, axes, (pairs,))
-    return [_pending(finish, mesh) for finish in backend(mesh).ppermutes(raws, mesh, axes, tables)]
+    posted = backend(mesh).ppermutes(raws, mesh, axes, tables)
+    if mesh.kind != "stacked":
+        return [Pending(finish) for finish in posted]
+    return [
+        _pending(finish, mesh, after_move("ppermute", x, mesh, axes, (pairs,), "sl.ppermute"))
+        for x, finish, pairs in zip(xs, posted, tables, strict=True)
+    ]
 
 
-def _pending(finish: Finish, mesh: Mesh) -> Pending:
-    """What comes is a local block."""
-    return Pending(finish if mesh.kind != "stacked" else lambda: Stacked(finish(), mesh))
+def _pending(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
+    """What comes is a simulated block."""
+    return Pending(lambda: _following(finish(), mesh, varies))
 
 
 _POSTABLE: dict[
@@ -676,4 +738,7 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     if mesh.axis_size(axes) == 1:
         out = _call(op, x, axis, params)
         return Pending(lambda: out)
-    return _pending(_finish(op, held(x, mesh), mesh, axes, params), mesh)
+    if mesh.kind != "stacked":
+        return Pending(_finish(op, x, mesh, axes, params))
+    varies = after_move(op.name, x, mesh, axes, params, _public(op.name))
+    return _pending(_finish(op, of(x, mesh), mesh, axes, params), mesh, varies)

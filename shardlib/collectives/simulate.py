@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import no_torch_function
+from shardlib.collectives.varying import Varies, follow
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh, coordinates
 
@@ -32,6 +33,7 @@ class Stacked(torch.Tensor):
 
     ranks: Tensor
     mesh: Mesh
+    varies: Varies | None = None  # along which axes, where that is followed
 
     @staticmethod
     def __new__(cls: type, ranks: Tensor, mesh: Mesh) -> "Stacked":
@@ -49,7 +51,14 @@ class Stacked(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         implementation = _TABLE.get(func, _by_vmap)
-        return implementation(func, args, kwargs or {})
+        out = implementation(func, args, kwargs or {})
+        for x in args:
+            if type(x) is Stacked:
+                if x.varies is None:  # outside a body of shard_map
+                    return out
+                break
+        follow(Stacked, func, args, kwargs or {}, out)
+        return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

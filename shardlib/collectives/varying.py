@@ -1,0 +1,176 @@
+"""Along which mesh axes a simulated block varies, followed through a body of ``shard_map``.
+
+A block of an operand varies over the axes that split it and over those whose sum is pending.  What
+a torch function computes varies over all that its operands vary over; ``psum``, ``pmax``,
+``all_gather`` and ``pbroadcast`` end it, ``axis_index``, ``pslice``, ``preduce``, ``psum_scatter``
+and ``all_to_all`` begin it.  So a body that returns what varies as replicated, or sums what every
+rank holds alike, is refused by the name of the axis, whatever the values are.
+
+Nothing is known of blocks that come from elsewhere (``None``), and nothing is refused of them.
+
+Source: the varying manual axes of JAX's shard_map (check_vma).
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import WrongAxes
+from shardlib.mesh import Mesh
+
+__all__ = ["Varies", "after_move", "differing", "follow", "real"]
+
+
+class Varies:
+    """The axes over which a block varies: one for all views of its memory.  None: not known."""
+
+    __slots__ = ("axes",)
+
+    def __init__(self, axes: frozenset[str] | None) -> None:
+        self.axes = axes
+
+    def join(self, axes: frozenset[str] | None) -> None:
+        """What varies over these axes was written into it."""
+        self.axes = None if axes is None or self.axes is None else self.axes | axes
+
+
+def real(mesh: Mesh, axes: Collection[str]) -> frozenset[str]:
+    """The axes of more than one rank."""
+    return frozenset(a for a in axes if mesh.axes[a] > 1)
+
+
+# ---------------------------------------------------------------- torch functions
+
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
+    "new_ones new_empty new_full view_as expand_as reshape_as type_as to".split()
+)
+"""Functions that read no value of their first operand, or none but its."""
+
+_VALUE_OF_FIRST = frozenset("view_as expand_as reshape_as type_as to".split())
+
+
+def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Say of what a torch function gave, or wrote to, over which axes it varies.
+
+    ``kind``  the class of simulated blocks, which have ``ranks`` and ``varies``.
+    """
+    given = [x for x in optree.tree_leaves((args, kwargs)) if type(x) is kind]
+    name = func.__name__
+    read = given
+    if name in _SHAPE_ONLY:
+        read = given[:1] if name in _VALUE_OF_FIRST else given[1:]
+    axes: frozenset[str] | None = frozenset()
+    for x in read:
+        mine = None if x.varies is None else x.varies.axes
+        axes = None if axes is None or mine is None else axes | mine
+    if _writes(name) and args and type(args[0]) is kind and args[0].varies is not None:
+        args[0].varies.join(axes)
+    held = {_memory(x.ranks): x for x in given}
+    for x in optree.tree_leaves(out):
+        if type(x) is not kind or any(x is y for y in given):
+            continue
+        source = held.get(_memory(x.ranks))
+        x.varies = Varies(axes) if source is None else source.varies
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+_NOT_IN_PLACE = frozenset(["__invert__", "__int__", "__index__", "__iter__"])
+
+
+def _memory(x: Tensor) -> object:
+    """What views of one memory have in common."""
+    base = x if x._base is None else x._base
+    if x.is_meta:
+        return id(base)
+    try:
+        return x.untyped_storage().data_ptr() or id(base)
+    except (RuntimeError, NotImplementedError):  # a transform of torch.func holds it
+        return id(base)
+
+
+# ---------------------------------------------------------------- collectives
+
+_ENDS = frozenset(["psum", "pmax", "all_gather", "pbroadcast"])
+_BEGINS = frozenset(["pslice", "place", "preduce", "psum_scatter", "all_to_all", "pvary"])
+_SUMS = frozenset(["psum", "psum_scatter", "preduce"])
+
+
+def after_move(
+    op: str, x: Any, mesh: Mesh, axes: Sequence[str], params: tuple, spelled: str
+) -> Varies | None:
+    """Over which axes the result of a collective varies; None where nothing is known of ``x``.
+
+    A tensor that a body made without a block, such as torch.ones, is the same everywhere, and its
+    sum counts ranks.
+    Raises: WrongAxes for a sum over an axis along which every rank holds the same.
+    """
+    if type(x) is Tensor or not hasattr(x, "varies"):
+        now: frozenset[str] | None = frozenset(axes)
+    else:
+        now = None if x.varies is None else x.varies.axes
+    if now is None:
+        return None
+    over = real(mesh, axes)
+    if op in _SUMS and (whole := over - now):
+        raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now, spelled)
+    if op in _ENDS:
+        return Varies(now - over)
+    if op == "ppermute":  # who receives nothing has zeros
+        return Varies(
+            now if len(params[0]) == math.prod(mesh.axes[a] for a in axes) else now | over
+        )
+    return Varies(now | over if op in _BEGINS else now)
+
+
+def _whole(
+    op: str,
+    x: Tensor,
+    mesh: Mesh,
+    axes: Sequence[str],
+    whole: list[str],
+    now: frozenset[str],
+    spelled: str,
+) -> WrongAxes:
+    copies = math.prod(mesh.axes[a] for a in whole)
+    right = [a for a in axes if a in now] or [a for a in mesh.names if a in now]
+    name = right[0] if len(right) == 1 else tuple(right)
+    varies = f"varies over {', '.join(sorted(now))} only" if now else "is the same on every rank"
+    return WrongAxes(
+        f"the block {varies}, and a sum over {', '.join(map(repr, whole))} would add the same "
+        f"value {copies} times",
+        op=op,
+        operands={"block": f"{x.dtype} {list(x.shape)}"},
+        mesh=mesh,
+        fix=f"{spelled}(x, {name!r})" if right else "x",
+    )
+
+
+# ---------------------------------------------------------------- values
+
+
+def differing(raw: Tensor, mesh: Mesh, axes: Sequence[str]) -> str | None:
+    """The first axis along which simulated blocks differ by more than their rounding.
+
+    A sum taken in another order on each rank may differ by its rounding.
+    """
+    if raw.is_meta or not raw.numel():
+        return None
+    blocks = raw.detach().unflatten(0, mesh.sizes)
+    inexact = raw.is_floating_point() or raw.is_complex()
+    slack = 64 * torch.finfo(raw.dtype).eps if inexact else 0.0
+    for axis in axes:
+        at = mesh.names.index(axis)
+        first = blocks.narrow(at, 0, 1).expand_as(blocks)
+        if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
+            return axis
+    return None
