@@ -26,12 +26,12 @@ FACE = """
 """.split()
 MODULES = {
     "collectives": """Event Pending Stacked Trace all_gather all_to_all axis_index axis_size expect_comm pbroadcast
-        pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
+        pcast pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
     "dtensor": "from_dtensor rules to_dtensor",
     "errors": """AxisReused BadArgument ImplicitCommunication LayoutSyntax MeshError NoMesh NoImplementation NotExpressible
         OutOfRange PartialEscape PlainTensor RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
-        UnknownParameter Unsupported lettered mesh_text user_line""",
+        UnknownParameter Unsupported WrongAxes lettered mesh_text user_line""",
     "extend": """At AttentionCase Cost Engine Job LocalQueries Mask Match MatmulCase Move Moves Plan Relation Run
         Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
         scattered started
