@@ -69,6 +69,7 @@ ORDER = [  # each may import from those before it
     "optim.transform",
     "optim.trees",
     "optim.schedules",
+    "optim.sums",
     "optim",
     "checkpoint",
     "planning.bounds",

@@ -1,8 +1,15 @@
 """Optimizers as composable pure transforms; ZeRO is one of them."""
 
-from shardlib.optim.adaptive import adam, adamw
-from shardlib.optim.clip import clip_by_global_norm, global_norm
+from shardlib.optim.adaptive import adagrad, adam, adamw, rmsprop
+from shardlib.optim.clip import (
+    clip_by_global_norm,
+    clip_by_parameter_norm,
+    clip_by_value,
+    global_norm,
+    is_finite,
+)
 from shardlib.optim.combine import chain, identity, masked, scale, scale_by_schedule, set_to_zero
+from shardlib.optim.lamb import lamb
 from shardlib.optim.momentum import lion, sgd
 from shardlib.optim.schedules import constant, cosine, joined, linear, warmup_cosine, wsd
 from shardlib.optim.transform import Transform
@@ -10,7 +17,8 @@ from shardlib.optim.trees import apply_updates
 from shardlib.optim.zero import zero
 
 __all__ = [
-    "Transform", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant",
-    "cosine", "global_norm", "identity", "joined", "linear", "lion", "masked", "scale",
+    "Transform", "adagrad", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm",
+    "clip_by_parameter_norm", "clip_by_value", "constant", "cosine", "global_norm", "identity",
+    "is_finite", "joined", "lamb", "linear", "lion", "masked", "rmsprop", "scale",
     "scale_by_schedule", "set_to_zero", "sgd", "warmup_cosine", "wsd", "zero",
 ]  # fmt: skip

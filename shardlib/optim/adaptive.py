@@ -1,14 +1,15 @@
-"""Optimizers with a rate per element: Adam and its kin."""
+"""Optimizers with a rate per element: Adam and its kin, Adagrad, RMSprop."""
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim.rmsprop import rmsprop as torchs_rmsprop
 
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Step, Transform, fused, pieces, run_in_place
-from shardlib.optim.trees import each, moments, need, ready
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
+from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
-__all__ = ["adam", "adamw"]
+__all__ = ["adagrad", "adam", "adamw", "rmsprop"]
 
 
 class MomentState(NamedTuple):
@@ -29,18 +30,24 @@ def adamw(
     """Adam with decoupled weight decay, as torch.optim.AdamW.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
+
+    >>> import torch
+    >>> tx = adamw(0.5, weight_decay=0.0)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params), params)[0]
+    {'w': tensor([-0.5000,  0.5000])}
     """
 
     def init(params: Any) -> MomentState:
-        return MomentState(0, moments(params), moments(params))
+        mu = moments(params)
+        return MomentState(0, mu, zeros_like(mu))
 
     def update(grads: Any, state: MomentState, params: Any = None) -> tuple[Any, MomentState]:
         ready(grads, "adamw", state.mu)
         if weight_decay:
             need(params, "adamw")
         count, rate = state.count + 1, at_step(lr, state.count)
-        mu = each(lambda m, g: m.lerp(g, 1 - b1), state.mu, grads)
-        nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
+        mu, nu = running(grads, state, b1, b2)
         size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
 
         def step(_: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
@@ -64,6 +71,152 @@ def adamw(
     return Transform(init, update, donate=donate)
 
 
+def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:
+    """The moments with these gradients in them."""
+    mu = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b1), state.mu, grads)
+    nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
+    return mu, nu
+
+
 def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Adam: ``adamw`` without decay."""
+    """Adam: ``adamw`` without decay.
+
+    >>> import torch
+    >>> tx = adam(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
     return adamw(lr, b1, b2, eps, weight_decay=0.0)
+
+
+class SumState(NamedTuple):
+    """Steps taken, and the sum of all squared gradients."""
+
+    count: int
+    total: Any
+
+
+def adagrad(
+    lr: float | Schedule,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    lr_decay: float = 0.0,
+    start: float = 0.0,
+) -> Transform:
+    """A rate that falls with the sum of an element's squared gradients, as torch.optim.Adagrad.
+
+    ``start``  what the sums begin with.
+    Source: Duchi, Hazan and Singer, JMLR 12 (2011), figure 1.
+
+    >>> import torch
+    >>> tx = adagrad(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
+
+    def init(params: Any) -> SumState:
+        total = moments(params)
+        return SumState(0, each(lambda t: t + start, total) if start else total)
+
+    def update(grads: Any, state: SumState, params: Any = None) -> tuple[Any, SumState]:
+        ready(grads, "adagrad", state.total)
+        rate = at_step(lr, state.count) / (1 + state.count * lr_decay)
+        if weight_decay:
+            need(params, "adagrad")
+            grads = each(lambda g, p: g.add(p, alpha=weight_decay), grads, params)
+        total = each(lambda t, g: t.addcmul(g, g), state.total, grads)
+        updates = each(lambda g, t: g / t.sqrt().add_(eps) * -rate, grads, total)
+        return updates, SumState(state.count + 1, total)
+
+    def donate(grads: Any, state: SumState, params: Any, step: Step) -> SumState:
+        ready(grads, "adagrad", state.total)
+        count, rate = state.count + 1, at_step(lr, state.count)
+        g, p, t = pieces(grads, params, state.total)
+        how = {"lr": rate, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        if not fused("adagrad", (p, g, t), step, count, **how, maximize=False):
+            return run_in_place(Transform(init, update), grads, state, params, step)
+        step.lr = rate
+        return state._replace(count=count)
+
+    return Transform(init, update, donate=donate)
+
+
+class RmsState(NamedTuple):
+    """Steps taken, the running mean of squared gradients, of
+    gradients (``centered``), and the momentum.
+    """
+
+    count: int
+    nu: Any
+    mean: Any
+    trace: Any
+
+
+def rmsprop(
+    lr: float | Schedule,
+    decay: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    centered: bool = False,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Gradients over the root of their running mean square, as torch.optim.RMSprop.
+
+    ``decay``     of the running means; torch calls it alpha.
+    ``centered``  take the variance in place of the mean square.
+    Source: Tieleman and Hinton, lecture 6.5 of Neural Networks for Machine Learning (2012).
+
+    >>> import torch
+    >>> tx = rmsprop(0.5, decay=0.0)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
+
+    def init(params: Any) -> RmsState:
+        nu = moments(params)
+        return RmsState(
+            0, nu, zeros_like(nu) if centered else (), zeros_like(nu) if momentum else ()
+        )
+
+    def update(grads: Any, state: RmsState, params: Any = None) -> tuple[Any, RmsState]:
+        ready(grads, "rmsprop", state.nu)
+        rate = at_step(lr, state.count)
+        if weight_decay:
+            need(params, "rmsprop")
+            grads = each(lambda g, p: g.add(p, alpha=weight_decay), grads, params)
+        nu = each(lambda v, g: (v * decay).addcmul_(g, g, value=1 - decay), state.nu, grads)
+        mean, root = (), each(lambda v: v.sqrt(), nu)
+        if centered:
+            mean = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - decay), state.mean, grads)
+            root = each(lambda v, m: v.addcmul(m, m, value=-1).sqrt_(), nu, mean)
+        step, trace = each(lambda g, r: g / (r + eps), grads, root), ()
+        if momentum:
+            trace = step = each(lambda t, s: t * momentum + s, state.trace, step)
+        return each(lambda s: s * -rate, step), RmsState(state.count + 1, nu, mean, trace)
+
+    def donate(grads: Any, state: RmsState, params: Any, step: Step) -> RmsState:
+        ready(grads, "rmsprop", state.nu)
+        divide(grads, step)
+        kept = [t for t, on in ((state.mean, centered), (state.trace, momentum)) if on]
+        g, p, v, *more = pieces(grads, params, state.nu, *kept)
+        if p and len({t.dtype for row in (g, p, v) for t in row}) > 1:
+            return run_in_place(Transform(init, update), grads, state, params, step)
+        means, traces = more[:1] if centered else [], more[centered:] if momentum else []
+        step.lr = rate = at_step(lr, state.count)
+        if p:
+            torchs_rmsprop(
+                p, g, v, *(means or [[]]), *(traces or [[]]), _counts(p, state.count),
+                foreach=True, lr=rate, alpha=decay, eps=eps, weight_decay=weight_decay,
+                momentum=momentum, centered=centered,
+            )  # fmt: skip
+        return state._replace(count=state.count + 1)
+
+    return Transform(init, update, donate=donate)
+
+
+def _counts(tensors: list[Tensor], count: int) -> list[Tensor]:
+    """Steps taken, as torch's functions want them: a tensor for each parameter."""
+    return [tensors[0].new_tensor(float(count)) for _ in tensors]

@@ -1,70 +1,188 @@
-"""The size of all gradients together, and clipping by it."""
+"""The size of all gradients together, and clipping by it, by each tensor's, or by value."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import played, psum, storage, unwrap, wrap
-from shardlib.mesh import Mesh, bind
+from shardlib.collectives import holds_values
+from shardlib.errors import ShardError
+from shardlib.mesh import scope, within
+from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform
 from shardlib.optim.trees import EmptyState, each, ready
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["clip_by_global_norm", "global_norm"]
+__all__ = [
+    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "global_norm", "is_finite",
+    "norms_known",
+]  # fmt: skip
 
 
-def global_norm(tree: Any) -> Tensor:
-    """Euclidean norm of all leaves together, each element counted once whatever its layout.
+def global_norm(tree: Any, p: float = 2.0) -> Tensor:
+    """The p-norm of all leaves together, each element counted once whatever its layout.
 
-    Squares accumulate in fp64; one collective over the whole mesh.
+    ``p``  positive, or inf for the largest.
+    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; of leaves with a
+    pending sum also a reduce-scatter, (N-1)/N of their bytes, for a sum's norm is known only then.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
     ...     global_norm({"a": sl.shard(torch.ones(4, 4), "x y"), "b": sl.shard(torch.ones(9), ".")})
     tensor(5., dtype=torch.float64)
     """
-    ready(tree, "global_norm")
-    total = torch.zeros((), dtype=torch.float64)
-    per_mesh: dict[Mesh, Tensor] = {}
-    for x in optree.tree_leaves(tree):
-        if not isinstance(x, ShardedTensor):
-            total = (
-                total.to(x.device)
-                + torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
-            )
-            continue
-        copies = x.mesh.size
-        for axis in x.sharding.axes:
-            copies //= x.mesh.axes[axis]
-        flat = x.raw.detach().reshape(len(played(x.mesh)), -1)
-        squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square() / copies
-        per_mesh[x.mesh] = per_mesh[x.mesh] + squares if x.mesh in per_mesh else squares
-    for mesh, squares in per_mesh.items():
-        local = storage(list(squares), mesh)
-        with bind(mesh):
-            total = (
-                total.to(squares.device)
-                + unwrap(psum(wrap(local, mesh), mesh.names)).reshape(-1)[0]
-            )
-    return total.sqrt()
+    if not p > 0:
+        raise ShardError(
+            f"the norm of order {p}: orders are positive",
+            op="global_norm",
+            fix="sl.optim.global_norm(grads, p=2.0)",
+        )
+    leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    key = (p, *(id(x) for x in leaves))
+    known = scope().norms
+    if known is not None and key in known:
+        return known[key][1]
+    (found,) = totals(summed(leaves), of=powers(p), most=p == math.inf)
+    parts = [t for t in found if t is not None]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64)
+    together = torch.stack([t.to(parts[0].device) for t in parts])
+    total = together.amax() if p == math.inf else together.sum() ** (1 / p)
+    if known is not None:
+        known[key] = leaves, total  # the leaves are kept, so that no other gets their ids
+    return total
 
 
-def clip_by_global_norm(max_norm: float) -> Transform:
-    """Scale all updates so that their global norm is at most ``max_norm``."""
+@contextmanager
+def norms_known() -> Iterator[None]:
+    """Inside, the norm of the same leaves is computed once, whoever asks."""
+    with within(norms={} if scope().norms is None else scope().norms):
+        yield
 
-    def scale(norm: Tensor) -> Tensor:
+
+def is_finite(tree: Any) -> Tensor:
+    """Whether every element is a number, as a 0-dim bool that is the same on every rank.
+
+    It is the norm that tells, so who asks for both inside ``norms_known`` moves no more than
+    ``global_norm`` does.  A sum that is pending counts as what it will be: parts that are numbers
+    may overflow together.
+
+    >>> is_finite({"a": torch.ones(2), "b": torch.tensor(float("nan"))})
+    tensor(False)
+    """
+    return torch.isfinite(global_norm(tree))
+
+
+def clip_by_global_norm(max_norm: float, p: float = 2.0, *, check: bool = True) -> Transform:
+    """Scale all updates so that their global norm is at most ``max_norm``.
+
+    As torch.nn.utils.clip_grad_norm_, on gradients of any layout, pending sums included: those stay
+    pending, and finding their norm moves what ``global_norm`` says.
+    ``check``  raise where the norm is no number; it has the host wait for the device.
+    Raises: ShardError where it is none; ``skip_nonfinite`` passes over such steps instead.
+
+    >>> tx = clip_by_global_norm(1.0)
+    >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(None))[0]
+    tensor([0.6000, 0.8000])
+    """
+    if not max_norm > 0:
+        raise ShardError(
+            f"a bound of {max_norm}",
+            op="clip_by_global_norm",
+            fix="sl.optim.clip_by_global_norm(1.0)",
+        )
+
+    def over(norm: Tensor) -> Tensor:
         return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
+    def known(grads: Any, step: Step) -> Tensor:
+        norm = global_norm(grads, p)
+        if step.scale is not None:
+            norm = norm / step.scale.to(norm.device)
+        if check:
+            _number(norm, grads)
+        return norm
+
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        by = scale(global_norm(grads))
+        by = over(known(grads, Step()))
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
     def rescale(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
-        norm = global_norm(grads) if step.scale is None else global_norm(grads) / step.scale
-        step.norm = norm
-        step.divide(scale(norm))
+        step.norm = known(grads, step)
+        step.divide(over(step.norm))
         return state
 
     return Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
+
+
+def _number(norm: Tensor, grads: Any) -> None:
+    """Refuse a norm that is no number."""
+    for x in optree.tree_leaves(grads):
+        if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
+            return
+    if norm.is_meta or bool(torch.isfinite(norm)):
+        return
+    paths, leaves, _ = optree.tree_flatten_with_path(grads)
+    bad = [
+        ".".join(map(str, path))
+        for path, g in zip(paths, leaves, strict=True)
+        if isinstance(g, Tensor) and not bool(torch.isfinite(_raw(g)).all())
+    ]
+    raise ShardError(
+        f"the norm of the gradients is {float(norm)}"
+        + (f": not a number here are {', '.join(bad[:4])}" if bad else ""),
+        op="clip_by_global_norm",
+        fix="tx = sl.optim.skip_nonfinite(tx)",
+    )
+
+
+def _raw(x: Tensor) -> Tensor:
+    return x.raw if isinstance(x, ShardedTensor) else x
+
+
+def clip_by_value(limit: float) -> Transform:
+    """Bound every element of the updates by ``limit`` in size; torch.nn.utils.clip_grad_value_.
+
+    >>> tx = clip_by_value(1.0)
+    >>> tx.update(torch.tensor([-3.0, 0.5]), tx.init(None))[0]
+    tensor([-1.0000,  0.5000])
+    """
+    if not limit > 0:
+        raise ShardError(
+            f"a bound of {limit}", op="clip_by_value", fix="sl.optim.clip_by_value(1.0)"
+        )
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        ready(grads, "clip_by_value")
+        return each(lambda g: g.clamp(-limit, limit), grads), state
+
+    return Transform(lambda params: EmptyState(), update)
+
+
+def clip_by_parameter_norm(max_norm: float) -> Transform:
+    """Scale each tensor of the updates so that its own norm is at most ``max_norm``.
+
+    Moves one psum of a scalar per tensor, all in one.
+
+    >>> tx = clip_by_parameter_norm(1.0)
+    >>> tx.update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, tx.init(None))[0]
+    {'a': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
+    """
+    if not max_norm > 0:
+        raise ShardError(
+            f"a bound of {max_norm}",
+            op="clip_by_parameter_norm",
+            fix="sl.optim.clip_by_parameter_norm(1.0)",
+        )
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        ready(grads, "clip_by_parameter_norm")
+        (found,) = totals(grads)
+        by = [t if t is None else (max_norm / (t.sqrt() + 1e-6)).clamp(max=1.0) for t in found]
+        return scaled(grads, by), state
+
+    return Transform(lambda params: EmptyState(), update, "tensor")

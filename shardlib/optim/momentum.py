@@ -2,8 +2,10 @@
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Transform
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
 from shardlib.optim.trees import each, moments, need, ready
 
 __all__ = ["lion", "sgd"]
@@ -16,15 +18,34 @@ class TraceState(NamedTuple):
     trace: Any
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Transform:
-    """Stochastic gradient descent, as torch.optim.SGD."""
+def sgd(
+    lr: float | Schedule,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Stochastic gradient descent, as torch.optim.SGD; the decay is added to the gradient.
+
+    >>> import torch
+    >>> tx = sgd(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([1.0, 2.0])}, tx.init(params))[0]
+    {'w': tensor([-0.5000, -1.0000])}
+    """
 
     def init(params: Any) -> TraceState:
         return TraceState(0, moments(params) if momentum else ())
 
+    def decayed(grads: Any, params: Any) -> Any:
+        if not weight_decay:
+            return grads
+        need(params, "sgd")
+        return each(lambda g, p: g.add(p, alpha=weight_decay), grads, params)
+
     def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
         ready(grads, "sgd", state.trace if momentum else None)
         rate = at_step(lr, state.count)
+        grads = decayed(grads, params)
         if not momentum:
             return each(lambda g: g * -rate, grads), TraceState(state.count + 1, ())
         trace = each(lambda t, g: t * momentum + g, state.trace, grads)
@@ -32,13 +53,34 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
         step = each(lambda g, t: (g + t * ahead if ahead else t) * -rate, grads, trace)
         return step, TraceState(state.count + 1, trace)
 
-    return Transform(init, update)
+    def donate(grads: Any, state: TraceState, params: Any, step: Step) -> TraceState:
+        ready(grads, "sgd", state.trace if momentum else None)
+        rate = at_step(lr, state.count)
+        lists = pieces(grads, params, *([state.trace] if momentum else []))
+        how = {"lr": rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        count = state.count + 1
+        if not fused(
+            "sgd", (lists[1], lists[0], *lists[2:]), step, count, **how,
+            dampening=0.0, maximize=False, is_first_step=False,
+        ):  # fmt: skip
+            return run_in_place(Transform(init, update), grads, state, params, step)
+        step.lr = rate
+        return state._replace(count=count)
+
+    return Transform(init, update, donate=donate)
 
 
 def lion(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
 ) -> Transform:
-    """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675."""
+    """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675.
+
+    >>> import torch
+    >>> tx = lion(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
 
     def init(params: Any) -> TraceState:
         return TraceState(0, moments(params))
@@ -48,10 +90,27 @@ def lion(
         if weight_decay:
             need(params, "lion")
         rate = at_step(lr, state.count)
-        sign = each(lambda g, m: m.lerp(g, 1 - b1).sign_(), grads, state.trace)
+        sign = each(lambda g, m: m.lerp(g.to(m.dtype), 1 - b1).sign_(), grads, state.trace)
         if weight_decay:
             sign = each(lambda s, p: s + p * weight_decay, sign, params)
-        trace = each(lambda m, g: m.lerp(g, 1 - b2), state.trace, grads)
+        trace = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b2), state.trace, grads)
         return each(lambda s: s * -rate, sign), TraceState(state.count + 1, trace)
 
-    return Transform(init, update)
+    def donate(grads: Any, state: TraceState, params: Any, step: Step) -> TraceState:
+        ready(grads, "lion", state.trace)
+        divide(grads, step)
+        step.lr = rate = at_step(lr, state.count)
+        for g, p, m in zip(*pieces(grads, params, state.trace), strict=True):
+            _lion(p, g.to(m.dtype), m, rate, b1, b2, weight_decay)
+        return state._replace(count=state.count + 1)
+
+    return Transform(init, update, donate=donate)
+
+
+def _lion(p: Tensor, g: Tensor, m: Tensor, rate: float, b1: float, b2: float, decay: float) -> None:
+    """One tensor's step in place, with one temporary of its size."""
+    sign = m.lerp(g, 1 - b1).sign_()
+    if decay:
+        sign.add_(p, alpha=decay)
+    p.add_(sign, alpha=-rate)
+    m.lerp_(g, 1 - b2)

@@ -4,7 +4,10 @@ None stands for a frozen leaf.  Blocks are combined by position, so trees that m
 same structure, and their leaves must lie alike.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -17,7 +20,8 @@ from shardlib.mesh import Mesh
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "trainable",
+    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "trainable", "wide",
+    "zeros_like",
 ]  # fmt: skip
 
 
@@ -26,14 +30,14 @@ class EmptyState(NamedTuple):
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates, in the parameters' dtype; leaves that required grad still do.
+    """params + updates, rounded once to the parameters' dtype; leaves that required grad still do.
 
     Raises: ShardError where an update lies otherwise than its parameter.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
     {'w': tensor([0.5000, 0.5000])}
     """
-    new = each(lambda p, u: p + u.to(p.dtype), params, updates, op="apply_updates")
+    new = each(lambda p, u: (p + u).to(p.dtype), params, updates, op="apply_updates")
 
     def flagged(n: Any, p: Any) -> Any:
         return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
@@ -75,8 +79,44 @@ def trainable(params: Any) -> Any:
 
 
 def moments(params: Any) -> Any:
-    """Zeros for every leaf that will have a gradient."""
-    return each(torch.zeros_like, trainable(params))
+    """Zeros for every leaf that will have a gradient, in fp32 where the leaf is in half precision.
+
+    In half precision a moment that changes by less than 1/256 of itself would not change at all.
+    """
+    tree = trainable(params)
+    half = {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor)} & HALF
+    if half:
+        warnings.warn(
+            f"parameters in {' and '.join(sorted(str(d) for d in half))} are updated without a "
+            "master copy: changes of less than 1/256 of a weight are lost (their moments are fp32); "
+            'keep one: sl.optim.mixed(tx), or sl.optim.zero(tx, axis, master="fp32")',
+            stacklevel=_users(),
+        )
+    return zeros_like(tree)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Zeros that lie as the leaves do, in fp32 where those are in half precision."""
+    return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
+
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which what is kept of such values adds up."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _users() -> int:
+    """The number of frames from the caller's to the first that is not the library's."""
+    frame, depth = sys._getframe(2), 2
+    here = str(Path(__file__).parent)
+    while frame is not None and frame.f_back is not None:
+        if not frame.f_code.co_filename.startswith(here):
+            return depth
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def ready(grads: Any, op: str, moments: Any = None) -> None:

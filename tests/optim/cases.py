@@ -13,11 +13,15 @@ LAYOUTS = [
 ]
 
 
+def gradients(params: Any, i: int) -> Any:
+    """A function of parameter and step."""
+    return {k: (p * 0.3 + (i % 3 - 1)) * (1 + i) for k, p in params.items()}
+
+
 def steps(tx: sl.optim.Transform, params: Any, count: int = 10) -> Any:
-    """Deterministic gradients: a function of parameter and step."""
+    """The parameters after so many steps."""
     state = tx.init(params)
     for i in range(count):
-        grads = {k: (p * 0.3 + (i % 3 - 1)) * (1 + i) for k, p in params.items()}
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(gradients(params, i), state, params)
         params = sl.optim.apply_updates(params, updates)
     return params

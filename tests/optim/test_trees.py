@@ -86,4 +86,4 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(sl.ShardError, match="the trees differ at v, w"):
         tx.update({"v": torch.ones(3)}, state, p)
     with sl.simulate(x=2), pytest.raises(sl.ShardError, match="still pending"):
-        sl.optim.global_norm(sl.shard(torch.ones(2), ". + sum(x)"))
+        tx.update({"w": sl.shard(torch.ones(3), ". + sum(x)")}, state, p)

@@ -1,0 +1,233 @@
+"""Sums over whole tensors: each element counted once, whatever the layout.
+
+A block's elements count on the first of the ranks that hold copies of it, and its padding nowhere.
+All tensors of a mesh travel in one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor is
+what its slot holds, however it is cut.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import (
+    blocks,
+    lead,
+    played,
+    pmax,
+    psum,
+    psum_scatter,
+    storage,
+    unwrap,
+    wrap,
+)
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind
+from shardlib.ops.padding import filled
+from shardlib.optim.buckets import Buckets
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = ["norms", "scaled", "squares", "summed", "totals"]
+
+BLOCK = 1 << 16
+"""Elements that are summed in fp64 at a time, so that no whole copy is made."""
+
+Numbers = list[Tensor | None]
+
+
+def squares(x: Tensor) -> Tensor:
+    """The sum of the squares of a block's elements, in fp64.
+
+    fp32 would lose all but three digits of a sum over 20 M elements.
+    """
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    if not x.is_cpu:  # the kernel widens as it reads, and adds in a tree
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in flat.split(BLOCK):
+        wide = part.double()
+        total += wide.dot(wide)
+    return total
+
+
+def powers(p: float) -> Callable[[Tensor], Tensor]:
+    """The function of a block that gives the sum of its
+    elements' p-th powers, or the largest for p = inf.
+    """
+    if p == 2:
+        return squares
+
+    def of(x: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for part in x.reshape(-1).split(BLOCK):
+            size = part.abs().double()
+            total = torch.maximum(total, size.amax()) if p == math.inf else total + (size**p).sum()
+        return total
+
+    return of
+
+
+def totals(
+    *trees: Any, of: Callable[[Tensor], Tensor] = squares, most: bool = False
+) -> list[Numbers]:
+    """Per tree, the sum of ``of`` (or the largest, ``most``) over each of its tensors; None stays None.
+
+    ``of``  a block -> a 0-dim fp64 tensor.
+    Moves one psum (pmax) per mesh, of 8 bytes per tensor.
+    """
+    out: list[Numbers] = []
+    shares: dict[Mesh, list[_Share]] = {}
+    for tree in trees:
+        found = _shares(tree, of)
+        out.append([None] * len(found))
+        for i, share in enumerate(found):
+            if isinstance(share, _Share):
+                shares.setdefault(share.mesh, []).append(share._replace(to=(out[-1], i)))
+            else:
+                out[-1][i] = share
+    for mesh, mine in shares.items():
+        zero = torch.zeros((), dtype=torch.float64, device=mine[0].device)
+        rows = []
+        for rank in range(len(played(mesh))):
+            values = [s.values[rank] for s in mine]
+            rows.append(torch.stack([zero if v is None else v for v in values]))
+        with bind(mesh):
+            joined = (pmax if most else psum)(wrap(storage(rows, mesh), mesh), mesh.names)
+        all_of = blocks(unwrap(joined), mesh)[0]
+        for share, value in zip(mine, all_of.unbind(), strict=True):
+            share.to[0][share.to[1]] = value
+    return out
+
+
+def norms(*trees: Any) -> list[Numbers]:
+    """Per tree, the Euclidean norm of each of its tensors, in fp64; see ``totals``."""
+    return [[None if t is None else t.sqrt() for t in row] for row in totals(*trees)]
+
+
+def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
+    """Each tensor of the tree times its number, of ``totals``' order."""
+    with torch.no_grad():
+        if isinstance(tree, Buckets):
+            out = tree.like({k: x.becomes(x.raw.clone()) for k, x in tree.items()})
+            for (number, *_), piece in zip(_numbered(out), out.pieces, strict=True):
+                by = numbers[number]
+                assert by is not None, "slots are never frozen"
+                piece.mul_(by.to(piece.device, piece.dtype))
+            return out
+        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+        done = [x if by is None else _times(x, by) for x, by in zip(leaves, numbers, strict=True)]
+        return optree.tree_unflatten(shape, done)
+
+
+def _times(x: Tensor, by: Tensor) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        return x.becomes(x.raw * by.to(x.raw.device, x.raw.dtype))
+    return x * by.to(x.device, x.dtype)
+
+
+class _Share(NamedTuple):
+    """What the ranks played here count of one tensor: a number for each of them, or None."""
+
+    mesh: Mesh
+    device: torch.device
+    values: list[Tensor | None]
+    to: tuple[Numbers, int] = ([], 0)
+
+
+def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor | None]:
+    if isinstance(tree, Buckets):
+        return _of_buckets(tree, of)
+    out: list[_Share | Tensor | None] = []
+    for x in optree.tree_leaves(tree, none_is_leaf=True):
+        if isinstance(x, ShardedTensor):
+            first = _firsts(x.mesh, x.sharding.axes)
+            parts = blocks(filled(x, 0).raw.detach(), x.mesh)
+            values = [of(b) if f and b.numel() else None for f, b in zip(first, parts, strict=True)]
+            out.append(_Share(x.mesh, x.raw.device, values))
+        elif isinstance(x, Tensor):
+            out.append(of(x.detach()) if x.numel() else torch.zeros((), dtype=torch.float64))
+        else:
+            out.append(None)
+    return out
+
+
+def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor | None]:
+    ranks = len(played(tree.mesh))
+    out: list[_Share | Tensor | None] = [
+        _Share(tree.mesh, tree[bucket.name].raw.device, [None] * ranks)
+        for bucket in tree.index
+        for _ in bucket.slots
+    ]
+    first = {b.name: _firsts(tree.mesh, (*b.axes, *tree.axes)) for b in tree.index}
+    for (number, name, rank), piece in zip(_numbered(tree), tree.pieces, strict=True):
+        share = out[number]
+        if first[name][rank] and isinstance(share, _Share):
+            share.values[rank] = of(piece)
+    return out
+
+
+def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
+    """Per piece: its tensor's number, its bucket's name, and which of the ranks played here."""
+    at, starts = 0, {}
+    for bucket in tree.index:
+        for slot in bucket.slots:
+            starts[bucket.name, slot.offset, slot.leaves] = at
+            at += 1
+    return [(starts[b.name, p.slot.offset, p.slot.leaves], b.name, i) for b, i, p in tree.held]
+
+
+def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
+    """Of the ranks played here, which are the first of those that hold copies."""
+    others = [a for a in mesh.names if a not in axes]
+    return [not any(c[a] for a in others) for c in played(mesh)]
+
+
+# ---------------------------------------------------------------- pending sums
+
+MOST_BYTES = 25 << 20
+"""Of one reduce-scatter of pending values."""
+
+
+def summed(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, those pending as vectors of which each rank holds a summed part.
+
+    Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one
+    psum_scatter per 25 MiB.
+    """
+    pending = [x for x in leaves if isinstance(x, ShardedTensor) and x.sharding.partial]
+    out = [x for x in leaves if not (isinstance(x, ShardedTensor) and x.sharding.partial)]
+
+    def kind(x: ShardedTensor) -> Any:
+        split = [a in x.sharding.axes for a in x.mesh.names]
+        return id(x.mesh), x.sharding.partial, split, str(x.dtype)
+
+    for _, alike in groupby(sorted(pending, key=kind), key=kind):
+        batch: list[ShardedTensor] = []
+        for x in alike:
+            if batch and sum(b.raw.nbytes for b in (*batch, x)) > MOST_BYTES:
+                out.append(_scattered(batch))
+                batch = []
+            batch.append(x)
+        out.append(_scattered(batch))
+    return out
+
+
+def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
+    mesh, over = batch[0].mesh, batch[0].sharding.partial
+    front = lead(mesh)
+    with torch.no_grad(), bind(mesh):
+        rows = [x.raw.detach() if not x.is_padded else filled(x, 0).raw.detach() for x in batch]
+        flat = torch.cat([r.reshape(*r.shape[:front], -1) for r in rows], -1)
+        ways = mesh.axis_size(over)
+        flat = F.pad(flat, (0, -flat.shape[-1] % ways))
+        half = flat.dtype in (torch.bfloat16, torch.float16)
+        wide, wire = (flat.float(), flat.dtype) if half else (flat, None)
+        part = unwrap(psum_scatter(wrap(wide, mesh), over, 0, wire))
+    axes = (*(a for a in mesh.names if a in batch[0].sharding.axes), *over)
+    size = flat.shape[-1] * mesh.axis_size(axes) // ways
+    return ShardedTensor(part, Place(Layout((Dim(axes),)), torch.Size([size]), mesh))
