@@ -17,7 +17,7 @@ __all__ = ["as_dtensor", "from_dtensor"]
 
 
 def as_dtensor(x: ShardedTensor) -> "DTensor":
-    """The same blocks as a DTensor.
+    """Share the blocks as a DTensor.
 
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
     """
@@ -43,11 +43,19 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
 
 
 def from_dtensor(t: "DTensor") -> ShardedTensor:
-    """A DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
+    """Take a DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
 
     Raises: NotExpressible for strided placements and for pending
             averages, maxima and norms; UnevenSplit for
     uneven splits; MeshError for a mesh without names.
+
+    >>> import shardlib as sl
+    >>> with sl.make_mesh(x=1, device="cpu"):
+    ...     a = sl.shard(torch.ones(4, 4), "x .")
+    ...     b = sl.dtensor.from_dtensor(sl.dtensor.to_dtensor(a))
+    ...     sl.typeof(b), b.local.data_ptr() == a.local.data_ptr()
+    ('f32[4@x, 4]', True)
+    >>> torch.distributed.destroy_process_group()
     """
     if not is_dtensor(t):
         raise PlainTensor(

@@ -40,7 +40,7 @@ class Cost:
         )
 
     def seconds(self, links: Mapping[str, Link] | None = None) -> float:
-        """Alpha-beta time; a movement over several axes runs at the slowest's pace."""
+        """Estimate the alpha-beta time; a movement over several axes runs at the slowest's pace."""
         usual, links = Link(), links or {}
         total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
         for axes, nbytes, messages in self.along:
@@ -53,13 +53,24 @@ class Cost:
 def moving(
     axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0
 ) -> Cost:
-    """The cost of one movement over ``axes``."""
+    """Price one movement over ``axes``.
+
+    >>> p, block = 4, 4096  # an all-gather of blocks of 4096 bytes
+    >>> price = moving(("x",), (p - 1) * block, p - 1)
+    >>> price.bytes, price.messages, f"{price.seconds() * 1e6:.1f} us"
+    (12288, 3, '72.3 us')
+    """
     return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
 
 
 def summing(
     nbytes: Fraction | int, axes: tuple[str, ...], mesh: Mapping[str, int], width: int = 1
 ) -> Cost:
-    """The cost of a psum over ``axes``; its parts travel ``width`` times as wide as the result."""
+    """Price a psum over ``axes``; its parts travel ``width`` times as wide as the result.
+
+    >>> price = summing(4096, ("x",), {"x": 4})
+    >>> price.bytes, price.messages  # what a reduce-scatter and an all-gather move
+    (Fraction(6144, 1), 6)
+    """
     p = math.prod(mesh[a] for a in axes)
     return moving(axes, Fraction((1 + width) * (p - 1) * nbytes, p), 2 * (p - 1))

@@ -22,10 +22,17 @@ __all__ = ["from_dtensor", "rules", "to_dtensor"]
 
 
 def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
-    """The same blocks as a DTensor; no copy, gradients flow.
+    """Share a sharded tensor's blocks as a DTensor; no copy, gradients flow.
 
     ``normalize``  a layout that placements cannot say is first brought to one they can.
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
+
+    >>> import shardlib as sl
+    >>> with sl.make_mesh(x=1, device="cpu"):
+    ...     d = sl.dtensor.to_dtensor(sl.shard(torch.ones(4, 4), "x ."))
+    >>> type(d).__name__, d.placements
+    ('DTensor', (Shard(dim=0),))
+    >>> torch.distributed.destroy_process_group()
     """
     try:
         return as_dtensor(x)
@@ -45,11 +52,18 @@ def _natural(x: ShardedTensor) -> Layout:
 
 
 class rules:
-    """Within it, ``a @ b`` on plain DTensors runs shardlib's matmul algorithms where one fits.
+    """Run ``a @ b`` on plain DTensors by shardlib's matmul algorithms where one fits.
 
     Dispatch follows the operands' type below autograd, so backward products inside the block
     reach them too; outside of it they run DTensor's own, with the same values.  The
     table is process-wide: enter it on one thread.
+
+    >>> import shardlib as sl
+    >>> with sl.make_mesh(x=1, y=1, device="cpu"), sl.dtensor.rules():
+    ...     a = sl.dtensor.to_dtensor(sl.shard(torch.eye(4), "x y"))
+    ...     sl.typeof(a @ a)  # 2D blocks in, 2D blocks out: SUMMA, where DTensor gathers
+    'f32[4@x, 4@y]'
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __enter__(self) -> None:

@@ -30,9 +30,6 @@ __all__ = [
     "UnknownParameter",
     "Unsupported",
     "WrongAxes",
-    "lettered",
-    "mesh_text",
-    "user_line",
 ]
 
 _HERE = str(Path(__file__).parent)
@@ -44,6 +41,15 @@ class ShardError(ValueError):
 
     Fields: ``op`` the public verb that failed, ``operands`` label -> text of each operand's
     type, ``mesh`` the mesh (or its text), ``fix`` one line of code that would succeed.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     w = torch.ones(5)
+    ...     try:
+    ...         sl.shard(w, "x")
+    ...     except ShardError as e:
+    ...         print(e.op, "--", e.operands, "--", e.mesh, "--", e.fix)
+    shard -- {'tensor': '[5]', 'layout': 'x'} -- {'x': 2} -- sl.shard(x, 'x', pad=True)
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class ShardError(ValueError):
         super().__init__(self.text())
 
     def text(self) -> str:
-        """What failed, with which operands, on which mesh, where, and the fix."""
+        """Write what failed, with which operands, on which mesh, where, and the fix."""
         head = f"{self.op}: {self.message}" if self.op else self.message
         rows = dict(self.operands)
         if self.mesh is not None:
@@ -76,86 +82,202 @@ class ShardError(ValueError):
 
 
 class UnknownAxis(ShardError):
-    """A layout or collective names an axis that the mesh does not have."""
+    """A layout or collective names an axis that the mesh does not have.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "z")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.UnknownAxis: shard: unknown axis 'z'; this mesh has x...
+    """
 
 
 class AxisReused(ShardError):
-    """One mesh axis appears twice in a layout."""
+    """One mesh axis appears twice in a layout.
+
+    >>> import shardlib as sl
+    >>> sl.Layout.parse("x x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.AxisReused: layout: axis 'x' is used twice, in 'x' and in 'x'...
+    """
 
 
 class RankMismatch(ShardError):
-    """A layout has another number of dimensions than the tensor."""
+    """A layout has another number of dimensions than the tensor.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x .")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.RankMismatch: layout: layout 'x .' has 2 dimensions, the tensor 1...
+    """
 
 
 class UnevenSplit(ShardError):
-    """A dimension does not divide over the axes that split it."""
+    """A dimension does not divide over the axes that split it.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(5), "x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.UnevenSplit: shard: dimension 0 of size 5 does not divide over mesh axis 'x' ...
+    """
 
 
 class MeshError(ShardError):
-    """The mesh does not fit the world, or two operands live on different meshes."""
+    """The mesh does not fit the world, or two operands live on different meshes.
+
+    >>> import shardlib as sl
+    >>> sl.simulate(x=0)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.MeshError: simulate: axis sizes must be positive integers, got {'x': 0}...
+    """
 
 
 class NoMesh(ShardError):
-    """A mesh is needed and none is in scope."""
+    """A mesh is needed and none is in scope.
+
+    >>> import torch, shardlib as sl
+    >>> sl.shard(torch.ones(4), "x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.NoMesh: current_mesh: no mesh is in scope...
+    """
 
 
 class LayoutSyntax(ShardError):
-    """The text of a layout cannot be read."""
+    """The text of a layout cannot be read.
+
+    >>> import shardlib as sl
+    >>> sl.Layout.parse("x (y")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.LayoutSyntax: layout: cannot read 'x (y': '(' is no axis name...
+    """
 
 
 class NoImplementation(ShardError):
-    """No registered algorithm fits the operation's layouts."""
+    """No registered algorithm fits the operation's layouts.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").data_ptr()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.NoImplementation: data_ptr: no implementation of data_ptr...
+    """
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message, **fields | _stepping())
 
 
 class ImplicitCommunication(NoImplementation):
-    """The operation could only run by moving data that nobody asked to move."""
+    """The operation could only run by moving data that nobody asked to move.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").sort()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.ImplicitCommunication: sort: ... 8 bytes per rank would move unasked...
+    """
 
 
 class PartialEscape(ShardError):
-    """A pending sum was used where its value is needed."""
+    """A pending sum was used where its value is needed.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), ". + sum(x)").exp()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.PartialEscape: exp: the sum over x is still pending, and exp needs its value...
+    """
 
 
 class PlainTensor(ShardError):
-    """A plain tensor met a sharded one, and nothing says where its data sits."""
+    """A plain tensor met a sharded one, and nothing says where its data sits.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x") + torch.ones(4)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.PlainTensor: add: a plain tensor met a sharded one, ...
+    """
 
 
 class NotExpressible(ShardError):
-    """A layout that DTensor's placements cannot say."""
+    """A layout that DTensor's placements cannot say.
+
+    >>> import shardlib as sl
+    >>> sl.Layout.parse("zigzag(x)").placements({"x": 2})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.NotExpressible: to_dtensor: DTensor cannot say zigzag(x): ...
+    """
 
 
 class RuleLint(ShardError):
-    """A parallelize rule matched nothing, or a parameter matched no rule."""
+    """A parallelize rule matched nothing, or a parameter matched no rule.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):  # doctest: +ELLIPSIS
+    ...     sl.parallelize(torch.nn.Linear(4, 4), [("weight", "x .")])
+    Traceback (most recent call last):
+    shardlib.errors.RuleLint: parallelize: no rule matches parameter 'bias'...
+    """
 
 
 class UnknownParameter(ShardError):
-    """A parameter name that the module does not have."""
+    """A parameter name that the module does not have.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     apply, params = sl.parallelize(torch.nn.Linear(4, 4), [("*", "...")])
+    ...     apply({"w": params["weight"]}, torch.ones(2, 4))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.UnknownParameter: apply: no parameter 'w'...
+    """
 
 
 class Unsupported(ShardError):
-    """The request is understood and is not supported; the message says what would be."""
+    """The request is understood and is not supported; the message says what would be.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4).to_sparse(), "x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.Unsupported: shard: only dense, initialised tensors are placed...
+    """
 
 
 class WrongAxes(ShardError):
-    """A block varies along other mesh axes than its sum, or the layout of a result, says."""
+    """A block varies along other mesh axes than its sum, or the layout of a result, says.
+
+    >>> import torch, shardlib as sl
+    >>> f = sl.shard_map(lambda v: v, in_layouts="x", out_layouts=".")
+    >>> with sl.simulate(x=2): f(sl.shard(torch.ones(4), "x"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.WrongAxes: shard_map: result 0 varies along axis 'x', ...
+    """
 
 
 class BadArgument(ShardError):
-    """torch refuses this call on whole tensors too: a shape, a dtype or
-    a value that the function does not take.
+    """torch refuses this call on whole tensors too: a shape, dtype or value that it does not take.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").reshape(3)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.BadArgument: reshape: shape [3] is invalid for 4 elements...
     """
 
     final = True  # whole operands would not mend it
 
 
 class OutOfRange(BadArgument, IndexError):
-    """An index, a target or a dimension that the tensor does not have."""
+    """An index, a target or a dimension that the tensor does not have.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x")[4]  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.OutOfRange: getitem: index 4 is out of bounds for dimension 0 with size 4...
+    """
 
 
 class UnexpectedComm(ShardError, AssertionError):
-    """Another communication ran than a test expected."""
+    """Another communication ran than a test expected.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2), sl.expect_comm(psum=1): pass  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.UnexpectedComm: expect_comm: 0 psum, not 1...
+    """
 
 
 def _stepping() -> dict[str, Any]:
@@ -167,8 +289,7 @@ def _stepping() -> dict[str, Any]:
 
 
 def lettered(values: Iterable[T]) -> dict[str, T]:
-    """Operands under the names by which an error and its fix call them:
-    x, y, z, u, v, w, a, ..., h, x1, x2, ...
+    """Name operands as an error and its fix call them: x, y, z, u, v, w, a, ..., h, x1, x2, ...
 
     >>> lettered(["f32[4]", "i64[2]"])
     {'x': 'f32[4]', 'y': 'i64[2]'}
@@ -179,7 +300,7 @@ def lettered(values: Iterable[T]) -> dict[str, T]:
 
 
 def mesh_text(mesh: object) -> str:
-    """``x=2 y=4`` for a mapping, a DeviceMesh or a Mesh."""
+    """Write a mapping, a DeviceMesh or a Mesh as ``x=2 y=4``."""
     if isinstance(mesh, Mapping):
         return " ".join(f"{name}={size}" for name, size in mesh.items())
     names = getattr(mesh, "mesh_dim_names", None)
@@ -189,7 +310,7 @@ def mesh_text(mesh: object) -> str:
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame outside shardlib and torch."""
+    """Find ``file:line`` of the innermost frame outside shardlib and torch."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

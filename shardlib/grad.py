@@ -175,7 +175,15 @@ def grad(
 def grad(
     f: Callable[..., Tensor], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
 ) -> Callable[..., object]:
-    """Differentiate as ``value_and_grad`` does, without the value."""
+    """Differentiate as ``value_and_grad`` does, without the value.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     w = sl.shard(torch.arange(4.0), "x")
+    ...     g = sl.grad(lambda w: w.square().sum())(w)
+    ...     sl.typeof(g), sl.unshard(g)
+    ('f32[4@x]', tensor([0., 2., 4., 6.]))
+    """
     both = value_and_grad(f, argnums, pending=pending)
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 

@@ -178,7 +178,7 @@ def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
 
 
 def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
-    """The smallest sizes that divide."""
+    """Give the smallest sizes that divide."""
     local = layout.local_shape(tuple(x.shape), m, pad=True)
     return torch.Size([n * m.axis_size(d.axes) for n, d in zip(local, layout.dims, strict=True)])
 
@@ -362,7 +362,19 @@ def reshard(x: object, layout: LayoutLike) -> object:
 
 
 def constrain(x: Tree, layout: LayoutLike) -> Tree:
-    """``jax.lax.with_sharding_constraint``: the value and its gradient lie in ``layout`` here."""
+    """Have the value and its gradient lie in ``layout`` from here on.
+
+    ``jax.lax.with_sharding_constraint``; moves what ``reshard`` moves.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     a = sl.shard(torch.ones(4, 6), "x .").requires_grad_()
+    ...     with sl.expect_comm(all_to_all=2, psum=1):  # one each way, and the sum's
+    ...         h = sl.constrain(2 * a, ". x")  # whatever stands to its right lies so
+    ...         h.sum().backward()
+    ...     sl.typeof(h), sl.typeof(a.grad)
+    ('f32[4, 6@x]', 'f32[4@x, 6]')
+    """
     return reshard(x, layout)
 
 
@@ -391,7 +403,9 @@ def unshard(x: Mapping[Key, Tensor]) -> dict[Key, Tensor]: ...
 @overload
 def unshard(x: Tree) -> Tree: ...
 def unshard(x: object) -> object:
-    """The full tensor, on every rank (or of each tensor of a pytree).
+    """Give the full tensor on every rank (or each tensor of a pytree).
+
+    Gathers along every axis that splits it, and sums where a sum is pending.  Differentiable.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):

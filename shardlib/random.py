@@ -167,7 +167,7 @@ def _streams() -> list[_Stream]:
 
 
 def mixed(x: int) -> int:
-    """A 64-bit number whose every bit hangs on every bit of ``x``: splitmix64's finaliser.
+    """Mix a 64-bit number so that every bit hangs on every bit of ``x``: splitmix64's finaliser.
 
     >>> hex(mixed(1)), hex(mixed(2))
     ('0x5692161d100b05e5', '0xdbd238973a2b148a')
@@ -179,12 +179,12 @@ def mixed(x: int) -> int:
 
 
 def branch(key: int, lane: int) -> int:
-    """The key of one of several independent numbers per position."""
+    """Give the key of one of several independent numbers per position."""
     return mixed(key + (lane + 1) * 0xD1342543DE82EF95)
 
 
 def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
-    """The key of the next draw on a mesh, the same on all its ranks.
+    """Give the key of the next draw on a mesh, the same on all its ranks.
 
     torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives
     the key itself: rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
@@ -291,7 +291,8 @@ def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
 
 
 def seed(number: int | None) -> None:
-    """Draw from this seed on, on every mesh; ``torch.manual_seed`` is no longer followed.
+    """Draw from this seed on, on every mesh, instead of following ``torch.manual_seed``.
+
     None: follow it again.
 
     Every rank gives the same number, which is checked at the next draw.
@@ -315,7 +316,7 @@ def seed(number: int | None) -> None:
 
 
 def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
-    """The key as plain numbers, to be saved beside the model: seed and how many draws were made.
+    """Give the key as plain numbers, to be saved beside the model: seed and count of draws.
 
     Every rank of the mesh calls this.
 
@@ -333,10 +334,20 @@ def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
 
 
 def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
-    """Go on from a key that ``get_state`` gave, on this mesh
-    or another, of as many ranks or of others.
+    """Go on from a key that ``get_state`` gave, on this mesh or another, of any number of ranks.
 
     Every rank gives the same, which is checked at the next draw.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     sl.random.seed(3)
+    ...     x = sl.shard(torch.empty(4), "x")
+    ...     before = sl.random.get_state()
+    ...     a = torch.rand_like(x)
+    ...     sl.random.set_state(before)
+    ...     torch.equal(a, torch.rand_like(x))  # the same draws again
+    True
+    >>> sl.random.seed(None)
     """
     if (
         not isinstance(state, Mapping)

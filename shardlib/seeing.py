@@ -15,7 +15,7 @@ __all__ = ["draw", "visualize"]
 
 
 def visualize(x: Tensor) -> str:
-    """A text picture of a vector or matrix: which ranks hold which block.
+    """Draw a vector or matrix as text: which ranks hold which block.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -87,7 +87,16 @@ def _border(p: int, held: list[set[int]]) -> bool:
 
 
 def draw(tensors: dict[str, Tensor], file: str) -> None:
-    """Write a picture of several matrices' blocks, coloured by rank.  Needs matplotlib."""
+    """Write a picture of several matrices' blocks, coloured by rank.
+
+    Needs matplotlib.
+
+    >>> import tempfile
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2), tempfile.TemporaryDirectory() as folder:
+    ...     a = sl.shard(torch.zeros(4, 6), "x y")
+    ...     draw({"a": a, "a.T": a.T}, f"{folder}/blocks.png")
+    """
     try:
         import matplotlib
 

@@ -49,8 +49,9 @@ def shard_sequence(
     fill: int = 0,
     ignore_index: int = -100,
 ) -> tuple[ShardedTensor, ShardedTensor] | dict[str, ShardedTensor]:
-    """Shift the labels by one, then split every [batch, sequence,
-    ...] tensor of a batch as ``layout`` says.
+    """Shift the labels by one, then split every tensor of a batch [batch, sequence, ...].
+
+    Each is split as ``layout`` says.
 
     ``batch``      token ids [B, S]: gives (inputs, targets), the targets being the next ids; or a
                    dict of tensors, in which what is under ``labels`` is shifted and all else is

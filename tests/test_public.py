@@ -1,11 +1,12 @@
 """The public face: these names and no other, each where it is said to be."""
 
 import inspect
+import re
 import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ MODULES = {
     "errors": """AxisReused BadArgument ImplicitCommunication LayoutSyntax MeshError NoMesh NoImplementation NotExpressible
         OutOfRange PartialEscape PlainTensor RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
-        UnknownParameter Unsupported WrongAxes lettered mesh_text user_line""",
+        UnknownParameter Unsupported WrongAxes""",
     "extend": """At AttentionCase Cost Engine Job LocalQueries Mask Match MatmulCase Move Moves Plan Relation Run
         Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
         scattered started
@@ -64,6 +65,42 @@ def test_a_module_of_the_face_has_these_names(module: str) -> None:
 def test_no_name_is_a_module_unless_it_is_said() -> None:
     assert not [name for name in FACE if isinstance(getattr(sl, name), types.ModuleType)]
     assert all(isinstance(getattr(sl, name), types.ModuleType) for name in MODULES)
+
+
+def of_the_face() -> Iterator[tuple[str, Any]]:
+    """Every public name once, as a user writes it."""
+    found = {}
+    for module, names in [("sl", FACE), *((f"sl.{m}", MODULES[m].split()) for m in MODULES)]:
+        for name in names:
+            value = getattr(sl if module == "sl" else getattr(sl, module[3:]), name)
+            found.setdefault(id(value), (f"{module}.{name}", value))
+    return iter(found.values())
+
+
+ALIASES = {"sl.LayoutLike", "sl.MeshLike"}  # unions of types: Python gives them no docstring
+BEING_WRITTEN = "sl.optim.", "sl.save", "sl.load"
+DOCUMENTED = [
+    (name, value)
+    for name, value in of_the_face()
+    if name not in ALIASES and not name.startswith(BEING_WRITTEN)
+]
+
+
+@pytest.mark.parametrize(("name", "value"), DOCUMENTED, ids=[name for name, _ in DOCUMENTED])
+def test_a_public_name_says_what_it_does_and_shows_it(name: str, value: Any) -> None:
+    """A first line that is whole, an imperative where it is a function's, and an example."""
+    lines = inspect.cleandoc(vars(value)["__doc__"] if isinstance(value, type) else value.__doc__)
+    first, *others = lines.splitlines()
+    assert first.endswith((".", ":")) and not (others and others[0]), f"{first!r} goes on"
+    assert len(first) <= 100 - len('    """'), f"{len(first)} columns"
+    if not isinstance(value, type):
+        verb = re.match("[A-Z][a-z]+ ", first)
+        assert verb, f"{first!r} does not begin with a verb"
+        assert verb[0].strip() not in NOUNS and not verb[0].endswith(("s ", "ing ")), verb[0]
+    assert ">>> " in lines, "no example"
+
+
+NOUNS = "A All An Bytes Each Every It One The This What Where Whether Which Within".split()
 
 
 VERBS = [sl.shard, sl.unshard, sl.reshard, sl.constrain, sl.parallelize, sl.ring_attention, sl.grad, sl.value_and_grad,

@@ -33,22 +33,22 @@ Axis = str | tuple[str, ...]
 
 
 def wrap(raw: Tensor, mesh: Mesh) -> Tensor:
-    """Storage as a local block: itself, or Stacked under simulate."""
+    """See a storage as a local block: as it is, or Stacked under simulate."""
     return Stacked(raw, mesh) if mesh.kind == "stacked" else raw
 
 
 def unwrap(local: Tensor) -> Tensor:
-    """The storage of a local block."""
+    """Take the storage of a local block."""
     return local.ranks if type(local) is Stacked else local
 
 
 def held(local: Tensor, mesh: Mesh) -> Tensor:
-    """The storage of a local block, or of a plain tensor that every rank holds."""
+    """Take the storage of a local block, or of a plain tensor that every rank holds."""
     return of(local, mesh) if mesh.kind == "stacked" else local
 
 
 def played(mesh: Mesh) -> list[dict[str, int]]:
-    """Coordinates of the ranks that this process plays.
+    """List the coordinates of the ranks that this process plays.
 
     >>> import shardlib as sl
     >>> played(sl.simulate(x=2)), played(sl.record(x=1000))
@@ -58,30 +58,30 @@ def played(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-    """The blocks of the ranks played here as a storage: stacked, or the only one."""
+    """Join the blocks of the ranks played here to a storage: stacked, or the only one."""
     return backend(mesh).storage(blocks, mesh)
 
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
-    """Of a storage the block of each rank played here; what is written to them is written to it."""
+    """List the block of each rank played here; what is written to them is in the storage."""
     return backend(mesh).blocks(raw, mesh)
 
 
 def lead(mesh: Mesh) -> int:
-    """Number of dimensions that a storage has in front of a block's:
+    """Count the dimensions that a storage has in front of a block's.
+
     1 where one process plays several ranks.
     """
     return BACKENDS[mesh.kind].lead
 
 
 def holds_values(mesh: Mesh) -> bool:
-    """Whether blocks hold values, not shapes only."""
+    """Say whether blocks hold values, not shapes only."""
     return backend(mesh).holds_values
 
 
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
-    """(coordinate, view) of every rank that this process plays;
-    view(raw) is that rank's block of a storage.
+    """Yield (coordinate, view) of every rank played here; view(raw) is its block of a storage.
 
     For local code that differs in more than values from rank to
     rank; what it writes to the views stays.
@@ -372,7 +372,15 @@ def _narrow(
 
 
 def pmean(x: Tensor, axis: Axis) -> Tensor:
-    """Mean over a mesh axis.  Moves what psum moves.  Grad: pmean."""
+    """Average over a mesh axis; every rank gets it.
+
+    Moves what psum moves.    Grad: pmean.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=4):
+    ...     pmean(axis_index("x") * 2.0, "x")  # of 0, 2, 4, 6
+    tensor(3.)
+    """
     if type(x) is not Stacked:
         return psum(x, axis) / axis_size(axis)
     # the mean of what every rank holds alike is right
@@ -380,17 +388,31 @@ def pmean(x: Tensor, axis: Axis) -> Tensor:
 
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
-    """Elementwise maximum over a mesh axis.
-    Moves what psum moves.  Grad: to the maxima, shared.
+    """Take the elementwise maximum over a mesh axis; every rank gets it.
+
+    Moves what psum moves.    Grad: to the maxima, shared.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=4):
+    ...     pmax(axis_index("x") * torch.tensor([1, -1]), "x")  # of [0, 0] ... [3, -3]
+    tensor([3, 0])
     """
     return _call(_PMAX, x, axis, ())
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tensor:
-    """Every rank's block, concatenated along ``dim`` (``tiled=False``: stacked along a new one).
+    """Concatenate every rank's block along ``dim`` (``tiled=False``: stack them along a new one).
 
     Shapes: x [..., n, ...] -> [..., n p, ...].
     Moves: (p-1) n bytes, p-1 messages.    Grad: psum_scatter.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=3), sl.trace() as t:
+    ...     block = axis_index("x") * torch.ones(2)  # rank 1 holds [1., 1.]
+    ...     all_gather(block, "x"), all_gather(block, "x", tiled=False).shape
+    (tensor([0., 0., 1., 1., 2., 2.]), torch.Size([3, 2]))
+    >>> t.bytes, t.messages  # twice two blocks of 8 bytes
+    (32, 4)
     """
     at = _dim("all_gather", x, axis, dim, False, new=not tiled)
     return _call(_ALL_GATHER, x if tiled else x.unsqueeze(at), axis, (at,))
@@ -418,9 +440,17 @@ def _scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = Non
 
 
 def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Keep this rank's block of a tensor that all ranks hold.  Moves nothing.
+    """Keep this rank's block of a tensor that all ranks hold.
+
+    Moves nothing.
 
     Shapes: x [..., n, ...] -> [..., n / p, ...].    Grad: the block placed in zeros.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     pslice(torch.arange(6), "x")
+    x=0: tensor([0, 1, 2])
+    x=1: tensor([3, 4, 5])
     """
     return _call(_PSLICE, x, axis, (_dim("pslice", x, axis, dim, True),))
 
@@ -430,6 +460,13 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
 
     Moves: n bytes per moving pair / p, 1 message.    Grad: the inverse.
     Raises: ShardError if a rank sends or receives twice, or is not on the axis.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=3):
+    ...     ppermute(axis_index("x") + 10, "x", [(0, 1), (1, 2)])
+    x=0: tensor(0)
+    x=1: tensor(10)
+    x=2: tensor(11)
     """
     return _call(_PPERMUTE, x, axis, _pairs(x, axis, perm))
 
@@ -458,8 +495,16 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
-    """Rank i's block goes to rank i + by, cyclic.
-    Moves: n bytes, 1 message.  Grad: shift by -by.
+    """Send every rank's block ``by`` ranks on, cyclic: rank i's goes to rank i + by.
+
+    Moves: n bytes, 1 message.    Grad: shift by -by.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=3):
+    ...     shift(axis_index("x"), "x")
+    x=0: tensor(2)
+    x=1: tensor(0)
+    x=2: tensor(1)
     """
     return _call(_PPERMUTE, x, axis, _by(x, axis, by))
 
@@ -479,6 +524,19 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 
     Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
     Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_to_all with the dims exchanged.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     rows = pslice(torch.arange(8).reshape(4, 2), "x")  # [4/x, 2]
+    ...     all_to_all(rows, "x", 1, 0)  # [4, 2/x]: from rows to columns
+    x=0: tensor([[0],
+            [2],
+            [4],
+            [6]])
+    x=1: tensor([[1],
+            [3],
+            [5],
+            [7]])
     """
     return _call(_ALL_TO_ALL, x, axis, _dims(x, axis, split_dim, concat_dim))
 
@@ -490,8 +548,9 @@ def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, 
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """The root's block on every rank.
-    Moves: (p-1)/p n bytes on average, 1 message.  Grad: preduce.
+    """Give every rank the root's block.
+
+    Moves: (p-1)/p n bytes on average, 1 message.    Grad: preduce.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -502,8 +561,15 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """The sum at the root, zeros elsewhere.
-    Moves: (p-1)/p n bytes on average, 1 message.  Grad: pbroadcast.
+    """Sum over a mesh axis at the root; the others get zeros.
+
+    Moves: (p-1)/p n bytes on average, 1 message.    Grad: pbroadcast.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     preduce(torch.ones(2), "x", root=1)
+    x=0: tensor([0., 0.])
+    x=1: tensor([2., 2.])
     """
     return _call(_PREDUCE, x, axis, (_root("preduce", x, axis, root),))
 
@@ -511,7 +577,7 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 def preduce_add(
     target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None
 ) -> None:
-    """``target += preduce(x, axis, root)`` without the zeros: only the root's target changes.
+    """Add ``preduce(x, axis, root)`` to the root's ``target``; the others' do not change.
 
     x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's
     own part and the sum are rounded once, to the target.  In place and without a gradient, for
@@ -534,7 +600,7 @@ def preduce_add(
 
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
-    """``start(pbroadcast, x, axis, root)`` as a function of x and root, for loops in schedules."""
+    """Make ``start(pbroadcast, x, axis, root)`` a function of x and root, for schedules."""
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
     known = None if now.traces else mesh.groups.get((broadcasts, axis))
@@ -549,8 +615,9 @@ def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
 def reductions(
     axis: str, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """``preduce_add(target, x, axis, root, wire)`` as a function of
-    target, x and root, for loops in schedules.
+    """Make ``preduce_add(target, x, axis, root, wire)`` a function of target, x and root.
+
+    For loops in schedules.
 
     It is posted; call what it returns to finish it.
     """
@@ -576,19 +643,43 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
 
 
 def pvary(x: Tensor, axis: Axis) -> Tensor:
-    """The identity, whose gradient is summed over ``axis``: a
-    replicated value met per-rank data.
+    """Mark a replicated value as meeting per-rank data: its gradient is summed over ``axis``.
+
+    The value is the same and nothing moves forward.    Grad: psum.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=4) as mesh:
+    ...     copies = torch.ones(4, 1, requires_grad=True)  # of one weight, a row per rank
+    ...     y = pvary(wrap(copies, mesh), "x") * axis_index("x")  # each rank's own number
+    ...     unwrap(y).sum().backward()
+    >>> copies.grad.flatten()  # 0 + 1 + 2 + 3 on every rank
+    tensor([6., 6., 6., 6.])
     """
     return _call(_PVARY, x, axis, ())
 
 
 def axis_size(axis: Axis) -> int:
-    """Number of ranks along an axis."""
+    """Count the ranks along an axis, or along several together.
+
+    Raises: UnknownAxis; NoMesh where no mesh is in scope.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=3):
+    ...     axis_size("y"), axis_size(("x", "y"))
+    (3, 6)
+    """
     return current_mesh().axis_size(axis)
 
 
 def axis_index(axis: Axis) -> Any:
-    """This rank's place along an axis: an int, or under simulate a block holding each rank's."""
+    """Give this rank's place along an axis: an int, or under simulate a block holding each rank's.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     axis_index("x")
+    x=0: tensor(0)
+    x=1: tensor(1)
+    """
     mesh = current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     mesh.axis_size(axes)
@@ -599,7 +690,14 @@ def axis_index(axis: Axis) -> Any:
 
 
 def pick(table: Sequence[Any], axis: Axis) -> Any:
-    """``table[axis_index(axis)]`` without a branch: works for one rank and for all of them."""
+    """Take ``table[axis_index(axis)]`` without a branch: for one rank, or for all of them.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     pick([0.5, 2.0], "x") * torch.ones(2)
+    x=0: tensor([0.5000, 0.5000])
+    x=1: tensor([2., 2.])
+    """
     index = axis_index(axis)
     if not isinstance(index, Stacked):
         return table[index]
@@ -653,7 +751,14 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
 
 
 class Pending:
-    """A transfer under way; ``wait()`` once for its result."""
+    """A transfer under way; ``wait()`` once for its result.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     later = start(psum, torch.ones(2), "x")  # under way
+    ...     later.wait()
+    tensor([2., 2.])
+    """
 
     __slots__ = ("_finish",)
 
@@ -662,6 +767,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block until the transfer is done and return the block.
+
         Raises: ShardError the second time.
         """
         if self._finish is None:
@@ -675,8 +781,7 @@ class Pending:
 def start_ppermutes(
     xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]
 ) -> list[Pending]:
-    """Post several ppermutes as one call: a batch of sends and
-    receives that cannot wait for each other.
+    """Post several ppermutes as one call, whose sends and receives cannot wait for each other.
 
     Each counts as its own; as with ``start``, for code that writes its own gradient.
     """
@@ -725,6 +830,14 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     """Post a collective and go on: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
 
     For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     block = axis_index("x") * torch.ones(2)
+    ...     later = start(shift, block, "x")  # the neighbour's block is on its way
+    ...     own = block @ block  # meanwhile
+    ...     own + later.wait().sum()
+    tensor(2.)
     """
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     plain = f"{_public(f.__name__)}(x, {axis!r})"

@@ -18,7 +18,14 @@ __all__ = ["Event", "Trace", "expect_comm", "note", "trace"]
 
 @dataclass(frozen=True)
 class Event:
-    """One collective: ``bytes`` received per rank, on average over the axis."""
+    """One collective: ``bytes`` received per rank, on average over the axis.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=4), sl.trace() as t:
+    ...     _ = sl.psum_scatter(torch.ones(8), "x")
+    >>> t.events  # 3/4 of 32 bytes
+    [Event(kind='psum_scatter', axis='x', bytes=Fraction(24, 1), messages=3)]
+    """
 
     kind: str
     axis: str
@@ -48,11 +55,11 @@ class Trace:
         return sum(e.messages for e in self.events)
 
     def by_kind(self) -> dict[str, int | Fraction]:
-        """Bytes per kind of collective."""
+        """Sum the bytes of each kind of collective."""
         return self._by(lambda e: e.kind)
 
     def by_axis(self) -> dict[str, int | Fraction]:
-        """Bytes per mesh axis."""
+        """Sum the bytes along each mesh axis."""
         return self._by(lambda e: e.axis)
 
     def __str__(self) -> str:
@@ -92,8 +99,7 @@ class trace(Entered):
 
 
 class expect_comm(trace):
-    """Assert, at the end of the block, how many collectives of
-    each kind ran inside; kinds not named: none.
+    """Assert, at the end of the block, how many collectives of each kind ran; not named: none.
 
     ``bytes`` and ``messages`` are totals per rank, checked where given.
     Raises: UnexpectedComm listing what ran.

@@ -29,7 +29,15 @@ _TABLE: dict[Any, Callable[..., Any]] = {}
 
 
 class Stacked(torch.Tensor):
-    """The local blocks of all ranks; behaves as one block."""
+    """The local blocks of all ranks; behaves as one block.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     block = sl.shard(torch.arange(4), "x").local
+    ...     block.shape, block.ranks.shape, block * 10
+    (torch.Size([2]), torch.Size([2, 2]), x=0: tensor([ 0, 10])
+    x=1: tensor([20, 30]))
+    """
 
     ranks: Tensor
     mesh: Mesh
@@ -74,7 +82,7 @@ class Stacked(torch.Tensor):
 
 
 def of(x: Tensor, mesh: Mesh) -> Tensor:
-    """The raw ``[P, *local]`` of a Stacked, or of a plain tensor that all ranks hold."""
+    """Take the raw ``[P, *local]`` of a Stacked, or of a plain tensor that all ranks hold."""
     if type(x) is Stacked:
         return x.ranks
     return x.unsqueeze(0).expand(mesh.size, *x.shape)

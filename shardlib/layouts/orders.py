@@ -22,7 +22,11 @@ ORDERS = ("contiguous", "zigzag", "striped", "documents", "runs")
 
 
 class Run(NamedTuple):
-    """Positions start, start + stride, ...: ``length`` of them."""
+    """Positions start, start + stride, ...: ``length`` of them.
+
+    >>> list(Run(start=2, stride=4, length=3).positions)
+    [2, 6, 10]
+    """
 
     start: int
     stride: int
@@ -38,7 +42,7 @@ class Run(NamedTuple):
 
 
 def declared(order: str) -> int | None:
-    """The length that an order is written for, None where it fits any."""
+    """Give the length that an order is written for, None where it fits any."""
     name, _, given = order.partition("; ")
     if name == "documents":
         return int(given.split()[-1])
@@ -48,7 +52,7 @@ def declared(order: str) -> int | None:
 
 
 def block(order: str, n: int, p: int) -> int:
-    """Positions that each rank has room for: the longest share."""
+    """Count the positions that each rank has room for: the longest share."""
     if order == "zigzag":
         return 2 * -(-n // (2 * p))
     if declared(order) is None:
@@ -58,7 +62,7 @@ def block(order: str, n: int, p: int) -> int:
 
 @lru_cache(maxsize=1024)
 def dealt(order: str, n: int, p: int) -> tuple[tuple[Run, ...], ...]:
-    """Per rank of p the runs it holds of n positions, each position once.
+    """List per rank of p the runs it holds of n positions, each position once.
 
     Where an order is written for fewer than n, the positions beyond fill the ranks' blocks.
 
@@ -127,7 +131,10 @@ def _shares(order: str, p: int) -> tuple[tuple[Run, ...], ...]:
 
 @lru_cache(maxsize=256)
 def parse_runs(text: str) -> tuple[tuple[Run, ...], ...]:
-    """``0:4 8:12 | 4:8`` as runs per rank.  Raises: ValueError."""
+    """Read ``0:4 8:12 | 4:8`` as runs per rank.
+
+    Raises: ValueError.
+    """
     out = []
     for rank in text.split("|"):
         ranges = [range(*map(int, word.split(":"))) for word in rank.split()]

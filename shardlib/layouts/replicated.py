@@ -15,7 +15,7 @@ def Replicated() -> Layout:
 
 
 def Partial(*axes: str) -> Layout:
-    """The value is the sum of the blocks over ``axes``.
+    """Say that the value is the sum of the blocks over ``axes``.
 
     >>> Partial("x")
     Layout('... + sum(x)')

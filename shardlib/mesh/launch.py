@@ -30,6 +30,10 @@ def launch(
 
     Returns the results by rank.  The first error stops all and is raised here with its rank.
     ``fn``, ``args`` and results are pickled.
+
+    >>> import shardlib as sl
+    >>> sl.launch(sl.axis_index, "y", x=1, y=2)  # two processes start, meet over gloo, and end
+    [0, 1]
     """
     sizes = sizes_of("launch", axes)
     _check_travels(fn, args)

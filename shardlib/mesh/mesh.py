@@ -33,8 +33,13 @@ Kind = Literal["dist", "stacked", "record"]
 
 @dataclass(frozen=True)
 class Link:
-    """What moving along a mesh axis takes: ``alpha`` seconds
-    per message and ``beta`` per byte received.
+    """What moving along an axis takes: ``alpha`` seconds per message, ``beta`` per byte received.
+
+    Measured by ``sl.probe``; this is what is assumed where nobody measured.
+
+    >>> link = Link(alpha=1e-5, beta=1e-10)  # 10 microseconds, 10 GB/s
+    >>> f"{link.alpha * 6 + link.beta * 2**20:.6f} s for 6 messages and 1 MiB"
+    '0.000165 s for 6 messages and 1 MiB'
     """
 
     alpha: float = 2e-5
@@ -42,7 +47,15 @@ class Link:
 
 
 class Mesh(Mapping[str, int]):
-    """Axis names and sizes, and who plays the ranks.  Also a mapping axis -> size."""
+    """Axis names and sizes, and who plays the ranks; also a mapping axis -> size.
+
+    ``with mesh:`` puts it in scope.  Made by ``make_mesh``, ``simulate`` and ``record``.
+
+    >>> import shardlib as sl
+    >>> mesh = sl.simulate(x=2, y=3)
+    >>> mesh, mesh.size, dict(mesh), mesh.axis_size(("x", "y"))
+    (Mesh(x=2 y=3, stacked), 6, {'x': 2, 'y': 3}, 6)
+    """
 
     def __init__(
         self,
@@ -75,7 +88,10 @@ class Mesh(Mapping[str, int]):
         self.stream: Any = None  # of random draws; filled by random.py
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:
-        """Size of an axis, or the product of several.  Raises: UnknownAxis."""
+        """Give the size of an axis, or the product of several.
+
+        Raises: UnknownAxis.
+        """
         found = self._known.get(axis)
         if found is None:
             if isinstance(axis, str):
@@ -132,7 +148,7 @@ class Mesh(Mapping[str, int]):
 
 
 def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Every coordinate of a mesh, in rank order: the last axis changes first.
+    """List every coordinate of a mesh, in rank order: the last axis changes first.
 
     >>> coordinates({"x": 2, "y": 2})
     [{'x': 0, 'y': 0}, {'x': 0, 'y': 1}, {'x': 1, 'y': 0}, {'x': 1, 'y': 1}]
@@ -142,7 +158,7 @@ def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """A rank's place on several axes taken as one, the first axis major.
+    """Give a rank's place on several axes taken as one, the first axis major.
 
     >>> rank_along(("x", "y"), {"x": 1, "y": 2}, {"x": 2, "y": 3})
     5
@@ -154,7 +170,7 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
 
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxis:
-    """The error for an axis that is not in the mesh, with its neighbours."""
+    """Make the error for an axis that is not in the mesh, with its neighbours."""
     near = difflib.get_close_matches(axis, list(axes), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UnknownAxis(
@@ -169,7 +185,15 @@ def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxi
 
 
 def current_mesh() -> Mesh:
-    """The mesh in scope.  Raises: NoMesh."""
+    """Give the mesh in scope.
+
+    Raises: NoMesh where there is none.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     current_mesh()
+    Mesh(x=2 y=2, stacked)
+    """
     mesh = scope().mesh
     if mesh is None:
         raise NoMesh(
@@ -186,7 +210,7 @@ MeshLike = Mesh | DeviceMesh
 
 
 def as_mesh(mesh: MeshLike | None = None) -> Mesh:
-    """Our view of a mesh: itself, a named DeviceMesh, or (None) the one in scope."""
+    """See a mesh as ours: itself, a named DeviceMesh, or (None) the one in scope."""
     if mesh is None:
         return current_mesh()
     if isinstance(mesh, Mesh):
@@ -217,8 +241,9 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
 
 
 class use_mesh(Entered):
-    """Put a mesh in scope, ours or a named DeviceMesh:
-    ``with sl.use_mesh(init_device_mesh(...)):``.
+    """Put a mesh in scope: ours, or a DeviceMesh with axis names.
+
+    ``with sl.use_mesh(init_device_mesh("cuda", (2, 4), mesh_dim_names=("x", "y"))):``
 
     >>> import shardlib as sl
     >>> with sl.use_mesh(sl.simulate(x=2)) as mesh:
@@ -305,10 +330,18 @@ def record(*given: Any, **axes: int) -> Mesh:
 
 
 def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
-    """A mesh over all running processes: ``with sl.make_mesh(x=2, y=2):``; ``-1`` infers one axis.
+    """Make a mesh over all running processes: ``sl.make_mesh(x=2, y=-1)``, where -1 is inferred.
 
     Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
     CPU.  Raises: MeshError where the sizes do not fit the world exactly.
+
+    >>> import shardlib as sl
+    >>> with sl.make_mesh(x=-1, device="cpu") as mesh:  # under torchrun, as many as it started
+    ...     sl.typeof(sl.shard(torch.ones(4), "x"))
+    'f32[4@x]'
+    >>> mesh
+    Mesh(x=1, dist)
+    >>> dist.destroy_process_group()
     """
     _by_name("make_mesh", given)
     if device == "cuda" and not torch.cuda.is_available():

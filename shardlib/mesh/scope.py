@@ -70,7 +70,7 @@ _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
 
 
 def scope() -> Scope:
-    """What surrounds this call."""
+    """Give what surrounds this call."""
     now = _NOW.get()
     if now.held:
         return _of_generators(now)

@@ -29,7 +29,7 @@ __all__ = ["as_module"]
 
 
 def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True) -> nn.Module:
-    """The module of ``apply`` with these parameters: called, trained and saved like any other.
+    """Make a module of ``apply`` with these parameters: called, trained and saved like any other.
 
     ``params``  as ``parallelize`` gave them; the module's parameters share their memory.
     ``whole``   tensors come out plain, as without shards.  False: they come out as they lie.
@@ -164,7 +164,7 @@ def _uneven(apply: Apply, name: str, x: Tensor, why: str, fix: str) -> UnevenSpl
 
 
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
-    """``x`` with copies of its last row; labels that are filled in are those that losses ignore."""
+    """Lengthen ``x`` by copies of its last row; labels so added are those that losses ignore."""
     last = x[-1:].expand(rows - x.shape[0], *x.shape[1:])
     return torch.cat(
         [x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last]

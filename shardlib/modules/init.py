@@ -40,7 +40,7 @@ def init(
     pad: bool = False,
     fill: Fill | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """``(apply, params)`` as ``parallelize`` gives them, with fresh values, drawn shard by shard.
+    """Make ``(apply, params)`` as ``parallelize`` does, with fresh values, drawn shard by shard.
 
     ``module``  best made on the meta device, where it takes no
                 memory: ``with torch.device("meta"): ...``.

@@ -584,8 +584,7 @@ def parallelize(
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Turn a module into ``(apply, params)`` with every
-    parameter laid out by the first rule it matches.
+    """Turn a module into ``(apply, params)``, each parameter laid out by the first rule it matches.
 
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
                 the layout that a product with the parameter must give, where several could.

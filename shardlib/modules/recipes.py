@@ -84,6 +84,15 @@ class Recipe(list[tuple[str, ...]]):
 
     Rules put in front of it go first, and those of its own that are then never reached are no
     mistake: ``[("h.*.attn.*", "..."), *recipe]``.
+
+    >>> import shardlib as sl
+    >>> model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> with sl.simulate(x=2):
+    ...     recipe = megatron1d(model)
+    >>> recipe[:3], recipe.tokens
+    ([('0.weight', '...'), ('1.weight', 'x .'), ('1.bias', 'x')], '. .')
+    >>> recipe.left["0.weight"].partition(";")[0]
+    'dimension 0 of [7, 4]: 7 rows have no even split over 2'
     """
 
     def __init__(
@@ -188,8 +197,9 @@ def tesseract(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """2.5D: a plane of 2D blocks per depth; activations ``(depth
-    rows) . cols``, weights copied over depth.
+    """Lay a plane of 2D blocks per depth: activations ``(depth rows) . cols``; weights are copied.
+
+    2.5D: the copies are over depth.
 
     The sum of each weight's gradient over depth is the product's own.
 
@@ -217,7 +227,7 @@ def cube3d(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
+    """Lay activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``: 3D.
 
     The axes may have any sizes: with one of size 1 this is 2D, with two 1D.  Tokens are split
     over x and y, labels over x and z, where the logits come out.
@@ -291,8 +301,7 @@ def ring(
     weights: Recipe | None = None,
     experts: str = "",
 ) -> Recipe:
-    """Sequence parallelism: activations ``data zigzag(s)
-    .``, attention round a ring, weights whole.
+    """Split the sequence: activations ``data zigzag(s) .``, attention round a ring, weights whole.
 
     ``schedule``  contiguous, zigzag (balances causal attention) or striped.
     ``weights``   another recipe for the same model, whose weights and batch this one keeps: the
@@ -330,8 +339,7 @@ def ring(
 def ddp(
     model: nn.Module, mesh: MeshLike | None = None, *, data: str = "data", experts: str = ""
 ) -> Recipe:
-    """Split batches over ``data``, parameters whole on every
-    rank; their gradients are summed over it.
+    """Split batches over ``data``, where every rank has all parameters, and sum their gradients.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
 
@@ -354,8 +362,7 @@ def fsdp(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Split batches and every matrix over ``axis``: a weight is gathered
-    for its product, its gradient scattered.
+    """Split batches and matrices over ``axis``; gather weights for products, scatter gradients.
 
     That is the 3D product of ``cube3d`` with y = z = 1.  Vectors,
     convolutions and positions are whole.  With a
@@ -504,7 +511,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
-    """Module name -> its role, for modules that hold parameters.
+    """Map module names to their roles, for modules that hold parameters.
 
     ``widest``  a square layer expands, whatever its name.
 
@@ -521,8 +528,7 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
 
 
 def widening(model: nn.Module) -> set[str]:
-    """Names of the linear layers of MLPs: what expands towards a
-    layer that contracts from something wider.
+    """Name the linear layers of MLPs: what expands, and what then contracts from something wider.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     ['0', '2']

@@ -88,7 +88,7 @@ class Match:
 
     @property
     def cost(self) -> Cost:
-        """Forward and backward together."""
+        """Add up forward and backward."""
         return self.forward + self.backward
 
 
@@ -106,8 +106,7 @@ _CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
 
 
 def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
-    """Register an algorithm for an operation; the decorated
-    function maps a case to a Match or a refusal.
+    """Register an algorithm for an operation: a function from a case to a Match or a refusal.
 
     ``order``  of algorithms that fit, the first says where the result lies unless that is asked
                for, and of equally cheap ones the first runs.  Those that keep blocks come before
@@ -146,6 +145,13 @@ def remove(op: str, name: str) -> None:
     """Take an algorithm out again.
 
     Raises: ShardError for a name that is not registered.
+
+    >>> import shardlib as sl
+    >>> _ = sl.extend.algorithm("matmul", name="mine")(lambda case: "it is only an example")
+    >>> sl.extend.remove("matmul", "mine")
+    >>> sl.extend.remove("matmul", "mine")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.ShardError: extend.remove: unknown algorithm 'mine'; matmul has ...
     """
     _check_known(op, name, "extend.remove")
     _ALGORITHMS[op] = [a for a in _ALGORITHMS[op] if a.name != name]
@@ -199,6 +205,14 @@ class implicit(Entered):
     """Allow operands to be resharded without being asked, up to ``max_bytes`` per operand.
 
     The moves are counted like any other communication.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2), sl.trace() as t:
+    ...     a = sl.shard(torch.randn(4, 4), ". x")
+    ...     with sl.implicit(max_bytes=1024):
+    ...         b = torch.linalg.inv(a)  # refused outside: it needs whole matrices
+    >>> sl.typeof(b), t.bytes
+    ('f32[4, 4]', 32)
     """
 
     def __init__(self, max_bytes: float = float("inf")) -> None:
@@ -209,13 +223,12 @@ class implicit(Entered):
 
 
 def implicit_budget() -> float | None:
-    """Bytes that may move unasked, None outside ``implicit``."""
+    """Give the bytes that may move unasked, None outside ``implicit``."""
     return scope().budget
 
 
 class saving(Entered):
-    """Allow a product to gather its operands and to save
-    them so for backward, where that moves less.
+    """Allow a product to gather operands and save them so for backward, where that moves less.
 
     ``max_bytes`` per product, gathered and saved together.  Outside, products save blocks only,
     and operands are gathered only where no schedule of panels fits their layouts.
@@ -242,7 +255,9 @@ class saving(Entered):
 
 
 def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
-    """The cheapest match, or the pinned one.  Remembered per ``key``, which must tell cases apart.
+    """Choose the cheapest match, or the pinned one.
+
+    Remembered per ``key``, which must tell cases apart.
 
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
@@ -250,8 +265,9 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
 
 
 def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
-    """What ``make`` gave for this key under the same pins and
-    algorithms; ``mesh.plans`` goes with its mesh.
+    """Look up what ``make`` gave for this key under the same pins and algorithms, or call it.
+
+    ``mesh.plans`` as the table goes with its mesh.
     """
     now = scope()
     full = (key, now.pins, now.saving, _Registered.changes)
@@ -268,7 +284,7 @@ def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
 
 
 def fitting(op: str, case: Any) -> Match | None:
-    """The cheapest match for a case, if any; nothing where an algorithm is pinned."""
+    """Choose the cheapest match for a case, if any; nothing where an algorithm is pinned."""
     best = None if op in dict(scope().pins) else _best(_verdicts(op, case), case)
     return best and best[1]
 
@@ -325,7 +341,7 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
 
 
 def decide(op: str, case: Any) -> Match:
-    """The cheapest match of a case, or the pinned one.
+    """Choose the cheapest match of a case, or the pinned one.
 
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
@@ -383,7 +399,7 @@ def _priced(m: Match) -> str:
 
 
 def explain_choice(op: str, case: Any) -> Why:
-    """The verdict of every algorithm on a case."""
+    """Give the verdict of every algorithm on a case."""
     verdicts = _verdicts(op, case)
     asked = dict(scope().pins).get(op)
     best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)

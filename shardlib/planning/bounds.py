@@ -9,8 +9,9 @@ __all__ = ["lower_bound"]
 
 
 def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
-    """The fewest words some rank must receive for one product
-    [m, k] x [k, n], whatever the algorithm.
+    """Bound the words that some rank must receive for one product [m, k] x [k, n] from below.
+
+    Whatever the algorithm.
 
     Memory-independent and tight; Al Daas et al., SPAA 2022, theorem 3.
 

@@ -27,9 +27,7 @@ __all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]
 
 
 class Layer(NamedTuple):
-    """A linear layer: whether it contracts, and whether it is of
-    an MLP in a model that also has attention.
-    """
+    """A linear layer: whether it contracts, and whether it is an MLP's where there is attention."""
 
     inputs: int
     outputs: int
@@ -39,10 +37,13 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid3:
-    """One candidate: sizes of the three axes, what is saved
-    gathered, and what a step takes per rank.
+    """One candidate: sizes of the three axes, what is saved, and what a step takes per rank.
 
     ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
+
+    >>> best = choose([(1024, 4096), (4096, 1024)], 8, batch=64, sequence=64).best
+    >>> best.mesh, best.name, best.save, f"{float(best.cost.bytes) / 2**20:.0f} MiB"
+    ({'x': 2, 'y': 4, 'z': 1}, 'TP x FSDP', 'xw', '32 MiB')
     """
 
     m: int
@@ -76,6 +77,10 @@ class Choice:
     ``mesh``    axis sizes for ``make_mesh(**choice.mesh)``.     ``recipe``  a function of ``shardlib.modules.recipes``.
     ``save``    operands to keep gathered; if any, train within ``sl.saving()``.
     ``table``   the candidates, best first.     ``rejected``  how many grids do not divide or do not fit.
+
+    >>> found = choose([(512, 2048), (2048, 512)], 4, batch=64)
+    >>> found.mesh, found.best.name, len(found.table)
+    ({'x': 1, 'y': 4, 'z': 1}, 'TP', 16)
     """
 
     best: Grid3
@@ -131,7 +136,7 @@ def choose(
     links: Link | Mapping[str, Link] | None = None,
     flops: float | None = None,
 ) -> Choice:
-    """The fastest grid of ``world`` ranks for one training step of a model's linear layers.
+    """Find the fastest grid of ``world`` ranks for one training step of a model's linear layers.
 
     ``model``     a module, or (inputs, outputs) of its linear
                   layers in turn: expanding, contracting, ...
@@ -232,7 +237,7 @@ def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
 
 
 def factorizations(world: int) -> Iterator[tuple[int, int, int]]:
-    """Every (m, k, n) with m k n = world."""
+    """List every (m, k, n) with m k n = world."""
     for m in range(1, world + 1):
         if world % m == 0:
             for k in range(1, world // m + 1):
@@ -279,9 +284,7 @@ def step_cost(
     state: int,
     mlp: str = "mnk",
 ) -> Cost:
-    """Forward and backward of every layer on the grid: bytes,
-    messages, and bytes held at the peak.
-    """
+    """Price every layer on the grid, both passes: bytes, messages, and bytes held at the peak."""
     p, axes = m * k * n, {"x": m, "y": n, "z": k}
     total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
     for layer in layers:

@@ -16,8 +16,7 @@ __all__ = ["probe"]
 def probe(
     mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5
 ) -> dict[str, Link]:
-    """Measure seconds per message and per byte along every
-    axis, and let every later choice use them.
+    """Measure seconds per message and per byte along every axis, for every later choice to use.
 
     Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
     products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must

@@ -114,6 +114,15 @@ class ShardedTensor(torch.Tensor):
     ``local``  the local block as per-device code sees it; never a copy.
     ``node``   what ``grad_fn`` is where hooks on it must see values, see functions.py.
     ``made``   what was made of the value once, for all that read it, see gradients.py.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     a = sl.shard(torch.ones(4, 6), "x y").requires_grad_()
+    ...     (2 * a).sum().backward()
+    >>> a.shape, a.local.shape, a.sharding, a.mesh  # sizes are global, blocks are local
+    (torch.Size([4, 6]), torch.Size([2, 3]), Layout('x y'), Mesh(x=2 y=2, stacked))
+    >>> sl.typeof(a.grad), sl.unshard(a.grad).unique()
+    ('f32[4@x, 6@y]', tensor([2.]))
     """
 
     raw: Tensor
@@ -134,7 +143,7 @@ class ShardedTensor(torch.Tensor):
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """Another block at the same place, or one whose layout or global sizes have changed.
+        """Make another block at the same place, or one whose layout or global sizes have changed.
 
         What a weight says of its products (``out_layout``) and what was merged into its rows stay
         with the place; a value that lies elsewhere has neither.
@@ -276,7 +285,7 @@ class ShardedTensor(torch.Tensor):
 
 
 def has_padding(values: Iterable[Any]) -> bool:
-    """Whether one of the values, or of the values in a list among them, is padded."""
+    """Say whether one of the values, or of the values in a list among them, is padded."""
     for x in values:
         if type(x) is ShardedTensor:
             if x.place.true_shape is not None:
@@ -344,8 +353,7 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
-    """The error for a call that no layout would mend: torch refuses
-    it on tensors of these shapes and dtypes.
+    """Make the error for a call that no layout would mend: torch refuses whole tensors too.
 
     It is asked on meta tensors, which hold no values: what hangs on values raises
     NotImplementedError there, or says so.  They have no graph either, so functions of autograd are
@@ -415,7 +423,7 @@ _SHORT = {
 
 
 def typeof(x: Tensor) -> str:
-    """Dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
+    """Write dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -441,7 +449,7 @@ def typeof(x: Tensor) -> str:
 
 
 def layout_of(x: Tensor) -> Layout:
-    """The layout of a sharded tensor or DTensor.
+    """Read the layout of a sharded tensor or DTensor.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -461,12 +469,12 @@ def layout_of(x: Tensor) -> Layout:
 
 
 def block_strides(x: ShardedTensor) -> tuple[int, ...]:
-    """The strides of a block, without the dimension of simulated ranks."""
+    """Give the strides of a block, without the dimension of simulated ranks."""
     return x.raw.stride()[lead(x.mesh) :]
 
 
 def is_dense(x: ShardedTensor) -> bool:
-    """Whether the whole tensor would be contiguous.
+    """Say whether the whole tensor would be contiguous.
 
     A block has its tensor's order of strides.  Along a dimension of which a block has one position
     its own stride says nothing to torch, but it still says where the dimension came in that order,
@@ -486,7 +494,7 @@ def is_dense(x: ShardedTensor) -> bool:
 
 
 def block_of(x: ShardedTensor) -> Tensor:
-    """One rank's block; under simulate that of the first."""
+    """Take one rank's block; under simulate that of the first."""
     return x.raw[0] if lead(x.mesh) else x.raw
 
 
@@ -498,7 +506,7 @@ _INSTEAD = {
 
 
 def no_transform(name: str) -> Unsupported:
-    """The error for a sharded value under one of torch.func's transforms."""
+    """Make the error for a sharded value under one of torch.func's transforms."""
     return Unsupported(
         f"torch.func's {name} does not know sharded values",
         op=f"torch.func.{name}",
@@ -524,7 +532,7 @@ def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def no_implementation(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = ""
 ) -> NoImplementation:
-    """The error for a function that has no implementation."""
+    """Make the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
     found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
     return NoImplementation(
@@ -537,7 +545,7 @@ def no_implementation(
 
 
 def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
-    """The error for an answer that hangs on values, on a recorded mesh."""
+    """Make the error for an answer that hangs on values, on a recorded mesh."""
     name = getattr(func, "__name__", str(func))
     return Unsupported(
         f"what {name} answers hangs on values, and a recorded mesh has shapes alone",
@@ -548,7 +556,7 @@ def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
 
 
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
-    """The error for a pending sum used where its value is needed."""
+    """Make the error for a pending sum used where its value is needed."""
     bare = str(x.sharding.bare) or "..."
     return PartialEscape(
         f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",

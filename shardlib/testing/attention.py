@@ -257,8 +257,7 @@ def _check_second_derivative(engine: Engine) -> None:
 def check_mask(
     mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequence[str | Engine] = ("auto",)
 ) -> None:
-    """Hold a mask to its contract, for sequences of ``q`` queries and
-    ``k`` keys, 2 batch entries, 3 or 6 heads.
+    """Hold a mask to its contract, for ``q`` queries, ``k`` keys, 2 batch entries, 3 or 6 heads.
 
     - It is hashable and equal to itself.
     - ``allowed`` gives booleans that broadcast, the same for a

@@ -34,8 +34,7 @@ _MESHES: tuple[dict[str, int], ...] = (
 
 
 def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESHES) -> list[str]:
-    """Compare an algorithm with dense on everything that it
-    takes; the operands that it took are returned.
+    """Compare an algorithm with dense on everything that it takes, and list those operands.
 
     ``meshes``  axis names and sizes; every axis is used for every dimension.
 

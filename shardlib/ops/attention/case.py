@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention but for its tensors.
+    """One attention but for its tensors: positions, mask, sizes, axes.
 
     ``q_runs``, ``k_runs``  per rank of the ring, the positions of its rows of queries and of keys.
     ``sizes``   of a rank's block.
@@ -49,6 +49,13 @@ class AttentionCase:
     ``biased``  whether a bias tensor is given, whose rows lie with the queries.
     ``types``   of q, k and v, for messages.
     ``rate``    flops per second; ``links`` of mesh axes whose speed is known.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.record(s=2):
+    ...     q = sl.shard(torch.empty(1, 4, 8, 16, device="meta"), sl.Ring("s", 2, "zigzag"))
+    ...     case = sl.planning.attention_plan(q, q, q, sl.masks.Causal()).case
+    >>> case.axes, case.sizes.lq, [list(run.positions) for run in case.q_runs[0]]
+    (('s',), 4, [[0, 1], [6, 7]])
     """
 
     q_runs: Runs
@@ -65,7 +72,7 @@ class AttentionCase:
 
     @property
     def p(self) -> int:
-        """Ranks of the ring."""
+        """Count the ranks of the ring."""
         return len(self.q_runs)
 
     def unsplit(self) -> str:

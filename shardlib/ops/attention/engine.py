@@ -53,14 +53,27 @@ Areas = tuple[tuple[int, ...], ...]
 
 
 class Move(NamedTuple):
-    """One transfer: bytes that a rank receives (the mean over the ring), and messages."""
+    """One transfer: bytes that a rank receives (the mean over the ring), and messages.
+
+    >>> block, ranks = 4096, 4
+    >>> Move(bytes=(ranks - 1) * block, messages=ranks - 1)  # an all-gather
+    Move(bytes=12288, messages=3)
+    """
 
     bytes: Fraction | int
     messages: int
 
 
 class Moves(NamedTuple):
-    """The transfers of both passes."""
+    """The transfers of both passes.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.record(s=4):  # blocks of 16 keys and 16 values of 8 fp32, from 3 other ranks
+    ...     q = sl.shard(torch.empty(1, 1, 64, 8, device="meta"), sl.Ring("s", 2))
+    ...     plan = sl.planning.attention_plan(q, q, q, algorithm="allgather")
+    >>> plan.engine.moves(plan).forward
+    [Move(bytes=3072, messages=3)]
+    """
 
     forward: list[Move]
     backward: list[Move]
@@ -154,9 +167,7 @@ class Engine(Protocol):
         """Give the gradients; that of the sink follows from out and lse and is not the engine's."""
 
     def areas(self, plan: "Plan") -> Areas:
-        """Count the scores computed; unless overridden, one
-        step that computes what the mask needs.
-        """
+        """Count the scores computed; unless overridden, one step computes what the mask needs."""
         case = plan.case
         return (
             tuple(
@@ -206,7 +217,7 @@ class Plan:
 
     @property
     def p(self) -> int:
-        """Ranks of the ring."""
+        """Count the ranks of the ring."""
         return self.case.p
 
     @property
@@ -223,17 +234,17 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Stops that the chunks make."""
+        """Count the stops that the chunks make."""
         return max((len(chunk.at) for chunk in self.chunks), default=0)
 
     @property
     def forward(self) -> Cost:
-        """Bytes and messages of the forward pass."""
+        """Price the forward pass: bytes and messages."""
         return self._cost(self.engine.moves(self).forward)
 
     @property
     def backward(self) -> Cost:
-        """Bytes and messages of the backward pass."""
+        """Price the backward pass: bytes and messages."""
         return self._cost(self.engine.moves(self).backward)
 
     def _cost(self, moves: list[Move]) -> Cost:
@@ -241,12 +252,12 @@ class Plan:
 
     @property
     def areas(self) -> Areas:
-        """Per step and rank, the scores that are computed for each head."""
+        """Count per step and rank the scores that are computed for each head."""
         return self.engine.areas(self)
 
     @property
     def flops(self) -> tuple[int, ...]:
-        """Per rank, of the forward pass; the backward pass takes five products for these two."""
+        """Count per rank those of the forward pass; backward takes five products for these two."""
         z = self.case.sizes
         per_score = z.b * z.h * 2 * (z.d + z.e)
         return tuple(sum(areas) * per_score for areas in zip(*self.areas, strict=True))
@@ -265,6 +276,17 @@ class Job:
 
     ``at``     a rank's coordinate -> the global batch entries and heads of its block.
     ``whole``  (heads, length of q, length of k) of the global tensors, which dropout is keyed by.
+
+    >>> import torch, shardlib as sl
+    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> class Told(PassQ):
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         print(job.plan, job.axes, job.scale, list(q.shape))  # q [ranks, b, h, s/2, d]
+    ...         return super().forward(job, q, k, v, bias, sink)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(torch.zeros(1, 1, 8, 4), sl.Ring("s", 2))
+    ...     _ = sl.ring_attention(q, q, q, algorithm=Told())
+    Plan(pass_q of 2 ranks, 1 steps) ('s',) 0.5 [2, 1, 1, 4, 4]
     """
 
     mesh: Mesh
@@ -278,7 +300,7 @@ class Job:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes of the ring, major first."""
+        """Name the mesh axes of the ring, major first."""
         return self.plan.case.axes
 
     @cached_property

@@ -46,7 +46,11 @@ def _positions(runs: tuple[Run, ...]) -> Tensor:
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
-    """List the global positions of a block's rows; the tensor is the caller's own."""
+    """List the global positions of a block's rows; the tensor is the caller's own.
+
+    >>> positions((Run(0, 1, 2), Run(6, 1, 2)), torch.device("cpu"))  # rank 0 of 2, zigzag
+    tensor([0, 1, 6, 7])
+    """
     return _positions(runs).to("cpu" if device.type == "meta" else device, copy=True)
 
 
@@ -59,6 +63,19 @@ class LocalQueries:
     ``q_at``   global positions of the rows of ``q``.
     ``bias``   of these rows, if one is given.
     ``only``   which of the rank's heads of queries these are, if not all.
+
+    >>> import shardlib as sl
+    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> class Told(PassQ):
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         first = local_queries(job, q, bias)[0]
+    ...         for piece in first.calls(job.plan.k_runs[0]):  # with its own keys
+    ...             print(first.place, list(first.q.shape), piece)
+    ...         return super().forward(job, q, k, v, bias, sink)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(torch.zeros(1, 1, 8, 4), sl.Ring("s", 2, "zigzag"))
+    ...     _ = sl.ring_attention(q, q, q, mask=sl.masks.Causal(), algorithm=Told())
+    0 [1, 1, 4, 4] Piece(q0=0, q1=4, k0=0, k1=4, kind='causal')
     """
 
     job: Job
@@ -217,7 +234,19 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
 
 
 def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
-    """List the queries of every rank that is played in this process."""
+    """List the queries of every rank that is played in this process.
+
+    >>> import shardlib as sl
+    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> class Told(PassQ):
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         print([(rank.place, rank.q_at.tolist()) for rank in local_queries(job, q, bias)])
+    ...         return super().forward(job, q, k, v, bias, sink)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(torch.zeros(1, 1, 8, 4), sl.Ring("s", 2, "zigzag"))
+    ...     _ = sl.ring_attention(q, q, q, algorithm=Told())
+    [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])]
+    """
     out = []
     for coord, view in each_rank(job.mesh):
         place = job.place(coord)
@@ -236,7 +265,12 @@ def batch_and_heads(
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
-    """Give (out, lse) of rows that have met no keys yet."""
+    """Make (out, lse) of rows that have met no keys yet, in the dtype of sums.
+
+    >>> out, lse = started(torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), e=5)
+    >>> out.shape, out.dtype, lse[0, 0]
+    (torch.Size([1, 2, 3, 5]), torch.float32, tensor([-inf, -inf, -inf]))
+    """
     dtype = acc_dtype(q.dtype)
     return q.new_zeros((*q.shape[:-1], e), dtype=dtype), q.new_full(
         q.shape[:-1], float("-inf"), dtype=dtype
@@ -244,13 +278,23 @@ def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_like(x: Tensor) -> Tensor:
-    """Make zeros to add gradients to."""
+    """Make zeros to add gradients to, in the dtype of sums.
+
+    >>> sums_like(torch.ones(2, dtype=torch.bfloat16))
+    tensor([0., 0.])
+    """
     return torch.zeros_like(x, dtype=acc_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Give the sink its share of each softmax, once, after all merges:
-    out shrinks in place; return the new lse.
+    """Give the sink its share of each softmax, once, after all merges; return the new lse.
+
+    ``out`` shrinks in place.
+
+    >>> out, lse = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)  # rows [b, h, s, e] and [b, h, s]
+    >>> lse = add_sink(out, lse, torch.zeros(1, 1, 1))  # a sink that weighs what the keys weigh
+    >>> out.unique(), lse.exp()
+    (tensor([0.5000]), tensor([[[2., 2.]]]))
     """
     if sink is None:
         return lse
@@ -265,13 +309,34 @@ def parted(kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
-    """Take one rank's rows of them."""
+    """Take one rank's rows of what backward is given.
+
+    >>> both = torch.arange(2.0).reshape(2, 1, 1, 1, 1)  # dout and out of two simulated ranks
+    >>> dout, dlse, out, lse = viewed((both, None, both, both[..., 0]), lambda raw: raw[1])
+    >>> dout.shape, dlse, lse
+    (torch.Size([1, 1, 1, 1]), None, tensor([[[1.]]]))
+    """
     dout, dlse, out, lse = given
     return view(dout), None if dlse is None else view(dlse), view(out), view(lse)
 
 
 def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
-    """Gather a block over the ring, in the order of positions, without padding.  Differentiable."""
+    """Gather a block over the ring, in the order of positions, without padding.
+
+    Differentiable.
+
+    >>> import shardlib as sl
+    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> class Told(PassQ):
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         every = gathered(job, k, job.plan.k_runs)
+    ...         print(k[0].flatten(), every[0].flatten())  # of rank 0
+    ...         return super().forward(job, q, k, v, bias, sink)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(torch.arange(8.0).reshape(1, 1, 8, 1), sl.Ring("s", 2, "zigzag"))
+    ...     _ = sl.ring_attention(q, q, q, algorithm=Told())
+    tensor([0., 1., 6., 7.]) tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+    """
     with bind(job.mesh):
         x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
     at = dim + lead(job.mesh)
@@ -279,8 +344,20 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
 
 
 def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
-    """Sum what ``gathered`` would give over the ring; each
-    rank keeps its block of ``rows`` rows.
+    """Sum what ``gathered`` would give over the ring; each rank keeps its block of ``rows`` rows.
+
+    >>> import shardlib as sl
+    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> class Told(PassQ):
+    ...     def forward(self, job, q, k, v, bias, sink):
+    ...         every = gathered(job, k, job.plan.k_runs)  # the same on both ranks
+    ...         print(scattered(job, every, job.plan.k_runs, k.shape[-2]).squeeze())
+    ...         return super().forward(job, q, k, v, bias, sink)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(torch.arange(8.0).reshape(1, 1, 8, 1), sl.Ring("s", 2, "zigzag"))
+    ...     _ = sl.ring_attention(q, q, q, algorithm=Told())
+    tensor([[ 0.,  2., 12., 14.],
+            [ 4.,  6.,  8., 10.]])
     """
     at = dim + lead(job.mesh)
     padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))

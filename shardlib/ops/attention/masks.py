@@ -27,7 +27,14 @@ __all__ = [
 
 
 class Relation(NamedTuple):
-    """Between two runs: what is allowed lies in lo <= q - k <= hi; if ``exact``, all of that is."""
+    """Between two runs: what is allowed lies in lo <= q - k <= hi; if ``exact``, all of that is.
+
+    >>> window, causal = Relation(lo=-2, hi=2), Relation(lo=0)
+    >>> window & causal
+    Relation(lo=0, hi=2, exact=True)
+    >>> Causal().relation(Run(8, 1, 4), Run(0, 1, 4))  # of all pairs of these runs, k <= q
+    Relation(lo=0, hi=inf, exact=True)
+    """
 
     lo: float = float("-inf")
     hi: float = float("inf")
@@ -43,7 +50,12 @@ SOMETHING = Relation(exact=False)
 
 
 class At(NamedTuple):
-    """Which batch entries and heads (of the queries) the rows of a block are: global indices."""
+    """Which batch entries and heads (of the queries) the rows of a block are: global indices.
+
+    >>> at = At(batch=torch.tensor([0]), heads=torch.tensor([2, 3]))  # two heads of four
+    >>> ALiBi([0.5, 0.25, 0.125, 0.0]).scores(torch.tensor([4]), torch.arange(3), at).shape
+    torch.Size([2, 1, 3])
+    """
 
     batch: Tensor
     heads: Tensor
@@ -92,8 +104,7 @@ class Mask(ABC):
 
     @abstractmethod
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """Give booleans that broadcast to [b, h, nq, nk], True
-        where a query may attend; None: everywhere.
+        """Give booleans that broadcast to [b, h, nq, nk], True where a query may attend; None: all.
 
         q [nq], k [nk] are global positions, ``at`` the global batch entries and heads of the block.
         """
@@ -115,7 +126,7 @@ class Mask(ABC):
 
     @property
     def biased(self) -> bool:
-        """Whether ``scores`` may add anything."""
+        """Say whether ``scores`` may add anything."""
         return type(self).scores is not Mask.scores
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -169,7 +180,16 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """No mask."""
+    """No mask: every position sees every other.
+
+    >>> import shardlib as sl
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> with sl.simulate(s=2):
+    ...     q = sl.shard(x, sl.Ring("s", dim=2))
+    ...     out = sl.unshard(sl.ring_attention(q, q, q, mask=Full()))
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(x, x, x), atol=1e-6)
+    True
+    """
 
     def relation(self, q: Run, k: Run) -> Relation:
         return EVERYTHING
@@ -180,7 +200,13 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Each position sees itself and what is before it: k <= q."""
+    """Each position sees itself and what is before it: k <= q.
+
+    >>> Causal().allowed(torch.arange(3), torch.arange(3), None).int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
 
     def relation(self, q: Run, k: Run) -> Relation:
         return Relation(lo=0)
@@ -222,7 +248,14 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, but the first ``length`` positions are seen by all (a prefix language model)."""
+    """Causal, but the first ``length`` positions are seen by all (a prefix language model).
+
+    >>> Prefix(2).allowed(torch.arange(4), torch.arange(4), None).int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]], dtype=torch.int32)
+    """
 
     length: int
 
@@ -284,7 +317,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Documents(Mask):
-    """Only within one document.
+    """Each position sees its own document only; with ``& Causal()``, what is before it there.
 
     ``documents``  borders ``cu_seqlens`` (0, 5, 9, ...), the same for every batch entry; or a
                    tensor of document numbers [s] or [b, s].
@@ -383,8 +416,21 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class MaskMod(Mask):
-    """Whatever ``function(b, h, q, k)`` says, of global
-    indices, in tensors that broadcast, to booleans.
+    """What ``function(b, h, q, k)`` allows: global indices, in tensors that broadcast, to booleans.
+
+    ``sl.masks.mask_mod``; a plain function given as ``mask=`` becomes one.  Two are equal where
+    their function is the same object: define it once, outside the loop.
+
+    >>> from shardlib.masks import mask_mod
+    >>> near = mask_mod(lambda b, h, q, k: (q - k).abs() <= h + 1)  # wider for later heads
+    >>> near.allowed(torch.arange(3), torch.arange(3), At(torch.arange(1), torch.arange(2))).int()
+    tensor([[[1, 1, 0],
+             [1, 1, 1],
+             [0, 1, 1]],
+    <BLANKLINE>
+            [[1, 1, 1],
+             [1, 1, 1],
+             [1, 1, 1]]], dtype=torch.int32)
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -398,7 +444,13 @@ class MaskMod(Mask):
 
 @dataclass(frozen=True)
 class ALiBi(Mask):
-    """Adds -slope |q - k| to the scores of each head (arXiv 2108.12409)."""
+    """A penalty -slope |q - k| added to the scores of each head (arXiv 2108.12409).
+
+    >>> at = At(torch.arange(1), torch.arange(2))
+    >>> ALiBi([0.5, 0.25]).scores(torch.tensor([3]), torch.arange(4), at).squeeze()
+    tensor([[-1.5000, -1.0000, -0.5000, -0.0000],
+            [-0.7500, -0.5000, -0.2500, -0.0000]], dtype=torch.float64)
+    """
 
     slopes: Any
 
@@ -427,8 +479,9 @@ class ALiBi(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Bias(Mask):
-    """Adds a constant [.., s, t] to the scores, broadcast over
-    batch and heads; a learned one is ``bias=``.
+    """A constant [.., s, t] added to the scores, broadcast over batch and heads.
+
+    A learned one is ``ring_attention(bias=)``.
 
     >>> Bias(torch.zeros(3, 3)).scores(torch.tensor([2]), torch.arange(3), None).shape
     torch.Size([1, 3])

@@ -95,7 +95,7 @@ def ring_attention(
     kernel: str = "auto",
     canonical: bool | int = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence that is split over a ring of ranks; the dense result and gradients.
+    """Attend over a sequence that is split over a ring of ranks, as if it were whole.
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e]; g divides h (only the g
             heads of keys travel).  Batch and heads may be split too, alike in all three.

@@ -141,8 +141,9 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
-    """X @ W, where the result must lie as ``out`` says; the layouts of
-    X, W and Y decide which axis moves what.
+    """Multiply X by W, where the result must lie as ``out`` says.
+
+    The layouts of X, W and Y decide which axis moves what.
 
     Shapes: x [..., M, K], w [K, N] -> [..., M, N].
     Raises: NoImplementation listing every algorithm and why it does not give that layout.
