@@ -54,6 +54,19 @@ def pytest_configure(config: pytest.Config) -> None:
         fixes.watch()  # before the pools are forked, so that real ranks watch too
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave examples that start a process group to tests/test_public.py, which runs them apart.
+
+    A process that gloo has run in cannot be forked: a pool started later would hang.
+    """
+    apart = [
+        i for i in items if "make_mesh(" in getattr(getattr(i, "dtest", None), "docstring", "")
+    ]
+    if apart:
+        config.hook.pytest_deselected(items=apart)
+        items[:] = [i for i in items if i not in apart]
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if fixes.NOTED:
         counts = ", ".join(f"{len(lines)} {what}" for what, lines in fixes.NOTED.items())

@@ -100,6 +100,34 @@ def test_a_public_name_says_what_it_does_and_shows_it(name: str, value: Any) -> 
     assert ">>> " in lines, "no example"
 
 
+APART = """
+import doctest, inspect, sys
+from tests.test_public import DOCUMENTED
+
+runner = doctest.DocTestRunner()
+for name, value in DOCUMENTED:
+    if "make_mesh(" in value.__doc__:
+        for test in doctest.DocTestFinder(recurse=False).find(value, name, inspect.getmodule(value)):
+            runner.run(test)
+print(runner.summarize())
+"""
+
+
+def test_examples_that_start_a_process_group_run() -> None:
+    """In a process of their own: conftest.py says why."""
+    done = subprocess.run(
+        [sys.executable, "-c", APART],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    failed, tried = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1])[:2])
+    assert (failed, tried > 10) == (0, True), done.stdout + done.stderr
+
+
 NOUNS = "A All An Bytes Each Every It One The This What Where Whether Which Within".split()
 
 
