@@ -70,6 +70,7 @@ ORDER = [  # each may import from those before it
     "optim.trees",
     "optim.schedules",
     "optim.sums",
+    "optim.select",
     "optim",
     "checkpoint",
     "planning.bounds",

@@ -60,6 +60,7 @@ class Transform(NamedTuple):
                  may overwrite gradients, and returns the state with its new numbers.
     ``rescale``  ``rescale(grads, state, params, step) -> state``, of a transform that multiplies
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
+    ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
     """
 
@@ -69,6 +70,7 @@ class Transform(NamedTuple):
     donate: Callable[[Any, Any, Any, Step], Any] | None = None
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
     sink: Callable[[Any], Any] | None = None
+    groups: Callable[[Any], list[str]] | None = None
 
 
 def pieces(first: Any, *others: Any) -> list[list[Tensor]]:

@@ -20,8 +20,8 @@ from shardlib.mesh import Mesh
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "trainable", "wide",
-    "zeros_like",
+    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "settled",
+    "trainable", "wide", "zeros_like",
 ]  # fmt: skip
 
 
@@ -98,6 +98,17 @@ def moments(params: Any) -> Any:
 def zeros_like(tree: Any) -> Any:
     """Zeros that lie as the leaves do, in fp32 where those are in half precision."""
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
+
+
+def settled(tree: Any) -> Any:
+    """The same blocks as if no sum were pending: for what is filled with zeros."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor) or not x.sharding.partial:
+            return x
+        return ShardedTensor(x.raw, x.place._replace(layout=x.sharding.bare, deferred=frozenset()))
+
+    return optree.tree_map(one, tree)
 
 
 HALF = frozenset({torch.bfloat16, torch.float16})

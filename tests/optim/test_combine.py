@@ -1,8 +1,11 @@
-"""Transforms made of transforms."""
+"""Transforms one after another."""
 
 import torch
 
 import shardlib as sl
+from shardlib.optim.transform import Step, run_in_place
+from tests.ops.cases import close
+from tests.optim.cases import PARAMS, gradients, steps
 
 
 def test_schedules_and_masks() -> None:
@@ -16,29 +19,25 @@ def test_schedules_and_masks() -> None:
         assert (updates["a"].item(), updates["b"].item()) == (2.0 * i, 1.0 * i)
 
 
-def test_set_to_zero_holds_what_a_mask_passes_on() -> None:
-    mask, rest = {"a": True, "b": False}, {"a": False, "b": True}
+def test_a_chain_in_place_is_the_pure_chain() -> None:
     tx = sl.optim.chain(
-        sl.optim.masked(sl.optim.sgd(0.5), mask), sl.optim.masked(sl.optim.set_to_zero(), rest)
+        sl.optim.clip_by_global_norm(0.5), sl.optim.clip_by_value(0.1), sl.optim.lamb(0.05)
     )
-    p = {"a": torch.ones(2), "b": torch.ones(2)}
-    updates, _ = tx.update(p, tx.init(p), p)
-    new = sl.optim.apply_updates(p, updates)
-    assert torch.equal(new["a"], torch.full((2,), 0.5)) and torch.equal(new["b"], p["b"])
+    want = steps(tx, PARAMS, 4)
+    params = {k: p.clone() for k, p in PARAMS.items()}
+    state = tx.init(params)
+    for i in range(4):
+        state = run_in_place(tx, gradients(params, i), state, params, Step())
+    for k in want:
+        close(params[k], want[k], 1e-12)
 
 
-def test_masks_and_clipping_pass_over_frozen_leaves() -> None:
-    p = {"a": torch.ones(2).requires_grad_(), "b": torch.ones(2)}
-    g = {"a": torch.full((2,), 3.0), "b": None}
+def test_a_chain_keeps_apart_what_any_of_its_parts_does() -> None:
     tx = sl.optim.chain(
-        sl.optim.clip_by_global_norm(1.0),
-        sl.optim.masked(sl.optim.adamw(0.1), {"a": True, "b": True}),
+        sl.optim.masked(sl.optim.scale(2.0), "w"),
+        sl.optim.partition(
+            {"a": sl.optim.scale(1.0), "b": sl.optim.scale(2.0)}, [("b", "b"), ("*", "a")]
+        ),
     )
-    updates, _ = tx.update(g, tx.init(p), p)
-    new = sl.optim.apply_updates(p, updates)
-    assert (
-        updates["b"] is None
-        and new["b"] is p["b"]
-        and new["a"].requires_grad
-        and not new["b"].requires_grad
-    )
+    assert tx.groups is not None and tx.groups(PARAMS) == ["off b", "off a", "on a"]
+    assert sl.optim.chain(sl.optim.scale(2.0)).groups is None

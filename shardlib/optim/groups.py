@@ -1,0 +1,155 @@
+"""Different transforms for different parameters."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from shardlib.errors import ShardError
+from shardlib.optim.select import Labels, Mask, flags, labels, merged, only
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.trees import EmptyState, each, settled, trainable
+
+__all__ = ["masked", "partition", "set_to_zero"]
+
+
+def masked(tx: Transform, mask: Mask) -> Transform:
+    """Apply ``tx`` to the parameters that ``mask`` means.
+
+    ``mask``  a glob or regex of their paths or several; a tree of bools; a function of the tree.
+    The rest passes unchanged, as in optax: ``apply_updates`` would then ADD its raw gradients.  To
+    leave the rest as it is, take ``partition`` with ``set_to_zero()``, or ``requires_grad_(False)``,
+    for which no gradient is computed at all.
+
+    >>> import shardlib as sl
+    >>> tx = masked(sl.optim.scale(-1.0), "*.weight")
+    >>> grads = {"a": {"weight": torch.ones(1), "bias": torch.ones(1)}}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'a': {'weight': tensor([-1.]), 'bias': tensor([1.])}}
+    """
+
+    def meant(tree: Any) -> dict[str, bool]:
+        return flags(mask, tree, "masked")
+
+    def init(params: Any) -> Any:
+        return tx.init(only(trainable(params), meant(params), True))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        on = meant(grads)
+        held = None if params is None else only(trainable(params), on, True)
+        new, state = tx.update(only(grads, on, True), state, held)
+        return merged(grads, on, {True: new, False: grads}), state
+
+    def groups(params: Any) -> list[str]:
+        return ["on" if on else "off" for on in meant(params).values()]
+
+    return Transform(init, update, "tree", groups=groups)
+
+
+class PartitionState(NamedTuple):
+    """Label -> the state of its transform."""
+
+    inner: dict[str, Any]
+
+
+def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
+    """A transform for each group of parameters, with its own rate, decay, or none at all.
+
+    ``transforms``  label -> what its parameters are updated by.
+    ``which``       (pattern, label) pairs, the first that matches a path holds; or a tree of
+                    labels; or a function of the tree that gives one.
+    A group may be ``zero`` of something: its gradients may be pending, also behind a clip that
+    stands in front of all groups.
+    Raises: RuleLint where a parameter has no label, a label no transform, or a pattern or
+            transform no parameter.
+
+    >>> import shardlib as sl
+    >>> tx = partition(
+    ...     {"decay": sl.optim.adamw(1e-3), "rest": sl.optim.adamw(1e-3, weight_decay=0.0),
+    ...      "hold": set_to_zero()},
+    ...     [("wte.*", "hold"), ("*.bias", "rest"), ("*", "decay")],
+    ... )
+    >>> params = {n: torch.ones(2) for n in ("wte.weight", "h.weight", "h.bias")}
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    >>> [round(1e3 * u[0].item(), 4) for u in updates.values()]
+    [0.0, -1.01, -1.0]
+    """
+
+    def split(tree: Any) -> dict[str, str]:
+        found = labels(which, tree, "partition")
+        unknown = {v for v in found.values() if v not in transforms and v is not None}
+        if unknown:
+            raise ShardError(
+                f"{', '.join(map(repr, sorted(unknown)))} is no label; there are "
+                f"{', '.join(map(repr, transforms))}",
+                op="partition",
+                fix=f"which = [('*', {next(iter(transforms), 'all')!r})]",
+            )
+        return found
+
+    def groups(tree: Any, found: Mapping[str, str]) -> dict[str, Any]:
+        """Label -> the tree of its leaves, of those that have any."""
+        parts = {label: only(tree, found, label) for label in transforms}
+        return {n: part for n, part in parts.items() if optree.tree_leaves(part)}
+
+    def init(params: Any) -> PartitionState:
+        found = split(params)
+        unused = set(transforms) - set(found.values())
+        if unused:
+            raise ShardError(
+                f"no parameter is labelled {', '.join(map(repr, sorted(unused)))}",
+                op="partition",
+                fix="transforms = {k: v for k, v in transforms.items() if k != "
+                f"{sorted(unused)[0]!r}}}",
+            )
+        parts = groups(trainable(params), found)
+        return PartitionState(
+            {n: t.init(parts[n]) if n in parts else EmptyState() for n, t in transforms.items()}
+        )
+
+    def update(grads: Any, state: PartitionState, params: Any = None) -> tuple[Any, PartitionState]:
+        found = split(grads if params is None else params)
+        held = {} if params is None else groups(trainable(params), found)
+        new, after = {}, dict(state.inner)
+        for n, part in groups(grads, found).items():
+            new[n], after[n] = transforms[n].update(part, state.inner[n], held.get(n))
+        return merged(grads, found, new), PartitionState(after)
+
+    def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
+        found = split(params)
+        after, held = dict(state.inner), groups(trainable(params), found)
+        for n, part in groups(grads, found).items():
+            mine = Step(scale=step.scale)
+            after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
+            step.lr = step.lr if mine.lr is None else mine.lr
+            step.norm = step.norm if mine.norm is None else mine.norm
+        return PartitionState(after)
+
+    def words(params: Any) -> list[str]:
+        found = split(params)
+        own = {n: t.groups(params) for n, t in transforms.items() if t.groups is not None}
+        return [
+            label if label not in own else f"{label} {own[label][i]}"
+            for i, label in enumerate(found.values())
+        ]
+
+    return Transform(init, update, "tree", donate, groups=words)
+
+
+def set_to_zero() -> Transform:
+    """Updates of zero: what it is given stays as it is.
+
+    >>> tx = set_to_zero()
+    >>> tx.update({"w": torch.ones(1)}, tx.init(None))[0]
+    {'w': tensor([0.])}
+    """
+
+    def donate(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
+        return state
+
+    return Transform(lambda params: EmptyState(), _zeros, donate=donate)
+
+
+def _zeros(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+    return each(torch.zeros_like, settled(grads)), state

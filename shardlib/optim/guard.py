@@ -1,0 +1,162 @@
+"""Steps whose gradients are no numbers: passed over, and the loss scaled so that they are rare."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import ShardError
+from shardlib.optim.clip import global_norm, norms_known
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.trees import each, settled, wide
+
+__all__ = ["loss_scale", "skip_nonfinite"]
+
+
+class SkipState(NamedTuple):
+    """Steps passed over one after the other, in all, and the transform's state."""
+
+    running: int
+    skipped: int
+    inner: Any
+
+
+def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
+    """Update nothing where a gradient is NaN or infinite: parameters and state stay as they are.
+
+    It is the global norm that tells, one psum of a scalar, and a clip inside ``tx`` takes that norm.
+    ``most``  steps one after the other that may be passed over.
+    Raises: ShardError at the next one.
+
+    >>> import shardlib as sl
+    >>> tx, params = skip_nonfinite(sl.optim.sgd(1.0)), {"w": torch.ones(1)}
+    >>> updates, state = tx.update({"w": torch.tensor([float("nan")])}, tx.init(params), params)
+    >>> updates["w"].item(), state.skipped
+    (0.0, 1)
+    """
+
+    def after(state: SkipState) -> SkipState:
+        if state.running >= most:
+            raise ShardError(
+                f"gradients were no numbers in {most + 1} steps, one after the other",
+                op="skip_nonfinite",
+                fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
+            )
+        return SkipState(state.running + 1, state.skipped + 1, state.inner)
+
+    def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
+        with norms_known():
+            if not _is_number(global_norm(grads)):
+                return _nothing(grads), after(state)
+            updates, inner = tx.update(grads, state.inner, params)
+            return updates, SkipState(0, state.skipped, inner)
+
+    def donate(grads: Any, state: SkipState, params: Any, step: Step) -> SkipState:
+        with norms_known():
+            if not _asked(grads, step):
+                return after(state)
+            inner = run_in_place(tx, grads, state.inner, params, step)
+            return SkipState(0, state.skipped, inner)
+
+    return Transform(
+        lambda params: SkipState(0, 0, tx.init(params)),
+        update,
+        _at_least(tx),
+        donate,
+        groups=tx.groups,
+    )
+
+
+class ScaleState(NamedTuple):
+    """What to multiply the loss by, steps since it last changed,
+    steps passed over, and the transform's state.
+    """
+
+    scale: float
+    good: int
+    skipped: int
+    inner: Any
+
+
+def loss_scale(
+    tx: Transform,
+    start: float = 2.0**16,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    interval: int = 2000,
+) -> Transform:
+    """Divide gradients by the scale of the loss, and find the largest scale that fits fp16.
+
+    Multiply the loss by ``state.scale``.  Where a gradient overflows, nothing is updated and the
+    scale falls by ``backoff``; after ``interval`` steps without, it grows by ``growth``; as
+    torch.amp.GradScaler.  It stands outermost, and its one psum of a scalar serves a clip in ``tx``.
+    Gradients in half precision are divided in fp32.
+    Raises: ShardError where the scale has fallen below 2**-24: it is not the scale that is wrong.
+
+    >>> import shardlib as sl
+    >>> tx, params = loss_scale(sl.optim.sgd(1.0), start=8.0), {"w": torch.ones(1)}
+    >>> state = tx.init(params)
+    >>> grads = sl.grad(lambda p: p["w"].sum() * state.scale)(params)
+    >>> updates, state = tx.update(grads, state, params)
+    >>> updates["w"].item(), state.scale
+    (-1.0, 8.0)
+    """
+
+    def smaller(state: ScaleState) -> ScaleState:
+        scale = state.scale * backoff
+        if scale < 2.0**-24:
+            raise ShardError(
+                f"gradients are no numbers even with a loss scaled by {state.scale}",
+                op="loss_scale",
+                fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
+            )
+        return ScaleState(scale, 0, state.skipped + 1, state.inner)
+
+    def larger(state: ScaleState, inner: Any) -> ScaleState:
+        good = state.good + 1
+        if good < interval:
+            return ScaleState(state.scale, good, state.skipped, inner)
+        return ScaleState(state.scale * growth, 0, state.skipped, inner)
+
+    def update(grads: Any, state: ScaleState, params: Any = None) -> tuple[Any, ScaleState]:
+        with norms_known():
+            real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
+            if not _is_number(global_norm(real)):
+                return _nothing(real), smaller(state)
+            updates, inner = tx.update(real, state.inner, params)
+            return updates, larger(state, inner)
+
+    def donate(grads: Any, state: ScaleState, params: Any, step: Step) -> ScaleState:
+        with norms_known():
+            step.divide(torch.tensor(state.scale, dtype=torch.float64))
+            if not _asked(grads, step):
+                return smaller(state)
+            return larger(state, run_in_place(tx, grads, state.inner, params, step))
+
+    return Transform(
+        lambda params: ScaleState(start, 0, 0, tx.init(params)),
+        update,
+        _at_least(tx),
+        donate,
+        groups=tx.groups,
+    )
+
+
+def _asked(grads: Any, step: Step) -> bool:
+    """Whether the norm is a number; the step learns both."""
+    norm = global_norm(grads)
+    step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
+    step.skipped = not _is_number(norm)
+    return not step.skipped
+
+
+def _is_number(norm: torch.Tensor) -> bool:
+    return norm.is_meta or math.isfinite(float(norm))
+
+
+def _nothing(grads: Any) -> Any:
+    return each(torch.zeros_like, settled(grads))
+
+
+def _at_least(tx: Transform) -> str:
+    return "norm" if tx.trait == "elementwise" else tx.trait

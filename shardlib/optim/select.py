@@ -1,0 +1,189 @@
+"""Which parameters are meant: by pattern, by a tree that matches theirs, or by a function of it.
+
+Parameters are known by path, the keys from the root joined by dots, which under ``zero`` is all
+that is left of the tree.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import RuleLint, ShardError
+from shardlib.modules.parallelize import Pattern, matches
+from shardlib.optim.buckets import Buckets
+from shardlib.optim.trees import each
+
+__all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named", "only"]
+
+Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
+"""Globs or regexes of the paths that are meant; or a tree of bools; or a function of the tree."""
+
+Labels = Sequence[tuple[Pattern, str]] | Callable[[Any], Any] | Any
+"""(pattern, label) pairs of which the first that matches holds; or a tree of labels; or a function
+of the tree that gives one."""
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Path -> leaf; None stands for a frozen one.  Of ``Buckets``, shapes alone.
+
+    Raises: ShardError where two leaves have one path.
+
+    >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
+    ['a.b', 'a.c', 'd.0']
+    """
+    if isinstance(tree, Buckets):
+        return {
+            path: torch.empty(slot.shape, device="meta")
+            for bucket in tree.index
+            for slot in bucket.slots
+            for path in (tree.paths[i] for i in slot.leaves)
+        }
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    names = [".".join(map(str, path)) for path in paths]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ShardError(
+            f"two leaves are called {twice!r}",
+            op="named",
+            fix="params = dict(module.named_parameters())",
+        )
+    return dict(zip(names, leaves, strict=True))
+
+
+def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
+    """Path -> whether the mask means it.
+
+    Raises: RuleLint where a pattern matches nothing, or a tree lacks a path.
+    """
+    known = named(tree)
+    patterns = _patterns(mask)
+    if patterns is None:
+        return {n: bool(v) for n, v in _by_tree(mask, tree, known, op).items()}
+    hits = {p: [n for n, v in known.items() if matches(p, n, v)] for p in patterns}
+    for p, names in hits.items():
+        if not names and not isinstance(tree, Buckets):
+            raise _nothing(p, known, op)
+    meant = {n for names in hits.values() for n in names}
+    return {n: n in meant for n in known}
+
+
+def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
+    """Path -> label.
+
+    Raises: RuleLint where a pattern matches nothing, or nothing matches a path.
+    """
+    known = named(tree)
+    if not _is_pairs(which):
+        return _by_tree(which, tree, known, op)
+    out = {}
+    for n, v in known.items():
+        found = next((label for p, label in which if matches(p, n, v)), None)
+        if found is None:
+            raise RuleLint(
+                f"no pattern matches parameter {n!r}",
+                op=op,
+                fix=f"labels = [*labels, ('*', {which[-1][1]!r})]",
+            )
+        out[n] = found
+    for p, _ in which:
+        if not isinstance(tree, Buckets) and not any(matches(p, n, v) for n, v in known.items()):
+            raise _nothing(p, known, op)
+    return out
+
+
+def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
+    """The tree with None for every leaf whose path has another value than ``value``.
+
+    Of ``Buckets``, those whose parameters have it; they must agree within a bucket.
+    """
+    if isinstance(tree, Buckets):
+        return tree.subset(tuple(n for n, v in _of_buckets(tree, values).items() if v == value))
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    kept = [x if values[n] == value else None for n, x in zip(named(tree), leaves, strict=True)]
+    return optree.tree_unflatten(shape, kept)
+
+
+def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Any:
+    """A tree like ``tree`` whose leaves come from the part of their path's value."""
+    if isinstance(tree, Buckets):
+        return tree.like({n: parts[v][n] for n, v in _of_buckets(tree, values).items()})
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    rows = {v: optree.tree_leaves(part, none_is_leaf=True) for v, part in parts.items()}
+    out = [
+        rows[values[n]][i] if values[n] in rows else x
+        for i, (n, x) in enumerate(zip(named(tree), leaves, strict=True))
+    ]
+    return optree.tree_unflatten(shape, out)
+
+
+def each_where(
+    f: Callable[..., Tensor], values: Mapping[str, bool], first: Any, *others: Any, op: str
+) -> Any:
+    """``each`` over the leaves whose path has the value True; the others stay as in ``first``."""
+    if all(values.values()):
+        return each(f, first, *others, op=op)
+    done = each(f, *(only(t, values, True) for t in (first, *others)), op=op)
+    return merged(first, values, {True: done, False: first})
+
+
+def _of_buckets(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Bucket name -> the value of its parameters."""
+    out = {}
+    for bucket in tree.index:
+        found = {values[tree.paths[i]] for slot in bucket.slots for i in slot.leaves}
+        assert len(found) == 1, "Transform.groups keeps parameters of two values apart"
+        out[bucket.name] = found.pop()
+    return out
+
+
+def _is_pairs(which: Any) -> bool:
+    return (
+        isinstance(which, list | tuple)
+        and bool(which)
+        and all(isinstance(w, tuple) and len(w) == 2 and _is_pattern(w[0]) for w in which)
+    )
+
+
+def _is_pattern(p: Any) -> bool:
+    return isinstance(p, str | re.Pattern) or callable(p)
+
+
+def _patterns(mask: Any) -> Sequence[Pattern] | None:
+    if isinstance(mask, str | re.Pattern):
+        return [mask]
+    if (
+        isinstance(mask, list | tuple)
+        and mask
+        and all(isinstance(m, str | re.Pattern) for m in mask)
+    ):
+        return list(mask)
+    return None
+
+
+def _by_tree(which: Any, tree: Any, known: Mapping[str, Any], op: str) -> dict[str, Any]:
+    """A tree of values, or what a function makes of the tree, path by path."""
+    given = named(
+        which(dict(known) if isinstance(tree, Buckets) else tree) if callable(which) else which
+    )
+    missing = [n for n, v in known.items() if n not in given and isinstance(v, Tensor)]
+    if missing:
+        raise RuleLint(
+            f"nothing is said of {', '.join(map(repr, missing[:4]))}",
+            op=op,
+            fix="mask = optree.tree_map(lambda p: p.ndim > 1, params)",
+        )
+    return {n: given.get(n) for n in known}
+
+
+def _nothing(pattern: Any, known: Mapping[str, Any], op: str) -> RuleLint:
+    near = difflib.get_close_matches(str(pattern), list(known), 1, 0.0)
+    return RuleLint(
+        f"{pattern!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
+        op=op,
+        fix=f"mask = {near[0] if near else '*'!r}",
+    )

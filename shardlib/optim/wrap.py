@@ -1,0 +1,213 @@
+"""Transforms around a transform: over several steps, with changing hyperparameters, averaged."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import ShardError
+from shardlib.optim.schedules import at_step
+from shardlib.optim.transform import Step, Transform, divide, pieces, run_in_place
+from shardlib.optim.trees import apply_updates, each, need, settled, trainable, wide, zeros_like
+
+__all__ = ["averaged", "ema", "inject_hyperparams", "multi_steps"]
+
+
+class MultiState(NamedTuple):
+    """Gradients added up so far, their sum in fp32 (nothing before the first), and tx's state."""
+
+    mini: int
+    total: Any
+    inner: Any
+
+
+def multi_steps(tx: Transform, every: int) -> Transform:
+    """Update with the mean of ``every`` gradients; in between, updates are zero.
+
+    Gradients are added in fp32 (fp64 ones in fp64) as they come: pending sums stay pending, so the
+    one reduction of a cycle is that of its end.  The same by hand is ``+``:
+
+        total = optree.tree_map(torch.add, total, grads)    # pending + pending: nothing moves
+
+    Raises: ShardError where ``every`` is not positive.
+
+    >>> import shardlib as sl
+    >>> tx = multi_steps(sl.optim.scale(-1.0), 2)
+    >>> params = {"w": torch.zeros(1)}
+    >>> first, state = tx.update({"w": torch.tensor([1.0])}, tx.init(params), params)
+    >>> second, state = tx.update({"w": torch.tensor([3.0])}, state, params)
+    >>> first["w"].item(), second["w"].item()
+    (0.0, -2.0)
+    """
+    if every < 1:
+        raise ShardError(f"{every} steps", op="multi_steps", fix="tx = sl.optim.multi_steps(tx, 1)")
+
+    def init(params: Any) -> MultiState:
+        return MultiState(0, (), tx.init(params))
+
+    def added(grads: Any, state: MultiState) -> Any:
+        if not state.mini:
+            return each(lambda g: g.to(wide(g.dtype), copy=True), grads)
+        return each(lambda t, g: t + g, state.total, grads)
+
+    def update(grads: Any, state: MultiState, params: Any = None) -> tuple[Any, MultiState]:
+        total = added(grads, state)
+        if state.mini + 1 < every:
+            return each(torch.zeros_like, settled(grads)), MultiState(
+                state.mini + 1, total, state.inner
+            )
+        mean = each(lambda t: t / every, total)
+        updates, inner = tx.update(mean, state.inner, params)
+        return updates, MultiState(0, (), inner)
+
+    def donate(grads: Any, state: MultiState, params: Any, step: Step) -> MultiState:
+        divide(grads, step)
+        if state.mini:
+            for t, g in zip(*pieces(state.total, grads), strict=True):
+                t.add_(g)
+            total = state.total
+        else:
+            total = added(grads, state)
+        if state.mini + 1 < every:
+            return MultiState(state.mini + 1, total, state.inner)
+        for t in pieces(total)[0]:
+            t.div_(every)
+        return MultiState(0, (), run_in_place(tx, total, state.inner, params, step))
+
+    return Transform(init, update, tx.trait, donate, groups=tx.groups)
+
+
+class InjectState(NamedTuple):
+    """Steps taken, the hyperparameters that hold from here on, and the transform's state."""
+
+    count: int
+    hyperparams: dict[str, float]
+    inner: Any
+
+
+def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transform]:
+    """Keep the numbers that a transform was made with in its state, where they can be changed.
+
+    Numbers stay in ``state.hyperparams`` as they are, or as they are put there; schedules are
+    evaluated at every step and shown there.  Everything else is passed on.
+
+    >>> import shardlib as sl
+    >>> tx = inject_hyperparams(sl.optim.sgd)(lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.ones(1)}
+    >>> state = tx.init(params)
+    >>> state = state._replace(hyperparams=state.hyperparams | {"lr": 0.1})
+    >>> updates, state = tx.update({"w": torch.ones(1)}, state, params)
+    >>> round(updates["w"].item(), 4), state.hyperparams
+    (-0.1, {'lr': 0.1, 'momentum': 0.9})
+    """
+    signature = inspect.signature(make)
+
+    def made(*args: Any, **kwargs: Any) -> Transform:
+        given = signature.bind(*args, **kwargs).arguments
+        changing = {
+            n: v for n, v in given.items() if callable(v) and _says(signature, n, "Callable[[int]")
+        }
+        numbers = {n: v for n, v in given.items() if type(v) in (int, float)}
+        fixed = {n: float(v) for n, v in numbers.items() if _says(signature, n, "float")}
+
+        def at(count: int, known: dict[str, float]) -> tuple[Transform, dict[str, float]]:
+            now = known | {n: at_step(f, count) for n, f in changing.items()}
+            return make(**(given | now)), now
+
+        def init(params: Any) -> InjectState:
+            tx, numbers = at(0, fixed)
+            return InjectState(0, numbers, tx.init(params))
+
+        def update(grads: Any, state: InjectState, params: Any = None) -> tuple[Any, InjectState]:
+            tx, numbers = at(state.count, state.hyperparams)
+            updates, inner = tx.update(grads, state.inner, params)
+            return updates, InjectState(state.count + 1, numbers, inner)
+
+        def donate(grads: Any, state: InjectState, params: Any, step: Step) -> InjectState:
+            tx, numbers = at(state.count, state.hyperparams)
+            inner = run_in_place(tx, grads, state.inner, params, step)
+            return InjectState(state.count + 1, numbers, inner)
+
+        first = at(0, fixed)[0]
+        return Transform(init, update, first.trait, donate, groups=first.groups)
+
+    return made
+
+
+def _says(signature: inspect.Signature, name: str, kind: str) -> bool:
+    """Whether a parameter is annotated as such, or not at all."""
+    note = signature.parameters[name].annotation
+    return note is inspect.Parameter.empty or kind in str(note)
+
+
+class EmaState(NamedTuple):
+    """Steps taken, and the running mean."""
+
+    count: int
+    mean: Any
+
+
+def ema(decay: float, *, debias: bool = True) -> Transform:
+    """Replace updates by their running mean.
+
+    ``debias``  divide by ``1 - decay**steps``, as Adam does.
+    For a mean of the parameters themselves see ``averaged``.
+
+    >>> tx = ema(0.9)
+    >>> updates, state = tx.update({"w": torch.ones(1)}, tx.init({"w": torch.ones(1)}))
+    >>> round(updates["w"].item(), 4), round(state.mean["w"].item(), 4)
+    (1.0, 0.1)
+    """
+
+    def init(params: Any) -> EmaState:
+        return EmaState(0, zeros_like(trainable(params)))
+
+    def update(grads: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+        mean = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - decay), state.mean, grads)
+        count = state.count + 1
+        by = 1 - decay**count if debias else 1.0
+        return each(lambda g, m: m / by, grads, mean), EmaState(count, mean)
+
+    return Transform(init, update)
+
+
+class AveragedState(NamedTuple):
+    """The mean of the parameters, and the transform's state."""
+
+    mean: Any
+    inner: Any
+
+
+def averaged(tx: Transform, decay: float = 0.999) -> Transform:
+    """Keep a running mean of the parameters that ``tx`` makes, in fp32: ``state.mean``.
+
+    ``mean = decay * mean + (1 - decay) * params`` after every step, from the first parameters on;
+    torch.optim.swa_utils.get_ema_multi_avg_fn.
+
+    >>> import shardlib as sl
+    >>> tx, params = averaged(sl.optim.sgd(1.0), 0.5), {"w": torch.ones(1)}
+    >>> _, state = tx.update({"w": torch.ones(1)}, tx.init(params), params)
+    >>> state.mean
+    {'w': tensor([0.5000])}
+    """
+
+    def init(params: Any) -> AveragedState:
+        mean = each(lambda p: p.detach().to(wide(p.dtype), copy=True), trainable(params))
+        return AveragedState(mean, tx.init(params))
+
+    def update(grads: Any, state: AveragedState, params: Any = None) -> tuple[Any, AveragedState]:
+        need(params, "averaged")
+        updates, inner = tx.update(grads, state.inner, params)
+        new = apply_updates(params, updates)
+        mean = each(lambda m, p: m.lerp(p.to(m.dtype), 1 - decay), state.mean, new)
+        return updates, AveragedState(mean, inner)
+
+    def donate(grads: Any, state: AveragedState, params: Any, step: Step) -> AveragedState:
+        inner = run_in_place(tx, grads, state.inner, params, step)
+        if not step.skipped:
+            for m, p in zip(*pieces(state.mean, params), strict=True):
+                m.lerp_(p.to(m.dtype), 1 - decay)
+        return AveragedState(state.mean, inner)
+
+    return Transform(init, update, tx.trait, donate, groups=tx.groups)

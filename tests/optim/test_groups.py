@@ -1,0 +1,132 @@
+"""Groups of parameters: each as if its transform were alone, what is held stays, clips in front."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.optim.transform import Step, run_in_place
+from tests.ops.cases import close
+from tests.optim.cases import LAYOUTS, PARAMS, gradients, steps
+from tests.optim.test_clip import pend
+
+o = sl.optim
+GROUPS = {
+    "slow": o.adamw(0.01, weight_decay=0.0),
+    "fast": o.sgd(0.05, 0.9),
+    "hold": o.set_to_zero(),
+}
+WHICH = [("w", "slow"), ("b", "fast"), ("s", "hold")]
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """Each parameter under its own transform."""
+    out = {}
+    for k, label in WHICH:
+        out |= steps(GROUPS[label], {k: PARAMS[k]})
+    return out
+
+
+@pytest.mark.parametrize("layouts", [None, *LAYOUTS])
+def test_a_group_is_updated_as_if_it_were_alone(layouts: Any) -> None:
+    tx, want = o.partition(GROUPS, WHICH), alone()
+    with sl.simulate(x=2, y=2):
+        params = {k: sl.shard(p, layouts[k]) if layouts else p for k, p in PARAMS.items()}
+        got = steps(tx, params)
+        state, memory = tx.init(params), optree.tree_map(lambda p: p.clone(), params)
+        for i in range(10):
+            state = run_in_place(tx, gradients(memory, i), state, memory, Step())
+        for k in want:
+            whole = sl.unshard(got[k]) if layouts else got[k]
+            assert torch.equal(whole, want[k])
+            close(sl.unshard(memory[k]) if layouts else memory[k], want[k], 1e-12)
+
+
+def test_a_group_with_no_gradient_is_left_alone() -> None:
+    tx = o.partition(
+        {"a": o.adamw(0.1), "b": o.zero(o.adamw(0.1), "data")}, [("w", "a"), ("*", "b")]
+    )
+    with sl.simulate(data=2):
+        params = {
+            "w": sl.shard(torch.ones(4), "...").requires_grad_(),
+            "v": sl.shard(torch.ones(4), "..."),
+        }
+        state = tx.init(params)
+        _, g = sl.value_and_grad(lambda p: (p["w"] * p["v"]).sum())(params)
+        assert g["v"] is None
+        updates, state = tx.update(g, state, params)
+        new = o.apply_updates(params, updates)
+        assert new["v"] is params["v"] and not torch.equal(sl.unshard(new["w"]), torch.ones(4))
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS[0], LAYOUTS[2]])
+def test_a_clip_in_front_of_groups_takes_pending_gradients(layouts: dict[str, str]) -> None:
+    """Groups that zero splits reduce their own part; the norm in front is that of all."""
+
+    def tx(zero: Any) -> Any:
+        groups = {"a": zero(o.adamw(0.05)), "b": zero(o.sgd(0.05, 0.9))}
+        return o.chain(o.clip_by_global_norm(0.7), o.partition(groups, [("w", "a"), ("*", "b")]))
+
+    want = steps(tx(lambda t: t), PARAMS, 4)
+    with sl.simulate(data=2, x=2, y=2):
+        params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()}
+        ours = tx(lambda t: o.zero(t, "data"))
+        state = ours.init(params)
+        for i in range(4):
+            g = {k: pend(v, "data") for k, v in gradients(params, i).items()}
+            updates, state = ours.update(g, state, params)
+            params = o.apply_updates(params, updates)
+        for k in want:
+            close(sl.unshard(params[k]), want[k], 1e-12)
+
+
+def test_set_to_zero_holds_what_a_mask_passes_on() -> None:
+    mask, rest = {"a": True, "b": False}, {"a": False, "b": True}
+    tx = o.chain(o.masked(o.sgd(0.5), mask), o.masked(o.set_to_zero(), rest))
+    p = {"a": torch.ones(2), "b": torch.ones(2)}
+    updates, _ = tx.update(p, tx.init(p), p)
+    new = o.apply_updates(p, updates)
+    assert torch.equal(new["a"], torch.full((2,), 0.5)) and torch.equal(new["b"], p["b"])
+
+
+def test_masks_and_clipping_pass_over_frozen_leaves() -> None:
+    p = {"a": torch.ones(2).requires_grad_(), "b": torch.ones(2)}
+    g = {"a": torch.full((2,), 3.0), "b": None}
+    for inner in (
+        o.masked(o.adamw(0.1), {"a": True, "b": True}),
+        o.partition({"x": o.adamw(0.1)}, lambda t: {"a": "x", "b": "x"}),
+    ):
+        tx = o.chain(o.clip_by_global_norm(1.0), inner)
+        updates, _ = tx.update(g, tx.init(p), p)
+        new = o.apply_updates(p, updates)
+        assert updates["b"] is None and new["b"] is p["b"]
+        assert new["a"].requires_grad and not new["b"].requires_grad
+
+
+MISTAKES = [
+    (lambda p: o.partition({"a": o.sgd(1.0)}, [("w", "a"), ("*", "c")]).init(p), "'c' is no label"),
+    (
+        lambda p: o.partition(GROUPS, [("*", "slow")]).init(p),
+        "no parameter is labelled 'fast', 'hold'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES)
+def test_labels_without_transforms_and_transforms_without_parameters(call: Any, says: str) -> None:
+    with pytest.raises(sl.ShardError, match=says) as caught:
+        call(PARAMS)
+    exec(caught.value.fix, {"transforms": GROUPS})
+
+
+def on_ranks(layouts: dict[str, str]) -> list[bool]:
+    want = alone()
+    got = steps(o.partition(GROUPS, WHICH), {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()})
+    return [torch.equal(sl.unshard(got[k]), want[k]) for k in want]
+
+
+def test_groups_on_real_ranks(pool: Any) -> None:
+    for answer in pool.run(on_ranks, LAYOUTS[0], x=2, y=2):
+        assert all(answer)
