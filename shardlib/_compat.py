@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "backward_now",
     "DispatchMode",
+    "FUSED_ATTENTION",
     "StorageWeakRef",
     "after_backward",
     "all_gather_single",
@@ -65,6 +66,21 @@ StorageWeakRef: Any = reductions.StorageWeakRef
 # name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations,
 # and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
+
+# What torch's attention runs below autograd where it does not fall to its math form; each gives the
+# output first, then what its backward needs.  Seen in 2.11, 2.13.  When one goes: a region that
+# keeps its attention (``remat="products"``) makes that again in backward.
+FUSED_ATTENTION: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+    if hasattr(torch.ops.aten, f"_scaled_dot_product_{name}")
+)
 
 
 def is_dtensor(x: Any) -> "TypeGuard[DTensor]":

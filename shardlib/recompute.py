@@ -1,18 +1,21 @@
-"""What surrounds a call, kept for code that runs again later.
+"""What surrounds a call, kept for code that runs again later, and results that it need not make again.
 
 torch.utils.checkpoint recomputes in backward, when the mesh, ``implicit``, ``saving``,
 ``algorithm`` and the parameters of ``apply`` are no longer in scope, or on a thread where they
-never were.
+never were.  ``Kept`` holds the results of a region's products and attention, so that its second
+run makes all else again but not these (``remat="products"``, see modules/remat.py).
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from shardlib._compat import intercept_recompute
+from torch import Tensor
+
+from shardlib._compat import FUSED_ATTENTION, DispatchMode, intercept_recompute
 from shardlib.mesh import bind, scope
 from shardlib.random import marks, replayed
 
-__all__: list[str] = []
+__all__ = ["Kept", "attention_once"]
 
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,3 +30,90 @@ def kept(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 intercept_recompute(kept)
+
+
+class Kept:
+    """Results of one region's operations, in their order: put in by its first run, then given back.
+
+    An operation asks ``given()``; where that is None it computes and says ``keep(results)``, or
+    ``keep()`` where its results alone would not do for its backward.  A result that was written to
+    in place since is not given back.
+
+    >>> import torch
+    >>> region = Kept()
+    >>> for run in range(2):
+    ...     region.begin()
+    ...     found = region.given()
+    ...     if found is None:
+    ...         region.keep(torch.ones(2))
+    ...     print(found)
+    None
+    (tensor([1., 1.]),)
+    """
+
+    def __init__(self) -> None:
+        self.results: list[tuple[tuple[Any, ...], list[tuple[Tensor, int]]]] = []
+        self.at = -1  # the operation that asked last
+        self.first = False  # the first run goes on
+
+    def begin(self) -> None:
+        """Say that the region runs once more, from its start."""
+        self.at, self.first = -1, not self.results
+
+    def given(self) -> tuple[Any, ...] | None:
+        """The next operation's results, where the first run kept them."""
+        self.at += 1
+        if self.first:
+            return None
+        found, watched = self.results[self.at]
+        if any(x._version != version for x, version in watched):
+            return None
+        return tuple(_alias(x) for x in found) or None
+
+    def keep(self, *results: Any) -> None:
+        """What ``given()`` answers in later runs; nothing: the operation runs again."""
+        if self.first:
+            held = tuple(_alias(x) for x in results)
+            self.results.append((held, []))
+            for x in held:
+                if isinstance(x, Tensor):
+                    self.watch(x)
+
+    def watch(self, x: Tensor) -> None:
+        """Results are given back only while nothing is written to ``x``, which shares them."""
+        self.results[self.at][1].append((x.detach(), x._version))
+
+
+def _alias(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def attention_once(run: Callable[[], Tensor]) -> Tensor:
+    """``run()``, a call of torch's attention; what its fused kernel gave is kept in the region."""
+    region = scope().region
+    if region is None:
+        return run()
+    kernel = _Fused(region.given())
+    with kernel:
+        out = run()
+    region.keep(*(kernel.results[0] if len(kernel.results) == 1 else ()))
+    region.watch(out)
+    return out
+
+
+class _Fused(DispatchMode):  # type: ignore[misc, valid-type]
+    """Below autograd: the fused kernel gives ``found``, or what it gives is noted in ``results``."""
+
+    def __init__(self, found: tuple[Any, ...] | None) -> None:
+        super().__init__()
+        self.found = found
+        self.results: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in FUSED_ATTENTION:
+            return func(*args, **(kwargs or {}))
+        if self.found is not None:
+            return self.found
+        out = func(*args, **(kwargs or {}))
+        self.results.append(tuple(_alias(x) for x in out))
+        return out

@@ -57,6 +57,7 @@ ORDER = [  # each may import from those before it
     "grad",
     "modules.experts",
     "modules.skeleton",
+    "modules.remat",
     "modules.parallelize",
     "modules.init",
     "modules.as_module",

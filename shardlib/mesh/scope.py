@@ -43,6 +43,7 @@ class Scope(NamedTuple):
     prefetch: Any = None  # the products of the call that runs
     rehearsal: Any = None  # told how often values are read, by a call that is planned
     opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
+    region: Any = None  # a recompute.Kept: what products and attention of this region leave there
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
     norms: dict[Any, Any] | None = None  # norms of gradients that this step has found out
     held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators

@@ -20,6 +20,7 @@ from shardlib.errors import ShardError, UnknownParameter
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.parallelize import Apply, Rules, matches, placed, swapped
+from shardlib.modules.remat import Remat
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
@@ -38,6 +39,7 @@ def init(
     axes: Mapping[str, str] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
+    remat: Remat = (),
     fill: Fill | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with fresh values, drawn shard by shard.
@@ -67,7 +69,9 @@ def init(
     ('f32[16@x, 8]', torch.Size([2, 16]))
     """
     mesh = as_mesh(mesh)
-    apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
+    apply, params = placed(
+        module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
+    )
     if not holds_values(mesh):
         return apply, params
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}

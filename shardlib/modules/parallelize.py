@@ -37,6 +37,7 @@ from shardlib.errors import (
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
 from shardlib.modules.experts import divided, standing_in
+from shardlib.modules.remat import Remat, regions, remembering
 from shardlib.modules.skeleton import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, shard, unshard
@@ -85,6 +86,7 @@ class Apply:
     ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
     says so.
     ``stacks``   modules of experts that are split, see experts.py.
+    ``remat``    module name -> what it keeps for backward, see remat.py.
 
     Threads may call it at once: a call that finds the tree in use runs on a copy of it.
     """
@@ -97,11 +99,13 @@ class Apply:
         inputs: Mapping[str, Layout],
         mesh: Mesh,
         out_layouts: Mapping[str, Layout] | None = None,
+        remat: Mapping[str, str] | None = None,
     ) -> None:
         plain = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.module = skeleton(module, plain)
         self.bare = skeleton(self.module)  # never run: what other copies are made of
-        self.copies = [Copy(self.module, layouts)]
+        self.remat = remat or {}
+        self.copies = [Copy(self.module, layouts, self.remat)]
         self.modes = [
             Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)
         ]
@@ -124,9 +128,7 @@ class Apply:
         self.check(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
-            # what forward writes to them ends with it
-            buffers = {n: b.clone() for n, b in self.buffers.items()}
-            return self._run(params, buffers, args, kwargs)[0]
+            return self._run(params, self.buffers, args, kwargs)[0]
         moved = object.__new__(Apply)
         moved.__dict__.update(self.__dict__, mesh=mesh)
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
@@ -137,7 +139,7 @@ class Apply:
     ) -> tuple[Any, dict[str, Tensor]]:
         """(output, new buffers) for modules that write to their buffers in forward."""
         self.check(params)
-        return self._run(params, {n: b.clone() for n, b in buffers.items()}, args, kwargs)
+        return self._run(params, buffers, args, kwargs)
 
     def _run(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any
@@ -156,16 +158,17 @@ class Apply:
             **params,
             **{n: giving(params[n], layout) for n, layout in self.out_layouts.items()},
         }
-        state = {**params, **buffers}
+        written: dict[str, Tensor] = {}
+        state = {**params, **{n: b.clone() for n, b in buffers.items()}}
         names = self.named(len(args), kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
         def run() -> Any:
             with self._running() as copy:
-                again = partial(copy.swapped, state)
+                again = partial(copy.swapped, state, written)
                 with self.calling(params), within(again=again), standing_in(copy.stacks):
-                    copy.state = state
+                    copy.state, own = state, {n: (state[n], _version(state[n])) for n in buffers}
                     try:
                         with exchanged(copy.module, state):
                             return copy.module(*args, **kwargs)
@@ -174,6 +177,9 @@ class Apply:
                         raise
                     finally:
                         copy.state = None
+                        for n, (b, version) in own.items():
+                            if state[n] is not b or _version(b) != version:
+                                written[n] = buffers[n]
 
         return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
 
@@ -184,7 +190,7 @@ class Apply:
             mode.follow()
         copy = next((c for c in self.copies if c.lock.acquire(blocking=False)), None)
         if copy is None:
-            copy = Copy(skeleton(self.bare), self.layouts)
+            copy = Copy(skeleton(self.bare), self.layouts, self.remat)
             copy.lock.acquire()
             self.copies.append(copy)
         try:
@@ -302,19 +308,27 @@ class Copy:
     ``stacks``  its modules of experts that are split.   ``state``  the tensors of the call that runs.
     """
 
-    def __init__(self, module: nn.Module, layouts: dict[str, Layout]) -> None:
+    def __init__(
+        self, module: nn.Module, layouts: dict[str, Layout], remat: Mapping[str, str]
+    ) -> None:
         self.module, self.stacks = module, divided(module, layouts)
         self.lock = threading.RLock()
         self.state: Any = None
+        remembering(module, remat)
 
-    def swapped(self, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    def swapped(
+        self, state: Mapping[str, Tensor], written: Mapping[str, Tensor], run: Callable[[], Any]
+    ) -> Any:
         """``run()`` once more, as the call with ``state`` saw the
         tree; that call may be the one that runs.
+
+        ``written``  what forward wrote to, as it was before: what is written again goes nowhere.
         """
+        seen = {**state, **{n: b.clone() for n, b in written.items()}}
         if self.state is state:
-            return swapped(self.module, state, self.stacks, run)
+            return swapped(self.module, seen, self.stacks, run)
         with self.lock:
-            return swapped(self.module, state, self.stacks, run)
+            return swapped(self.module, seen, self.stacks, run)
 
 
 class Mode:
@@ -328,6 +342,11 @@ class Mode:
         module = self.module()
         if module is not None and module.training is not self.seen:
             self.copy.training = self.seen = module.training
+
+
+def _version(x: Tensor) -> int:
+    """How often was written to a tensor in place."""
+    return (x.raw if isinstance(x, ShardedTensor) else x)._version
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -583,6 +602,7 @@ def parallelize(
     axes: Mapping[str, str] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
+    remat: Remat = (),
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)``, each parameter laid out by the first rule it matches.
 
@@ -594,6 +614,11 @@ def parallelize(
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which
                 a recipe leaves whole otherwise; the padding takes no part in the result and gets no
                 gradient.
+    ``remat``   (pattern, policy) over names of modules: what their calls keep for backward.
+                ``"full"`` keeps their inputs and makes the rest again, ``"products"`` also keeps
+                the results of products and attention, ``"host"`` moves what is kept to host memory,
+                ``"all"`` keeps it where it is.  A rule takes the outermost modules that match, a
+                module the first rule that takes it.  Gradients are the same, bit for bit.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed:
     ``apply`` runs on a copy of its tree that has no weights, so they are freed where the module is
@@ -609,7 +634,7 @@ def parallelize(
     >>> sl.typeof(params["weight"]), sl.typeof(out)
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
-    return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad)
+    return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad, remat=remat)
 
 
 _UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, RuleLint)
@@ -656,6 +681,7 @@ def placed(
     axes: Mapping[str, str] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
+    remat: Remat = (),
     blank: bool = False,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
@@ -665,6 +691,7 @@ def placed(
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
     _check_inputs(module, inputs or {})
+    policies = regions(module, remat)
     for n, lay in out_layouts.items():
         with _naming(n, rules, named):
             _read(lay, None, mesh)
@@ -679,4 +706,4 @@ def placed(
     for n, p in named.items():
         with _naming(n, rules, named):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
-    return Apply(module, layouts, tied, given, mesh, out_layouts), params
+    return Apply(module, layouts, tied, given, mesh, out_layouts, policies), params

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import unwrap, wrap
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
 
 __all__ = ["NOWHERE", "Axes", "Gradients", "Product", "Schedule"]
@@ -51,7 +51,11 @@ class Schedule(Protocol):
     def summed(self) -> Axes: ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, to which a bias is added, and what backward shall see of X and of W."""
+        """Y, to which a bias is added, and what backward shall see of X and of W.
+
+        Where that is not x and w themselves, a schedule with ``saves_blocks`` says it in a method
+        ``blocks(x, w)`` without computing Y, for a region that has Y already (``"products"``).
+        """
         ...
 
     def gradients(
@@ -83,11 +87,23 @@ class Product(Local):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.call = schedule, mesh, over
+        region = scope().region
+        found = None if region is None else region.given()
         with bind(mesh):
             bias = None if bias is None else wrap(bias, mesh)
-            y, kept_x, kept_w = schedule.forward(wrap(x, mesh), wrap(w, mesh), bias)
-        ctx.save_for_backward(unwrap(kept_x), unwrap(kept_w))
-        return unwrap(y)
+            local = wrap(x, mesh), wrap(w, mesh)
+            if found is None:
+                y, *saved = schedule.forward(*local, bias)
+            else:
+                (y,), saved = found, _without_product(schedule, *local)
+        ctx.save_for_backward(*map(unwrap, saved))
+        if found is not None:
+            return y
+        y = unwrap(y)
+        if region is not None:
+            blocks = saved[0] is local[0] and saved[1] is local[1]
+            region.keep(*([y] if blocks or getattr(schedule, "saves_blocks", False) else []))
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -104,6 +120,12 @@ class Product(Local):
             )
         dx = None if dx is None else unwrap(dx)
         return None, None, None, dx, None if dw is None else unwrap(dw), None
+
+
+def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """What backward shall see of X and of W, where Y is there already."""
+    blocks = getattr(schedule, "blocks", None)
+    return (x, w) if blocks is None else blocks(x, w)
 
 
 def _recorded(

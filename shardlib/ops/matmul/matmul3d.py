@@ -184,10 +184,19 @@ class Matmul3D:
             y, wide_x, wide_w = product(x, w, self.cube, bias=bias)
         else:
             y, wide_x, wide_w = product(x, gather.take() or w, self.cube, gather.start_next, bias)
-        if self.again is not None and self.x is not None:
-            self.again.readers += 1
-            x = wrap(self.x, current_mesh())
+        x, w = self.blocks(x, w)
         return y, wide_x if "x" in save else x, wide_w if "w" in save else w
+
+    @property
+    def saves_blocks(self) -> bool:
+        return not self.cube.save
+
+    def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What backward sees where it gathers both again: of an X gathered for several, its block."""
+        if self.again is None or self.x is None:
+            return x, w
+        self.again.readers += 1
+        return wrap(self.x, current_mesh()), w
 
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]

@@ -10,6 +10,7 @@ each W still passes in panels, so that no weight is gathered whole:
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class Streamed:
     x: Tensor | None = None
     wide: Wide | None = None
     summed: Axes = ()
+    saves_blocks: ClassVar[bool] = True
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Y of X [.., K] and W [K/axis, N], and for backward the blocks."""
@@ -64,10 +66,14 @@ class Streamed:
         ):
             add_product(y, part, panel)
         y = rounded(y, w.dtype, bias=bias).reshape(*x.shape[:-1], w.shape[-1])
+        return y, *self.blocks(x, w)
+
+    def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What backward sees: of X its block, where it will be gathered again."""
         if self.again is None or self.x is None:
-            return y, x, w
+            return x, w
         self.again.readers += 1
-        return y, wrap(self.x, current_mesh()), w
+        return wrap(self.x, current_mesh()), w
 
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]

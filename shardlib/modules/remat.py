@@ -1,0 +1,247 @@
+"""What a module's regions keep for backward, by rules: ``parallelize(..., remat=[(pattern, policy)])``.
+
+    "all"       keep what autograd keeps
+    "products"  keep the inputs and the results of products and attention; make the rest again
+    "full"      keep the inputs; make everything again, with its communication
+    "host"      keep what autograd keeps in host memory, and fetch it in backward
+
+A rule takes the outermost modules whose names match, each module the first rule that takes it; a
+rule may name modules inside those of another.  Draws are repeated, so that a dropout masks the same
+elements, and gradients are bit for bit those of ``"all"``.
+
+Source: Chen et al., arXiv 1604.06174 (checkpoints); Korthikanti et al., arXiv 2205.05198 (what to
+keep of a Transformer's block).
+"""
+
+import difflib
+import enum
+import fnmatch
+import functools
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from shardlib.errors import RuleLint
+from shardlib.mesh import within
+from shardlib.recompute import Kept
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["POLICIES", "Remat", "regions", "remembering"]
+
+POLICIES = ("all", "products", "full", "host")
+
+Pattern = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
+Remat = Sequence[tuple[Pattern, str]]
+
+
+def regions(module: nn.Module, rules: Remat) -> dict[str, str]:
+    """The policy of each module that a rule takes, by its name.
+
+    Raises: RuleLint for a policy that there is not, a pattern that matches no module, and one that
+    matches a list of modules, which is never called itself.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 2))
+    >>> regions(model, [("0", "full"), ("*.0", "products")])
+    {'0': 'full', '0.0': 'products'}
+    """
+    names = {n: m for n, m in module.named_modules() if n}
+    taken: dict[str, str] = {}
+    for pattern, policy in _read(rules):
+        found = [n for n, m in names.items() if _matches(pattern, n, m)]
+        outer = [n for n in found if not any(n.startswith(f"{o}.") for o in found)]
+        if not found:
+            near = difflib.get_close_matches(str(pattern).strip("*."), names, 1, 0.4)
+            raise RuleLint(
+                f"remat: {pattern!r} matches no module"
+                + (f" (nearest: {near[0]!r})" if near else ""),
+                op="parallelize",
+                operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
+                fix=f"sl.parallelize(module, rules, remat=[({(near or list(names) or ['*'])[0]!r}, "
+                f"{policy!r})])",
+            )
+        for n in outer:
+            if type(names[n]).forward in _NEVER_CALLED:
+                raise RuleLint(
+                    f"remat: {n!r} is a {type(names[n]).__name__}, which is never called itself",
+                    op="parallelize",
+                    fix=f"sl.parallelize(module, rules, remat=[({n + '.*'!r}, {policy!r})])",
+                )
+            taken.setdefault(n, policy)
+    return taken
+
+
+_NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward}
+
+
+def _read(rules: Remat) -> Iterable[tuple[Pattern, str]]:
+    """The rules, after a look at their form."""
+    for rule in [rules] if isinstance(rules, str) else rules:
+        well = isinstance(rule, tuple | list) and len(rule) == 2
+        if not well or not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
+            raise RuleLint(
+                f"remat is a list of (pattern, policy) over names of modules, not {rule!r}",
+                op="parallelize",
+                fix="sl.parallelize(module, rules, remat=[('*', 'full')])",
+            )
+        if rule[1] not in POLICIES:
+            near = difflib.get_close_matches(str(rule[1]), POLICIES, 1) or ["full"]
+            raise RuleLint(
+                f"remat: unknown policy {rule[1]!r}; there are {', '.join(POLICIES)}",
+                op="parallelize",
+                fix=f"sl.parallelize(module, rules, remat=[({rule[0]!r}, {near[0]!r})])",
+            )
+        yield rule[0], rule[1]
+
+
+def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(name) is not None
+    return bool(pattern(name, module))
+
+
+def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
+    """Have the forwards of these modules of a tree keep for backward what their policies say."""
+    for name, policy in policies.items():
+        m = module.get_submodule(name)
+        if policy == "host":
+            m.forward = _on_host(m, m.forward)
+        elif policy != "all":
+            m.forward = _made_again(m, m.forward, keeps=policy == "products")
+
+
+def _made_again(
+    module: nn.Module, forward: Callable[..., Any], keeps: bool
+) -> Callable[..., Any]:
+    """The forward as a region of torch's checkpoint; ``keeps`` the results of its products.
+
+    The second run sees what the first one saw: objects among the arguments as they were, such as a
+    cache of keys that the first run filled; what it writes to buffers goes nowhere.
+    """
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        kept = Kept() if keeps else None
+        before = {k: _Twin(v) for k, v in [*enumerate(args), *kwargs.items()] if _may_change(v)}
+        written: list[Tensor] | None = None
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            nonlocal written
+            if kept is not None:
+                kept.begin()
+            with within(region=kept):
+                if written is None:
+                    marks = [(b, _version(b)) for b in module.buffers()]
+                    try:
+                        return forward(*args, **kwargs)
+                    finally:
+                        written = [b for b, version in marks if _version(b) != version]
+                args = tuple(before[i]() if i in before else a for i, a in enumerate(args))
+                kwargs = {k: before[k]() if k in before else v for k, v in kwargs.items()}
+                held = [b.clone() for b in written]
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    with torch.no_grad():
+                        for b, value in zip(written, held, strict=True):
+                            b.copy_(value)
+
+        return checkpoint(region, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _version(x: Tensor) -> int:
+    return (x.raw if isinstance(x, ShardedTensor) else x)._version
+
+
+_FIXED = (Tensor, nn.Module, int, float, complex, str, bytes, enum.Enum, type, FunctionType)
+_FIXED_TOO = (torch.dtype, torch.device, torch.Size, range, slice, type(None), type(...))
+
+
+def _may_change(x: Any) -> bool:
+    """Whether an argument holds something a call may change: no tensor, number or container."""
+    return not all(
+        isinstance(leaf, _FIXED + _FIXED_TOO) for leaf in optree.tree_leaves(x, none_is_leaf=True)
+    )
+
+
+class _Twin:
+    """An object as it is now, with the same tensors and modules in it: each call makes it anew."""
+
+    def __init__(self, x: Any) -> None:
+        self.shared: list[Any] = []
+        self.x, self.text = x, io.BytesIO()
+        writer = pickle.Pickler(self.text)
+        writer.persistent_id = self._place  # type: ignore[method-assign]
+        try:
+            writer.dump(x)
+        except Exception:  # it cannot be copied: a lock, a file, a local class
+            self.text = io.BytesIO()
+
+    def _place(self, x: Any) -> int | None:
+        if not isinstance(x, Tensor | nn.Module):
+            return None
+        self.shared.append(x)
+        return len(self.shared) - 1
+
+    def __call__(self) -> Any:
+        if not self.text.getbuffer():
+            return self.x
+        reader = pickle.Unpickler(io.BytesIO(self.text.getvalue()))
+        reader.persistent_load = self.shared.__getitem__  # type: ignore[method-assign]
+        return reader.load()
+
+
+_SMALL = 4096  # bytes: what is less costs more to move than to keep
+
+
+def _on_host(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward whose saved tensors lie in host memory until backward; the weights stay."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with _host_memory([*module.parameters(), *module.buffers()]):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """What is saved under it goes to the host, where it is large and lies on a device."""
+    raws = (w.raw if isinstance(w, ShardedTensor) else w for w in weights)
+    stay = {raw.untyped_storage()._cdata for raw in raws}
+
+    def pack(x: Tensor) -> Any:
+        small = x.numel() * x.element_size() < _SMALL
+        if x.device.type == "cpu" or small or x.untyped_storage()._cdata in stay:
+            return x
+        if x.is_meta:  # a plan: nothing is left on the device
+            return x.shape, x.dtype
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        return there.copy_(x, non_blocking=True), x.device
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        there, where = kept
+        if isinstance(there, Tensor):
+            return there.to(where, non_blocking=True)
+        return torch.empty(there, dtype=where, device="meta")
+
+    return saved_tensors_hooks(pack, unpack)
