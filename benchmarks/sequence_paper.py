@@ -102,7 +102,7 @@ def _growth(length: int, embed: int, layers: int) -> tuple[int, int]:
     gradient(params)
     with open("/proc/self/status") as status:
         after = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    return sl.explain(lambda p, i, t: apply(p, i, t), params, (ids, ids)).peak, after - before
+    return sl.explain(lambda p, i, t: apply(p, i, t), params, (ids, ids)).transient, after - before
 
 
 def main() -> None:

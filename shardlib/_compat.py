@@ -26,6 +26,7 @@ __all__ = [
     "backward_now",
     "DispatchMode",
     "FUSED_ATTENTION",
+    "PRODUCTS",
     "StorageWeakRef",
     "after_backward",
     "all_gather_single",
@@ -80,6 +81,11 @@ FUSED_ATTENTION: frozenset[Any] = frozenset(
         "fused_attention_overrideable",
     )
     if hasattr(torch.ops.aten, f"_scaled_dot_product_{name}")
+)
+
+# What torch's products run below autograd.  Seen in 2.11, 2.13; as above.
+PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib._compat import FUSED_ATTENTION, DispatchMode, intercept_recompute
+from shardlib._compat import FUSED_ATTENTION, PRODUCTS, DispatchMode, intercept_recompute
 from shardlib.mesh import bind, scope
 from shardlib.random import marks, replayed
 
-__all__ = ["Kept", "attention_once"]
+__all__ = ["Kept", "once"]
 
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,12 +88,12 @@ def _alias(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def attention_once(run: Callable[[], Tensor]) -> Tensor:
-    """``run()``, a call of torch's attention; what its fused kernel gave is kept in the region."""
+def once(run: Callable[[], Tensor]) -> Tensor:
+    """``run()``, one call of torch's product or attention, whose kernel runs once in a region."""
     region = scope().region
     if region is None:
         return run()
-    kernel = _Fused(region.given())
+    kernel = _Kernel(region.given())
     with kernel:
         out = run()
     region.keep(*(kernel.results[0] if len(kernel.results) == 1 else ()))
@@ -101,8 +101,8 @@ def attention_once(run: Callable[[], Tensor]) -> Tensor:
     return out
 
 
-class _Fused(DispatchMode):  # type: ignore[misc, valid-type]
-    """Below autograd: the fused kernel gives ``found``, or what it gives is noted in ``results``."""
+class _Kernel(DispatchMode):  # type: ignore[misc, valid-type]
+    """Below autograd: the kernel gives ``found``, or what it gives is noted in ``results``."""
 
     def __init__(self, found: tuple[Any, ...] | None) -> None:
         super().__init__()
@@ -110,10 +110,11 @@ class _Fused(DispatchMode):  # type: ignore[misc, valid-type]
         self.results: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in FUSED_ATTENTION:
+        product = func in PRODUCTS
+        if not product and func not in FUSED_ATTENTION:
             return func(*args, **(kwargs or {}))
         if self.found is not None:
-            return self.found
+            return self.found[0] if product else self.found
         out = func(*args, **(kwargs or {}))
-        self.results.append(tuple(_alias(x) for x in out))
+        self.results.append(tuple(_alias(x) for x in ([out] if product else out)))
         return out

@@ -121,9 +121,7 @@ def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
             m.forward = _made_again(m, m.forward, keeps=policy == "products")
 
 
-def _made_again(
-    module: nn.Module, forward: Callable[..., Any], keeps: bool
-) -> Callable[..., Any]:
+def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
     """The forward as a region of torch's checkpoint; ``keeps`` the results of its products.
 
     The second run sees what the first one saw: objects among the arguments as they were, such as a

@@ -16,7 +16,7 @@ from shardlib.ops.attention.masks import Causal, Full
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
-from shardlib.recompute import attention_once
+from shardlib.recompute import once
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -108,7 +108,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh)
         )
         (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
-    raw = attention_once(lambda: local_call(func, mesh, (q.raw, k.raw, v.raw), given))
+    raw = once(lambda: local_call(func, mesh, (q.raw, k.raw, v.raw), given))
     deferred = q.deferred | k.deferred | v.deferred
     return ShardedTensor(
         raw,

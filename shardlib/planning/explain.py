@@ -63,8 +63,9 @@ class Explanation:
 
     ``rows``    in the order they run.
     ``bytes``   received per rank, forward and backward; ``messages`` likewise.
-    ``peak``    bytes alive at the most beside the parameters: what is
-                saved for backward, temporaries, gradients.
+    ``parameters``, ``state``  bytes of the parameters and of the optimizer's state, per rank.
+    ``transient``  bytes alive at the most beside them: what is saved for backward, as ``remat``
+                says, temporaries, gradients.   ``peak``  all three together.
     ``bound``   the least bytes that any algorithm must receive for the forward products, each alone
                 (Al Daas et al., SPAA 2022), and ``products`` what is received for them here.
     """
@@ -72,7 +73,12 @@ class Explanation:
     rows: list[Row]
     mesh: Mapping[str, int]
     parameters: int
-    peak: int
+    transient: int
+    state: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.parameters + self.state + self.transient
 
     @property
     def forward(self) -> Trace:
@@ -121,7 +127,10 @@ class Explanation:
             )
             lines.append(moved + chosen)
         lines.append(f"parameters  {_size(self.parameters)}")
-        lines.append(f"peak        {_size(self.peak)} beside them")
+        if self.state:
+            lines.append(f"state       {_size(self.state)} of the optimizer")
+        lines.append(f"transient   {_size(self.transient)} at the most, beside them")
+        lines.append(f"peak        {_size(self.peak)}")
         for name, t in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name:<11} {_size(t.bytes)} in {t.messages} messages")
         if self.bound:
@@ -142,6 +151,7 @@ def explain(
     *,
     mesh: Any = None,
     backward: bool = True,
+    tx: Any = None,
 ) -> Explanation:
     """Run ``apply(params, *inputs)`` on shapes alone and say what each operation would do.
 
@@ -149,6 +159,7 @@ def explain(
                   keyword arguments; only shapes are read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
+    ``tx``        an optimizer's transform, whose state is then part of the peak.
 
     Raises: what ``apply`` would raise, for example UnevenSplit at another size.
 
@@ -173,7 +184,7 @@ def explain(
         if isinstance(inputs, dict)
         else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
     )
-    return planned(lambda: _explained(apply, params, args, kwargs, sizes, backward))
+    return planned(lambda: _explained(apply, params, args, kwargs, sizes, backward, tx))
 
 
 def _explained(
@@ -183,6 +194,7 @@ def _explained(
     kwargs: Any,
     sizes: dict[str, int],
     backward: bool,
+    tx: Any,
 ) -> Explanation:
     with record(**sizes) as paper, trace() as t:
         ours = optree.tree_map(lambda x: _on_paper(x, paper), params)
@@ -196,12 +208,15 @@ def _explained(
                 watch.back(
                     out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]
                 )  # type: ignore[arg-type]
-    held = sum(
-        x.raw.numel() * x.raw.element_size()
-        for x in optree.tree_leaves(ours)
-        if isinstance(x, ShardedTensor)
-    )  # type: ignore[arg-type]
-    return Explanation(watch.rows, sizes, held, live.peak)
+        state = 0 if tx is None else _bytes(tx.init(ours))
+    return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state)
+
+
+def _bytes(tree: Any) -> int:
+    """Of the tensors in a tree, on one rank."""
+    found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
+    return sum(x.numel() * x.element_size() for x in raws)
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:

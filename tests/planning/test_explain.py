@@ -132,7 +132,7 @@ def step_memory() -> tuple[int, int]:
     ids = torch.zeros(2, 256, dtype=torch.int64)
     step = sl.value_and_grad(lambda p: apply(p, ids, ids))
     with sl.algorithm(attention="ring"):
-        paper = sl.explain(lambda p, i, t: apply(p, i, t), params, (ids, ids)).peak
+        paper = sl.explain(lambda p, i, t: apply(p, i, t), params, (ids, ids)).transient
         step(params)
         with Live() as live:
             step(params)

@@ -23,6 +23,7 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.panels import partial_product, summed_product
 from shardlib.ops.registry import Match, algorithm
+from shardlib.recompute import once
 from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, varied_wide
 
 __all__ = ["Matmul1D", "oned"]
@@ -92,9 +93,9 @@ def oned(case: MatmulCase) -> Match | str:
         axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
         if not (axes or over[1] or wide is not None):
             if bias is None:
-                return local_call(torch.matmul, x.mesh, (met, w.raw), {})
+                return once(lambda: local_call(torch.matmul, x.mesh, (met, w.raw), {}))
             if not lead(x.mesh):
-                return F.linear(met, w.raw.mT, bias)
+                return once(lambda: F.linear(met, w.raw.mT, bias))
         return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
 
     return Match(
