@@ -85,7 +85,8 @@ _NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward
 
 def _read(rules: Remat) -> Iterable[tuple[Pattern, str]]:
     """The rules, after a look at their form."""
-    for rule in [rules] if isinstance(rules, str) else rules:
+    given: list[Any] = [rules] if isinstance(rules, str) else list(rules)
+    for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
         if not well or not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
             raise RuleLint(
