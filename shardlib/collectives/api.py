@@ -24,9 +24,10 @@ from shardlib.mesh import Mesh, current_mesh, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
-    "each_rank", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played", "pmax", "pmean",
+    "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played",
+    "pmax", "pmean",
     "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "reductions",
-    "shift", "start", "start_ppermutes", "storage", "unwrap", "wrap",
+    "scatter_into", "shift", "start", "start_ppermutes", "storage", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -745,6 +746,45 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     else:
         now = None if known is None else Varies(known | over)
     return _following(x.ranks.view_as(x.ranks), mesh, now)
+
+
+# ---------------------------------------------------------------- in place, on flat vectors
+
+
+def scatter_into(
+    flat: Tensor,
+    out: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    *,
+    wire: torch.dtype | None = None,
+    land: Tensor | None = None,
+) -> Finish:
+    """Post ``psum_scatter`` of a storage of vectors [n]; its ``finish`` writes ``out`` [n / p].
+
+    ``land``  memory of n elements to receive in; fresh pages cost as much as the sum.
+    Moves and sums as psum_scatter does, bit for bit; half precision is summed in fp32, which
+    ``out`` may keep.  ``flat`` and ``land`` must stay until it is finished.
+    """
+    params = (0,) if wire is None or wire == flat.dtype else (0, wire)
+    if mesh.axis_size(axes) == 1:
+        return lambda: out.copy_(flat)
+    if traces := scope().traces:
+        _note(traces, _PSUM_SCATTER, flat, mesh, axes, params)
+    return backend(mesh).psum_scatter_into(flat, mesh, axes, out, *params[1:], land=land)
+
+
+def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+    """Post ``all_gather`` of vectors in place: each rank's own part of ``flat`` [n] is there already.
+
+    Moves what all_gather of the parts moves.
+    """
+    if mesh.axis_size(axes) == 1:
+        return lambda: flat
+    if traces := scope().traces:
+        part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
+        _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
+    return backend(mesh).all_gather_into(flat, mesh, axes)
 
 
 # ---------------------------------------------------------------- asynchronous form

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.collectives import unwrap, wrap
+from shardlib.collectives import (
+    blocks,
+    gather_into,
+    played,
+    scatter_into,
+    storage,
+    unwrap,
+    wrap,
+)
+from shardlib.mesh import coordinates, rank_along
 from tests import fixes
 from tests.collectives.primitives import (
     ADJOINTS,
@@ -281,3 +290,59 @@ def test_no_maximum_passes_over_a_nan(pool: Any, size: int) -> None:
     for found in pool.run(_largest_with_nan, size, x=4):
         assert [i for i, v in enumerate(found) if v != v] == [size // 2]
         assert found[-1] == size - 1 or size == 1
+
+
+FLAT = [({"x": 4}, ("x",)), ({"x": 2, "y": 2}, ("y", "x")), ({"x": 2, "y": 2}, ("y",))]
+
+
+def flat_vectors(axes: tuple[str, ...]) -> list[str]:
+    """What differs between the collectives on flat vectors and those that allocate."""
+    mesh, wrong = sl.current_mesh(), []
+    for n, dtype, wire in [
+        (8, torch.float32, None),
+        (1 << 17, torch.float32, None),
+        (1 << 17, torch.float32, torch.bfloat16),
+        (1 << 17, torch.bfloat16, None),
+    ]:
+        p = mesh.axis_size(axes)
+        g = torch.Generator().manual_seed(n)
+        every = [torch.randn(n, generator=g).to(dtype) for _ in range(mesh.size)]
+        place = {tuple(c.items()): i for i, c in enumerate(coordinates(mesh.axes))}
+        raw = storage([every[place[tuple(c.items())]] for c in played(mesh)], mesh)
+        out = torch.empty_like(raw[..., : n // p])
+        want = unwrap(sl.psum_scatter(wrap(raw, mesh), axes, 0, wire))
+        with sl.trace() as one:
+            unwrap(sl.psum_scatter(wrap(raw, mesh), axes, 0, wire))
+            unwrap(sl.all_gather(wrap(want, mesh), axes))
+        with sl.trace() as two:
+            land = torch.empty_like(raw)
+            got = scatter_into(raw.clone(), out, mesh, axes, wire=wire, land=land)()
+            flat = torch.zeros_like(raw)
+            parts = flat.unflatten(-1, (p, -1))
+            for view, mine, c in zip(
+                blocks(parts, mesh), blocks(got, mesh), played(mesh), strict=True
+            ):
+                view[rank_along(axes, c, mesh.axes)] = mine
+            gather_into(flat, mesh, axes)()
+        if dtype is torch.float32 and not torch.equal(got, want):
+            wrong.append(f"sum {n} {dtype} {wire}")
+        if not torch.equal(flat, unwrap(sl.all_gather(wrap(got, mesh), axes))):
+            wrong.append(f"gather {n} {dtype}")
+        if (one.bytes, one.messages) != (two.bytes, two.messages):
+            wrong.append(f"counts {n} {dtype} {wire}: {one.bytes} {two.bytes}")
+        wide = torch.zeros(*got.shape, dtype=torch.float32)
+        if dtype is torch.bfloat16 and not torch.equal(
+            scatter_into(raw, wide, mesh, axes)(),
+            unwrap(sl.psum_scatter(wrap(raw.float(), mesh), axes)),
+        ):
+            wrong.append(f"half precision {n}")
+    return wrong
+
+
+@pytest.mark.parametrize(("mesh", "axes"), FLAT)
+def test_collectives_on_flat_vectors_are_those_that_allocate(
+    mesh: dict[str, int], axes: tuple[str, ...], pool: Any
+) -> None:
+    with sl.simulate(**mesh):
+        assert flat_vectors(axes) == []
+    assert pool.run(flat_vectors, axes, **mesh) == [[]] * 4

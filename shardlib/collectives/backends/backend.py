@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class Backend(Protocol):
-    """The twelve collectives, and what storages look like."""
+    """The collectives, and what storages look like."""
 
     holds_values: bool
     """False where blocks are shapes only."""
@@ -64,6 +64,22 @@ class Backend(Protocol):
     def psum_scatter(
         self, x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
     ) -> Finish: ...
+
+    def psum_scatter_into(
+        self,
+        x: Tensor,
+        mesh: Mesh,
+        axes: Axes,
+        out: Tensor,
+        wire: torch.dtype | None = None,
+        land: Tensor | None = None,
+    ) -> Finish:
+        """psum_scatter of vectors, into ``out``; ``land`` is memory of x's size to receive in."""
+        ...
+
+    def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+        """all_gather of vectors in place: this rank's part lies where it belongs already."""
+        ...
 
     def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
         """This rank's block along a dimension; moves nothing."""

@@ -226,6 +226,77 @@ def psum_scatter(
     return finish
 
 
+def psum_scatter_into(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: Tensor,
+    wire: torch.dtype | None = None,
+    land: Tensor | None = None,
+) -> Finish:
+    """As psum_scatter, bit for bit, without memory of its own where ``land`` is given."""
+    g = group(mesh, axes)
+    parts = x.view(g.size, -1)
+    own = parts[g.index]
+    parts = parts if g.order is None else parts[_inverse(g.order)]
+    if g.native and wire is None and out.dtype == x.dtype:
+        work = reduce_scatter_single(out, parts.view(-1), group=g.handle, async_op=True)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return out
+
+        return arrived
+    sent = parts if wire is None else parts.to(wire)
+    fits = land is not None and land.dtype == sent.dtype
+    came = land[: x.numel()].view_as(sent) if fits and land is not None else torch.empty_like(sent)
+    works = _exchange(came, sent, g)
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        blocks = list(came) if g.order is None else [came[i] for i in g.order]
+        if wire is not None:
+            blocks[g.index] = own
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        if half or {b.dtype for b in blocks} != {out.dtype}:
+            wide = torch.float32 if half else x.dtype
+            return out.copy_(_summed([b.to(wide) for b in blocks], wide))
+        torch.add(blocks[0], blocks[1], out=out)
+        for b in blocks[2:]:
+            out.add_(b)
+        return out
+
+    return finish
+
+
+def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+    g = group(mesh, axes)
+    parts = flat.view(g.size, -1)
+    me = g.places[g.index]
+    if g.native or parts[0].numel() * flat.element_size() < _LARGE:
+        if g.order is not None:
+            later = all_gather(parts[g.index].clone(), mesh, axes, 0)
+            return lambda: flat.copy_(later())
+        mine = parts[me] if g.native else parts[me].clone()
+        works = [all_gather_single(flat, mine, group=g.handle, async_op=True)]
+    else:
+        # place within the process group -> which part of the vector
+        at = {place: i for i, place in enumerate(g.places)}
+        tag, others = next(g.turns), range(1, g.size)
+        works = [
+            g.handle.recv([parts[at[(me - i) % g.size]]], (me - i) % g.size, tag) for i in others
+        ]
+        works += [g.handle.send([parts[g.index]], (me + i) % g.size, tag) for i in others]
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return flat
+
+    return finish
+
+
 def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 

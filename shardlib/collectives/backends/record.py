@@ -98,6 +98,23 @@ def psum_scatter(
 
 
 @at_once
+def psum_scatter_into(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: Tensor,
+    wire: torch.dtype | None = None,
+    land: Tensor | None = None,
+) -> Tensor:
+    return out
+
+
+@at_once
+def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    return flat
+
+
+@at_once
 def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
     return x.new_empty(
         [n // mesh.axis_size(axes) if d == dim else n for d, n in enumerate(x.shape)]

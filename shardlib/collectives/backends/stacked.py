@@ -91,6 +91,24 @@ def psum_scatter(
 
 
 @at_once
+def psum_scatter_into(
+    x: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    out: Tensor,
+    wire: torch.dtype | None = None,
+    land: Tensor | None = None,
+) -> Tensor:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return out.copy_(psum_scatter(x.float() if half else x, mesh, axes, 0, wire)())
+
+
+@at_once
+def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    return flat.copy_(all_gather(pslice(flat, mesh, axes, 0)(), mesh, axes, 0)())
+
+
+@at_once
 def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
     y, order = _split(x, mesh, axes)
     p = y.shape[1]
