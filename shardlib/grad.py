@@ -1,7 +1,8 @@
 """Gradients of functions of sharded parameters, as values."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import optree
 import torch
@@ -11,6 +12,15 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.tensor import ShardedTensor, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
+
+
+class TakesGradients(Protocol):
+    """What ``into=`` takes: a transform that has buckets, see ``sl.optim.zero``."""
+
+    @property
+    def sink(self) -> Callable[[Any], Any] | None:
+        """Parameters -> an object with ``pending`` axes, ``take(leaf, gradient)``, ``finish()``."""
+        ...
 
 
 P = ParamSpec("P")
@@ -53,6 +63,20 @@ def value_and_grad(
 ) -> Callable[P, tuple[Tensor, tuple[object, ...]]]: ...
 @overload
 def value_and_grad(
+    f: Callable[Concatenate[Params, P], Tensor],
+    *,
+    has_aux: Literal[False] = False,
+    into: TakesGradients,
+) -> Callable[Concatenate[Params, P], tuple[Tensor, dict[str, ShardedTensor]]]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Params, P], tuple[Tensor, Aux]],
+    *,
+    has_aux: Literal[True],
+    into: TakesGradients,
+) -> Callable[Concatenate[Params, P], tuple[tuple[Tensor, Aux], dict[str, ShardedTensor]]]: ...
+@overload
+def value_and_grad(
     f: Callable[P, object],
     argnums: int | Sequence[int] = 0,
     *,
@@ -65,6 +89,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     pending: str | Sequence[str] = (),
+    into: TakesGradients | None = None,
 ) -> Callable[..., tuple[object, object]]:
     """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
@@ -73,6 +98,8 @@ def value_and_grad(
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
     ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
+    ``into``     a transform made by ``zero``: gradients are copied into its buckets as backward
+                 makes them, and at stage 2 reduce-scattered meanwhile; they come as ``Buckets``.
 
     A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad,
     the others are frozen: their gradient is None, nothing is computed or moved for it, and
@@ -90,6 +117,8 @@ def value_and_grad(
     (28.0, 'f32[4@x]', 'f32[4@x]{sum:data}', [4.0, 6.0, 8.0, 10.0])
     """
     axes = (pending,) if isinstance(pending, str) else tuple(pending)
+    if into is not None:
+        _check_into(into, axes, argnums)
     several = not isinstance(argnums, int)
     numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
 
@@ -98,7 +127,9 @@ def value_and_grad(
         given: Any = [args[i] for i in at]
         leaves, tree = optree.tree_flatten(given)
         frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
-        ours = [_held(x) if f else _leaf(x, axes) for x, f in zip(leaves, frozen_at, strict=True)]
+        sink = None if into is None or into.sink is None else into.sink(given[0])
+        over = axes if sink is None else sink.pending
+        ours = [_held(x) if f else _leaf(x, over) for x, f in zip(leaves, frozen_at, strict=True)]
         inner = list(args)
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
@@ -114,20 +145,42 @@ def value_and_grad(
             raw = _ready(loss)
         asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
         wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
+        hooks = []
+        if sink is not None:
+            hooks = [r.register_hook(partial(sink.take, i)) for i, r in enumerate(wanted)]
         found = (
             torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
             if raw.requires_grad
             else [None] * len(wanted)
         )
+        value = loss.detach()
+        if sink is not None:
+            for hook in hooks:
+                hook.remove()
+            return ((value, aux) if has_aux else value), sink.finish()
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
-        value = loss.detach()
         by_argument = optree.tree_unflatten(tree, grads)
         return ((value, aux) if has_aux else value), tuple(by_argument) if several else by_argument[
             0
         ]
 
     return run
+
+
+def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: Any) -> None:
+    if getattr(into, "sink", None) is None:
+        raise ShardError(
+            f"{type(into).__name__} has no buckets for gradients",
+            op="value_and_grad",
+            fix='tx = sl.optim.zero(tx, axis="data", stage=2)',
+        )
+    if axes or argnums != 0:
+        raise ShardError(
+            "into= says itself what is pending, and takes the gradients of the first argument",
+            op="value_and_grad",
+            fix="sl.value_and_grad(f, into=tx)(params)",
+        )
 
 
 def _held(x: Any) -> Any:

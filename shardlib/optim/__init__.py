@@ -14,16 +14,17 @@ from shardlib.optim.guard import loss_scale, skip_nonfinite
 from shardlib.optim.lamb import lamb
 from shardlib.optim.momentum import lion, sgd
 from shardlib.optim.schedules import constant, cosine, joined, linear, warmup_cosine, wsd
+from shardlib.optim.step import Info, step
 from shardlib.optim.transform import Transform
 from shardlib.optim.trees import apply_updates
 from shardlib.optim.wrap import averaged, ema, inject_hyperparams, multi_steps
-from shardlib.optim.zero import zero
+from shardlib.optim.zero import ZeroState, zero
 
 __all__ = [
-    "Transform", "adagrad", "adam", "adamw", "apply_updates", "averaged", "chain",
-    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "constant", "cosine",
-    "ema", "global_norm", "identity", "inject_hyperparams", "is_finite", "joined", "lamb",
-    "linear", "lion", "loss_scale", "masked", "multi_steps", "partition", "rmsprop", "scale",
-    "scale_by_schedule", "set_to_zero", "sgd", "skip_nonfinite", "warmup_cosine", "wsd",
-    "zero",
+    "Info", "Transform", "ZeroState", "adagrad", "adam", "adamw", "apply_updates", "averaged",
+    "chain", "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "constant",
+    "cosine", "ema", "global_norm", "identity", "inject_hyperparams", "is_finite", "joined",
+    "lamb", "linear", "lion", "loss_scale", "masked", "multi_steps", "partition", "rmsprop",
+    "scale", "scale_by_schedule", "set_to_zero", "sgd", "skip_nonfinite", "step",
+    "warmup_cosine", "wsd", "zero",
 ]  # fmt: skip

@@ -1,13 +1,15 @@
 """Flat buckets: many parameter blocks end to end in one vector, and where each one stands.
 
-The index is a pure value made of sizes and names; ``flatten`` and ``unflatten`` follow it.
-Blocks share a bucket if they have one dtype and are split over the same mesh axes, so that all
-of a bucket is replicated alike.  Its length divides the number of ranks it will be cut for.
+The index is a pure value made of sizes and names.  Blocks share a bucket if they have one dtype
+and are split over the same mesh axes, so that all of a bucket is replicated alike.  Slots begin at
+multiples of ``ALIGN`` elements and a bucket's length is one of ``ALIGN`` times the ranks it is cut
+for, so that no cut falls inside a vector of a kernel: torch's fused kernels round the elements
+after the last whole vector of a call otherwise than the others.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,8 +22,12 @@ from shardlib.collectives import blocks, played
 from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
-    "Bucket", "Buckets", "Item", "Part", "Slot", "flatten", "index", "parts", "unflatten",
+    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Slot", "flatten", "index", "parts",
+    "unflatten",
 ]  # fmt: skip
+
+ALIGN = 64
+"""Elements: 512 bits of one byte each, the widest vector of any dtype."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Item:
 
     Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
     text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
-    taken for it.
+    taken for it.  ``whole`` is its global shape; leaves of two groups share no bucket.
     """
 
     path: str
@@ -39,6 +45,8 @@ class Item:
     axes: tuple[str, ...]
     value: int
     place: str = ""
+    whole: tuple[int, ...] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots end to end, then padding up to ``length``."""
+    """Slots one after the other, each at a multiple of ALIGN, then padding up to ``length``."""
 
     name: str
     dtype: torch.dtype
@@ -61,44 +69,133 @@ class Bucket:
     slots: tuple[Slot, ...]
     length: int
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of what belongs to no slot."""
+        starts = [*(s.offset for s in self.slots[1:]), self.length]
+        ends = [s.offset + s.length for s in self.slots]
+        return tuple((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Which leaf stands where in which bucket, and over which axes the buckets are cut.
+
+    ``items``    the leaves, in the order of their tree.    ``buckets``  as they fill in backward.
+    ``axes``     cut over these, major first, into ``ways`` parts.
+    """
+
+    items: tuple[Item, ...]
+    buckets: tuple[Bucket, ...]
+    axes: tuple[str, ...]
+    ways: int
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.buckets)
+
+    @cached_property
+    def where(self) -> dict[int, tuple[int, Slot]]:
+        """Leaf number -> (bucket number, slot)."""
+        return {
+            i: (b, slot)
+            for b, bucket in enumerate(self.buckets)
+            for slot in bucket.slots
+            for i in slot.leaves
+        }
+
+    @cached_property
+    def tied(self) -> frozenset[int]:
+        """Numbers of the buckets with tied leaves, whose gradients may come one after the other."""
+        return frozenset(
+            b
+            for b, bucket in enumerate(self.buckets)
+            if any(len(s.leaves) > 1 for s in bucket.slots)
+        )
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.items, self.buckets, self.axes, self.ways
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Index) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self.buckets)
+
+    def __reduce__(self) -> Any:
+        return Index, self._key
+
 
 @lru_cache(maxsize=256)
-def index(items: tuple[Item, ...], ways: int, most_bytes: int) -> tuple[Bucket, ...]:
+def index(
+    items: tuple[Item, ...],
+    axes: tuple[str, ...],
+    ways: int,
+    most_bytes: int,
+    order: tuple[int, ...] | None = None,
+) -> Index:
     """Buckets of at most ``most_bytes`` (or one leaf), each divisible in ``ways`` parts.
 
+    ``order``  leaf numbers in the order in which they enter; their gradients should arrive so.
+
     >>> items = (Item("w", (2, 3), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
-    >>> [(b.length, [s.offset for s in b.slots]) for b in index(items, 4, 1 << 20)]
-    [(12, [0, 6])]
+    >>> [(b.length, [s.offset for s in b.slots]) for b in index(items, ("x",), 4, 1 << 20).buckets]
+    [(256, [0, 64])]
     """
     tied: dict[int, list[int]] = {}
     for i, item in enumerate(items):
         tied.setdefault(item.value, []).append(i)
-    kinds: dict[tuple[torch.dtype, tuple[str, ...]], list[list[Slot]]] = {}
-    for leaves in tied.values():
-        item = items[leaves[0]]
-        length = math.prod(item.shape)
-        runs = kinds.setdefault((item.dtype, item.axes), [[]])
-        end = runs[-1][-1].offset + runs[-1][-1].length if runs[-1] else 0
-        if runs[-1] and (end + length) * item.dtype.itemsize > most_bytes:
-            runs.append([])
+    begun: dict[Any, list[Slot]] = {}
+    done: list[tuple[Any, list[Slot]]] = []
+    placed: set[int] = set()
+    for i in range(len(items)) if order is None else order:
+        item = items[i]
+        if item.value in placed:
+            continue
+        placed.add(item.value)
+        key, length = (item.dtype, item.axes, item.group), math.prod(item.shape)
+        slots = begun.setdefault(key, [])
+        end = _up(slots[-1].offset + slots[-1].length, ALIGN) if slots else 0
+        if slots and (end + length) * item.dtype.itemsize > most_bytes:
+            done.append((key, slots))
+            slots = begun[key] = []
             end = 0
-        runs[-1].append(Slot(tuple(leaves), end, length, item.shape))
-    out = []
-    for (dtype, axes), runs in kinds.items():
-        for k, slots in enumerate(runs):
-            used = slots[-1].offset + slots[-1].length
-            places = "\n".join(f"{s.shape} {items[s.leaves[0]].place}" for s in slots)
-            digest = hashlib.blake2b(places.encode(), digest_size=4).hexdigest()
-            name = f"{str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'} {k} {digest}"
-            out.append(Bucket(name, dtype, axes, tuple(slots), -(-used // ways) * ways))
-    return tuple(out)
+        slots.append(Slot(tuple(tied[item.value]), end, length, item.shape))
+    done += [(key, slots) for key, slots in begun.items() if slots]
+    return Index(
+        items,
+        tuple(_bucket(items, k, key, slots, ways) for k, (key, slots) in enumerate(done)),
+        axes,
+        ways,
+    )
+
+
+def _bucket(items: Sequence[Item], k: int, key: Any, slots: list[Slot], ways: int) -> Bucket:
+    dtype, axes, group = key
+    places = "\n".join(f"{s.shape} {items[s.leaves[0]].place}" for s in slots)
+    digest = hashlib.blake2b(places.encode(), digest_size=4).hexdigest()
+    name = f"{str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'} {group}{k} {digest}"
+    used = slots[-1].offset + slots[-1].length
+    return Bucket(name, dtype, axes, tuple(slots), max(_up(used, ALIGN * ways), ALIGN * ways))
+
+
+def _up(n: int, by: int) -> int:
+    return -(-n // by) * by
 
 
 def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The bucket's vector [length] from all leaves' local blocks."""
-    parts = [blocks[slot.leaves[0]].reshape(-1) for slot in bucket.slots]
-    pad = bucket.length - bucket.slots[-1].offset - bucket.slots[-1].length
-    return torch.cat([*parts, parts[0].new_zeros(pad)] if pad else parts)
+    """The bucket's vector [length] from all leaves' local blocks; those of tied leaves are added."""
+    found: list[Tensor] = []
+    at = 0
+    for slot in bucket.slots:
+        block = blocks[slot.leaves[0]].reshape(-1)
+        for i in slot.leaves[1:]:
+            block = block + blocks[i].reshape(-1)
+        found += [block.new_zeros(slot.offset - at)] if slot.offset > at else []
+        found.append(block)
+        at = slot.offset + slot.length
+    found += [found[0].new_zeros(bucket.length - at)] if bucket.length > at else []
+    return torch.cat(found)
 
 
 def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
@@ -124,10 +221,10 @@ class Part:
 def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
     """What rank ``rank`` of ``ways`` holds of a bucket, slot by slot; what is empty is left out.
 
-    >>> items = (Item("w", (2, 3), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
-    >>> (bucket,) = index(items, 2, 1 << 20)
+    >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
+    >>> (bucket,) = index(items, ("x",), 2, 1 << 20).buckets
     >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1, 2)]
-    [(0, 0, 5, 1), (6, 1, 0, 3)]
+    [(128, 0, 0, 3)]
     """
     n, out = bucket.length // ways, []
     lo = rank * n
@@ -141,59 +238,63 @@ def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
 class Buckets(dict[str, Any]):
     """Bucket name -> this rank's part of it, a vector; a node of trees that keeps its index.
 
-    ``index``  the buckets, in order.   ``axes``  what they are cut over.   ``mesh``  its mesh.
-    ``paths``  leaf number -> the parameter's path, as ``Slot.leaves`` counts them.
+    ``index``  the Index of the buckets.      ``mesh``  the mesh over whose axes they are cut.
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any] | Iterable[tuple[str, Any]],
-        index: tuple[Bucket, ...],
-        axes: tuple[str, ...],
-        mesh: Mesh,
-        paths: tuple[str, ...] = (),
+        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], index: Index, mesh: Mesh
     ) -> None:
         super().__init__(values)
-        self.index, self.axes, self.mesh, self.paths = index, axes, mesh, paths
+        self.index, self.mesh = index, mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which they are cut."""
+        return self.index.axes
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
         """Other values under the same index."""
-        return Buckets(values, self.index, self.axes, self.mesh, self.paths)
+        return Buckets(values, self.index, self.mesh)
 
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:
         """(bucket, number of the rank among those played here, part) of each piece, in order."""
-        ways = self.mesh.axis_size(self.axes)
-        places = [rank_along(self.axes, c, self.mesh.axes) for c in played(self.mesh)]
-        return [
-            (bucket, i, part)
-            for bucket in self.index
-            for i, rank in enumerate(places)
-            for part in parts(bucket, rank, ways)
-        ]
+        return held(self.index, self.mesh)
 
     @cached_property
     def pieces(self) -> list[Tensor]:
         """The parts of the slots as plain vectors, views made once: what is written to them stays."""
-        ranks = {b.name: blocks(self[b.name].raw.detach(), self.mesh) for b in self.index}
+        ranks = {b.name: blocks(self[b.name].raw.detach(), self.mesh) for b in self.index.buckets}
         return [ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held]
 
     def __reduce__(self) -> Any:
-        return Buckets, (dict(self), self.index, self.axes, self.mesh, self.paths)
+        return Buckets, (dict(self), self.index, self.mesh)
+
+
+def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
+    """(bucket, number of the rank among those played here, part) of each piece, in order."""
+    places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
+    return [
+        (bucket, i, part)
+        for bucket in index.buckets
+        for i, rank in enumerate(places)
+        for part in parts(bucket, rank, index.ways)
+    ]
 
 
 def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:
-    names = [b.name for b in tree.index]
-    return [tree[n] for n in names], (tree.index, tree.axes, tree.mesh, tree.paths), names
+    names = [b.name for b in tree.index.buckets]
+    return [tree[n] for n in names], (tree.index, tree.mesh), names
 
 
-def _unflat(where: Any, children: Iterable[Any]) -> Buckets:
-    return Buckets(zip([b.name for b in where[0]], children, strict=True), *where)
+def _unflat(where: tuple[Index, Mesh], children: Iterable[Any]) -> Buckets:
+    names = [b.name for b in where[0].buckets]
+    return Buckets(zip(names, children, strict=True), *where)
 
 
 optree.register_pytree_node(
     Buckets,
-    _flat,
-    _unflat,
+    _flat,  # type: ignore[arg-type]
+    _unflat,  # type: ignore[arg-type]
     namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
 )

@@ -38,12 +38,14 @@ class Step:
     ``norm``     their global norm before clipping, where a transform asked for it.
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state stay as they are.
+    ``ask``      whether the norm is to be found out, also where no transform needs it.
     """
 
     scale: Tensor | None = None
     norm: Tensor | None = None
     lr: float | None = None
     skipped: bool = False
+    ask: bool = False
 
     def divide(self, by: Tensor) -> None:
         """Gradients count as divided by ``by`` from here on."""

@@ -1,44 +1,80 @@
-"""ZeRO: any elementwise optimizer with its state split over the data axis.
+"""ZeRO: any optimizer with its state, its gradients and its parameters split over data axes.
 
 ``zero(tx, axis)`` lays the parameters' local blocks, whatever their tensor-parallel layout, end
-to end in flat buckets; each rank along ``axis`` updates its own 1/N of every bucket and the
-updates are gathered.  A bucket's shard is itself a ShardedTensor, a vector split over the
-parameters' axes and ``axis``, so the inner transforms (clipping too) see ordinary values.
+to end in flat buckets; each rank along ``axis`` updates its own 1/N of every bucket.  A bucket's
+part is itself a ShardedTensor, a vector split over the parameters' axes and ``axis``, so the inner
+transforms (clipping too) see ordinary values.
 
 Per step, with P bytes of parameters on a rank: gradients pending over ``axis`` are
-reduce-scattered, (N-1)/N P, and updates gathered, (N-1)/N P.
+reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 
-Source: Rajbhandari et al., arXiv 1910.02054, section 5.1 (stage 1, P_os).
+Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, pslice, psum_scatter, unwrap, wrap
+from shardlib.collectives import all_gather, lead, pslice, unwrap, wrap
 from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Item, flatten, index, unflatten
-from shardlib.optim.transform import Transform
-from shardlib.optim.trees import trainable
-from shardlib.tensor import Place, ShardedTensor, typeof
+from shardlib.optim.buckets import Buckets, Index, Item, flatten, index, unflatten
+from shardlib.optim.clip import global_norm
+from shardlib.optim.flat import Hops, Memory, adopt, gather, own, shard_place
+from shardlib.optim.sink import Sink
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["zero"]
+__all__ = ["ZeroState", "zero"]
+
+Master = Literal["fp32", "bf16+rem"]
 
 
-def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -> Transform:
-    """Split ``tx``'s state over mesh axis ``axis``; parameters and gradients keep their layouts.
+class ZeroState(NamedTuple):
+    """State of the inner transform, and what makes half precision parameters exact.
 
-    ``tx``  elementwise, or with a global norm inside
-            (``chain(clip_by_global_norm(1), adamw(..))``).
-    Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here)
-    or already summed (sliced, nothing moves).  Frozen parameters are in no bucket.  Updates equal
-    ``tx``'s own, bit for bit, given the same reduced gradient.
-    Raises: Unsupported for stages other than 1 and for transforms of the tree's structure.
+    ``master``  the parameters' parts in fp32, or 16 bits that the parameters lack of them.
+    """
+
+    inner: Any
+    master: Buckets
+
+
+def zero(
+    tx: Transform,
+    axis: str | Sequence[str],
+    stage: int = 1,
+    *,
+    bucket_mb: float = 25.0,
+    master: Master | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None = None,
+    inner: str | None = None,
+) -> Transform:
+    """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
+
+    ``tx``      any transform but those of the tree's structure.
+    ``axis``    one mesh axis or several, the first of them major.
+    ``stage``   1: the state is split.  2: gradients too: ``value_and_grad(loss, into=tx)``
+                reduce-scatters each bucket while backward still runs, and keeps parts alone.
+    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more.
+    ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
+                      the 16 bits that a bfloat16 parameter lacks of fp32.
+    ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in fp32.
+    ``gather_dtype``  in which parameters travel, else their own; a narrower one needs a master.
+    ``inner``         a second axis, of faster links: parts lie over both, gradients are first
+                      reduced over ``inner``, so that over ``axis`` only 1/inner of them travels.
+
+    Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
+    in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
+    Frozen parameters are in no bucket.  Updates equal ``tx``'s own, bit for bit, given the same
+    reduced gradient.
+    Raises: Unsupported for transforms of the tree's structure.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -47,51 +83,353 @@ def zero(tx: Transform, axis: str, stage: int = 1, *, bucket_mb: float = 25.0) -
     ...     state = tx.init(params)
     ...     updates, state = tx.update(params, state, params)
     >>> sl.typeof(updates["w"]), *(sl.typeof(m) for m in state.mu.values())  # one bucket
-    ('f32[4@x, 6]', 'f32[24@(x data)]')
+    ('f32[4@x, 6]', 'f32[256@(x data)]')
     """
-    if stage != 1:
-        raise Unsupported(
-            f"stage {stage} is not built; stage 1 is",
-            op="zero",
-            fix=f"sl.optim.zero(tx, axis={axis!r}, stage=1)",
-        )
-    if tx.trait == "tree":
-        raise Unsupported(
-            "this transform looks at single parameters, and zero shows it flat buckets",
-            op="zero",
-            fix=f"sl.optim.chain(masked, sl.optim.zero(rest, axis={axis!r}))",
-        )
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
+    cut = axes if inner is None else (inner, *axes)
+    hops: Hops = (cut,) if inner is None else ((inner,), axes)
+    memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20))
+
+    def sink_for(
+        where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
+    ) -> Sink:
+        """Buckets of gradients as ``like``, one of each bucket's leaves."""
+        exact = reduce_dtype is None or reduce_dtype == torch.float32
+        dtypes = [(t.dtype, _wide(t.dtype) if exact else t.dtype) for t in like]
+        wires = {t.dtype for t in like} - {reduce_dtype}
+        wire = reduce_dtype if reduce_dtype is not None and wires else None
+        return Sink(where, mesh, hops, room, dtypes, device=like[0].device, wire=wire, **how)
+
+    def reduced(grads: Any, where: Index, mesh: Mesh, room: Memory) -> Buckets:
+        """The parts of the summed gradients."""
+        if isinstance(grads, Buckets):
+            _same_index(grads.index, where, mesh)
+            if _is_cut(grads):
+                return grads
+            flats = [grads[b.name].raw for b in where.buckets]
+            sink = sink_for(where, mesh, flats, room, also=_also(grads, cut))
+            sink.begin(flats)
+            return sink.finish()
+        partial = _pending(grads, cut)
+        if partial is None:
+            return _parts(grads, where, mesh, wide=True)
+        firsts = [grads[b.slots[0].leaves[0]].raw for b in where.buckets]
+        also = tuple(a for a in partial if a not in cut)
+        sink = sink_for(where, mesh, firsts, room, also=also)
+        for b in where.buckets:
+            for slot in b.slots:
+                for i in slot.leaves:
+                    sink.take(i, grads[i].raw)
+        return sink.finish()
 
     def init(params: Any) -> Any:
-        leaves = optree.tree_leaves(trainable(params))
-        mesh, buckets = _index(leaves, axis, bucket_mb)
-        return tx.init(_shards(leaves, mesh, buckets, axis, pending=False))
+        leaves, paths, order = _leaves(params)
+        where, mesh = seen.index(leaves, paths, order)
+        parts = _parts(leaves, where, mesh)
+        if master is None:
+            return tx.init(parts)
+        full = _cast(parts, torch.float32)
+        if master == "fp32":
+            return ZeroState(tx.init(full), full)
+        _only_bf16(parts)
+        return ZeroState(tx.init(full), _cast(parts, torch.int16, zeros=True))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ShardError(
                 "zero needs the parameters", op="zero", fix="tx.update(grads, state, params)"
             )
-        every, tree = optree.tree_flatten(params)
-        held = frozen(every)
-        leaves = [p for p, f in zip(every, held, strict=True) if not f]
-        given = [g for g, f in zip(tree.flatten_up_to(grads), held, strict=True) if not f]
-        _lie_alike(leaves, given)
-        mesh, buckets = _index(leaves, axis, bucket_mb)
-        with torch.no_grad():
-            parts = _shards(given, mesh, buckets, axis, pending=_pending(given, axis))
-            updates, state = tx.update(
-                parts, state, _shards(leaves, mesh, buckets, axis, pending=False)
+        if master is not None:
+            raise Unsupported(
+                "an update added to half precision parameters would round the master away",
+                op="zero",
+                fix="params, state, info = sl.optim.step(tx, params, grads, state)",
             )
+        leaves, paths, order = _leaves(params)
+        where, mesh = seen.index(leaves, paths, order, state)
+        given, held, tree = _split(params, leaves, grads)
+        with torch.no_grad():
+            parts = reduced(given, where, mesh, Memory())
+            updates, state = tx.update(parts, state, _parts(leaves, where, mesh))
             blocks: dict[int, Tensor] = {}
             with bind(mesh):
-                for bucket in buckets:
-                    whole = all_gather(wrap(updates[bucket.name].raw, mesh), axis, 0)
+                for bucket in where.buckets:
+                    whole = all_gather(wrap(updates[bucket.name].raw, mesh), cut, 0)
                     blocks.update(unflatten(whole, bucket))
         out = iter([p.becomes(unwrap(blocks[i])) for i, p in enumerate(leaves)])
         return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
 
-    return Transform(init, update, tx.trait)
+    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        leaves, paths, order = _leaves(params)
+        where, mesh = seen.index(leaves, paths, order, state)
+        given, _, _ = _split(params, leaves, grads)
+        parts = reduced(given, where, mesh, memory)
+        if isinstance(given, Buckets) and parts is not given:
+            memory.give(*(g.raw for g in given.values()))
+        seen.keep_pieces(parts)
+        if step.ask:
+            step.norm = global_norm(parts)
+        flats = adopt(leaves, where, mesh)
+        mine = seen.own(flats, where, mesh)
+        if master is None:
+            state = run_in_place(tx, parts, state, mine, step)
+        else:
+            state = _with_master(tx, parts, state, mine, step, master, memory)
+        if not step.skipped:
+            _send(flats, mine, state, where, mesh)
+        memory.give(*(g.raw for g in parts.values()))
+        return state
+
+    def _send(flats: list[Tensor], mine: Buckets, state: Any, where: Index, mesh: Mesh) -> None:
+        if gather_dtype is None or all(f.dtype == gather_dtype for f in flats):
+            gather(flats, mesh, hops)
+            return
+        narrow = [memory.take(f.shape, gather_dtype, f.device) for f in flats]
+        for small, p in zip(own(narrow, where, mesh).pieces, mine.pieces, strict=True):
+            small.copy_(p)
+        gather(narrow, mesh, hops)
+        for small, flat in zip(narrow, flats, strict=True):
+            flat.copy_(small)
+        memory.give(*narrow)
+
+    def sink(params: Any) -> Sink:
+        leaves, paths, order = _leaves(params)
+        where, mesh = seen.index(leaves, paths, order)
+        like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
+        if stage == 1:  # kept whole, and added up in fp32
+            dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
+            return Sink(where, mesh, hops, memory, dtypes, device=like[0].device, scattered=False)
+        return sink_for(where, mesh, like, memory)
+
+    return Transform(init, update, tx.trait, donate=donate, sink=sink)
+
+
+class _Seen:
+    """What zero found out about the trees that it saw: their index, and lists of views."""
+
+    def __init__(self, axes: tuple[str, ...], most_bytes: int) -> None:
+        self.axes, self.most_bytes = axes, most_bytes
+        self.found: dict[tuple[Item, ...], Index] = {}
+        self.last: tuple[Any, ...] = ()
+        self.lists: dict[str, tuple[Any, Any]] = {}
+
+    def index(
+        self, leaves: list[Any], paths: list[str], order: tuple[int, ...], state: Any = None
+    ) -> tuple[Index, Mesh]:
+        """The index of these leaves; ``state``'s own, which must be one of them.
+
+        Gradients arrive about in the opposite order of the modules.
+        """
+        theirs = _index_of(state)
+        key = [id(p.place) if isinstance(p, ShardedTensor) else 0 for p in leaves]
+        if self.last and self.last[0] == key and (theirs is None or theirs is self.last[3]):
+            return self.last[3], self.last[2]
+        mesh, items = _items(leaves, paths, self.axes)
+        if theirs is not None:
+            if theirs.items != items:
+                raise _changed(theirs.items, items, mesh)
+            self.found[items] = theirs
+        if items not in self.found:
+            ways, arrive = mesh.axis_size(self.axes), order[::-1]
+            self.found[items] = index(items, self.axes, ways, self.most_bytes, arrive)
+        # the places are kept, so that their ids stay theirs
+        self.last = (key, [p.place for p in leaves], mesh, self.found[items])
+        return self.found[items], mesh
+
+    def keep_pieces(self, parts: Buckets) -> None:
+        """Give the gradients the views that were made last time, where they lie in that memory."""
+        key = (parts.index, [x.raw.data_ptr() for x in parts.values()])
+        at, found = self.lists.get("grads", (None, None))
+        if at == key:
+            parts.__dict__["pieces"] = found
+        else:
+            self.lists["grads"] = (key, parts.pieces)
+
+    def own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
+        """Each rank's own part of the parameters."""
+        key = (where, [f.data_ptr() for f in flats])
+        at, found = self.lists.get("own", (None, None))
+        if at == key and not lead(mesh):  # under simulate there are copies in it
+            return found
+        made = own(flats, where, mesh)
+        self.lists["own"] = (key, made)
+        return made
+
+
+def _check(
+    tx: Transform,
+    axes: tuple[str, ...],
+    stage: int,
+    master: Any,
+    reduce_dtype: Any,
+    gather_dtype: Any,
+    inner: str | None,
+) -> None:
+    name = repr(axes[0] if len(axes) == 1 else axes)
+    if stage not in (1, 2):
+        raise Unsupported(
+            f"stage {stage} is not built; stages 1 and 2 are",
+            op="zero",
+            fix=f"sl.optim.zero(tx, axis={name}, stage=2)",
+        )
+    if tx.trait == "tree":
+        raise Unsupported(
+            "this transform looks at single parameters, and zero shows it flat buckets",
+            op="zero",
+            fix=f"sl.optim.chain(masked, sl.optim.zero(rest, axis={name}))",
+        )
+    if master not in (None, "fp32", "bf16+rem"):
+        raise ShardError(
+            f"master={master!r} is none of 'fp32', 'bf16+rem', None",
+            op="zero",
+            fix=f'sl.optim.zero(tx, axis={name}, master="fp32")',
+        )
+    for what, dtype in (("reduce_dtype", reduce_dtype), ("gather_dtype", gather_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardError(
+                f"{what}={dtype!r} is no floating point dtype",
+                op="zero",
+                fix=f"sl.optim.zero(tx, axis={name}, {what}=torch.bfloat16)",
+            )
+    if gather_dtype is not None and master != "fp32":
+        raise ShardError(
+            "parameters gathered in another dtype than their own lose what no master keeps",
+            op="zero",
+            fix=f'sl.optim.zero(tx, axis={name}, master="fp32", gather_dtype={gather_dtype})',
+        )
+    if inner is not None and inner in axes:
+        raise ShardError(
+            f"inner={inner!r} is in axis= already",
+            op="zero",
+            fix=f"sl.optim.zero(tx, axis={name})",
+        )
+
+
+# ---------------------------------------------------------------- trees and their index
+
+
+def _leaves(params: Any) -> tuple[list[Any], list[str], tuple[int, ...]]:
+    """The leaves that are trained, their paths, and their numbers in the order of the tree as made.
+
+    optree sorts dicts by key; the order in which they were made is that of the modules.
+    """
+    paths, leaves, tree = optree.tree_flatten_with_path(params)
+    held = frozen(leaves)
+    kept = [i for i, f in enumerate(held) if not f]
+    number = {at: i for i, at in enumerate(kept)}
+    made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
+    names = [".".join(map(str, paths[i])) for i in kept]
+    return [leaves[i] for i in kept], names, tuple(number[at] for at in made if at in number)
+
+
+def _as_made(tree: Any, numbers: Any) -> list[int]:
+    """The leaves' numbers, dicts in the order in which they were filled."""
+    if type(tree) is dict:
+        return [n for key in tree for n in _as_made(tree[key], numbers[key])]
+    if type(tree) in (list, tuple):
+        pairs = zip(tree, numbers, strict=True)
+        return [n for one, number in pairs for n in _as_made(one, number)]
+    return optree.tree_leaves(numbers)  # type: ignore[return-value]
+
+
+def _split(params: Any, leaves: list[Any], grads: Any) -> tuple[Any, list[bool], Any]:
+    """The trained leaves' gradients (a list, or Buckets), which leaves are frozen, and the tree."""
+    every, tree = optree.tree_flatten(params)
+    held = frozen(every)
+    if isinstance(grads, Buckets):
+        return grads, held, tree
+    try:
+        given = tree.flatten_up_to(grads)
+    except (ValueError, TypeError, KeyError):
+        raise ShardError(
+            "the gradients are another tree than the parameters",
+            op="zero",
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        ) from None
+    given = [g for g, f in zip(given, held, strict=True) if not f]
+    _lie_alike(leaves, given)
+    return given, held, tree
+
+
+def _index_of(state: Any) -> Index | None:
+    """The index that a state was made for."""
+    found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
+    return next((x.index for x in found if isinstance(x, Buckets)), None)
+
+
+def _items(
+    leaves: list[Any], paths: list[str], cut: tuple[str, ...]
+) -> tuple[Mesh, tuple[Item, ...]]:
+    items: list[Item] = []
+    values: dict[int, int] = {}
+    for i, (p, path) in enumerate(zip(leaves, paths, strict=True)):
+        if not isinstance(p, ShardedTensor):
+            raise PlainTensor(
+                "zero splits sharded parameters; this one is plain",
+                op="zero",
+                operands={"parameter": typeof(p)},
+                fix="params = sl.shard(params, '...')",
+            )
+        p.mesh.axis_size(cut)
+        for axis in cut:
+            if axis in p.sharding.axes:
+                whole = tuple(Dim() if axis in d.axes else d for d in p.dims)
+                raise ShardError(
+                    f"parameter {path!r} is split over {axis!r} already, which zero is to split",
+                    op="zero",
+                    operands={"x": typeof(p)},
+                    mesh=p.mesh,
+                    fix=f"sl.reshard(x, {str(Layout(whole))!r})",
+                )
+        # an axis of one rank splits nothing, and must not make a bucket of its own
+        axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
+        shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
+        place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
+        value = values.setdefault(id(p.raw), i)
+        items.append(Item(path, shape, p.raw.dtype, axes, value, place, tuple(p.shape)))
+    if not leaves:
+        raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
+    return leaves[0].mesh, tuple(items)
+
+
+def _changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
+    """The error for a state that was made for other parameters."""
+    before, now = {i.path: i for i in old}, {i.path: i for i in new}
+    gone = [p for p in before if p not in now]
+    come = [p for p in now if p not in before]
+    other = [p for p in now if p in before and now[p] != before[p]]
+    told = [
+        f"{what} {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for what, names in (("without", gone), ("with", come), ("and otherwise", other))
+        if names
+    ]
+    operands = {}
+    if other:
+        one, two = before[other[0]], now[other[0]]
+        operands = {
+            "when made": f"{other[0]} {list(one.shape)} {one.dtype} {one.place}",
+            "now": f"{other[0]} {list(two.shape)} {two.dtype} {two.place}",
+        }
+    return ShardError(
+        f"the state was made for other parameters: they are {'; '.join(told)}",
+        op="zero",
+        operands=operands,
+        mesh=mesh,
+        fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
+    )
+
+
+def _same_index(theirs: Index, ours: Index, mesh: Mesh) -> None:
+    if theirs != ours:
+        if theirs.items != ours.items:
+            raise _changed(ours.items, theirs.items, mesh)
+        raise ShardError(
+            "the gradients lie in other buckets than the state",
+            op="zero",
+            mesh=mesh,
+            fix="loss, grads = sl.value_and_grad(f, into=tx)(params)",
+        )
 
 
 def _lie_alike(params: list[Any], grads: list[Any]) -> None:
@@ -119,66 +457,122 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
             )
 
 
-def _pending(grads: list[Any], axis: str) -> bool:
-    """Whether the gradients' sum over ``axis`` is still to be done: all of them or none."""
+def _pending(grads: list[Any], axes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The axes over which the gradients' sum is still to be done; None where it is done.
+
+    All of them or none, and then ``axes`` among them.
+    """
     partial = {g.sharding.partial if isinstance(g, ShardedTensor) else () for g in grads}
     if partial <= {()}:
-        return False
-    if partial == {(axis,)}:
-        return True
-    odd = next(g for g in grads if g.sharding.partial != (axis,))
+        return None
+    if len(partial) == 1 and set(axes) <= set(first := next(iter(partial))):
+        return first
+    odd = next(g for g in grads if not set(axes) <= set(g.sharding.partial))
+    names = axes[0] if len(axes) == 1 else axes
     raise PartialEscape(
-        f"every gradient must be pending over {axis!r} alone, or none pending at all",
+        f"every gradient must be pending over {names!r}, or none pending at all",
         op="zero",
         operands={"gradient": typeof(odd)},
         mesh=odd.mesh,
-        fix=f"sl.value_and_grad(loss, pending={axis!r})",
+        fix=f"sl.value_and_grad(loss, pending={names!r})",
     )
 
 
-def _index(leaves: list[Any], axis: str, bucket_mb: float) -> tuple[Mesh, tuple[Bucket, ...]]:
-    items, values = [], {}
-    for i, p in enumerate(leaves):
-        if not isinstance(p, ShardedTensor):
-            raise PlainTensor(
-                "zero splits sharded parameters; this one is plain",
-                op="zero",
-                operands={"parameter": typeof(p)},
-                fix="params = sl.shard(params, '...')",
-            )
-        ways = p.mesh.axis_size(axis)
-        if axis in p.sharding.axes:
-            whole = tuple(Dim() if axis in d.axes else d for d in p.dims)
-            raise ShardError(
-                f"a parameter is split over {axis!r} already, which zero is to split",
-                op="zero",
-                operands={"x": typeof(p)},
-                mesh=p.mesh,
-                fix=f"sl.reshard(x, {str(Layout(whole))!r})",
-            )
-        axes = tuple(a for a in p.mesh.names if a in p.sharding.axes)
-        shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
-        place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
-        items.append(Item(str(i), shape, p.raw.dtype, axes, values.setdefault(id(p), i), place))
-    if not leaves:
-        raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
-    mesh = leaves[0].mesh
-    return mesh, index(tuple(items), ways, int(bucket_mb * 2**20))
+def _is_cut(grads: Buckets) -> bool:
+    return not any(g.sharding.partial for g in grads.values())
 
 
-def _shards(
-    leaves: list[Any], mesh: Mesh, buckets: tuple[Bucket, ...], axis: str, *, pending: bool
-) -> Buckets:
-    """This rank's part of every bucket."""
+def _also(grads: Buckets, cut: tuple[str, ...]) -> tuple[str, ...]:
+    first = next(iter(grads.values()))
+    return tuple(a for a in first.sharding.partial if a not in cut)
+
+
+# ---------------------------------------------------------------- parts of buckets
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, wide: bool = False) -> Buckets:
+    """This rank's part of every bucket, of values that are not pending."""
     out = {}
     with torch.no_grad(), bind(mesh):
         blocks = [x.local for x in leaves]
-        for bucket in buckets:
+        for bucket in where.buckets:
             flat = flatten(blocks, bucket)
-            part = psum_scatter(flat, axis, 0) if pending else pslice(flat, axis, 0)
-            split = (*bucket.axes, axis)
-            size = bucket.length * mesh.axis_size(bucket.axes)
-            out[bucket.name] = ShardedTensor(
-                unwrap(part), Place(Layout((Dim(split),)), torch.Size([size]), mesh)
-            )
-    return Buckets(out, buckets, (axis,), mesh)
+            raw = unwrap(pslice(flat, where.axes, 0))
+            raw = raw.to(_wide(raw.dtype)) if wide else raw
+            out[bucket.name] = ShardedTensor(raw, shard_place(where, bucket, mesh))
+    return Buckets(out, where, mesh)
+
+
+def _cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
+    """Copies in another dtype."""
+    made = {
+        name: ShardedTensor(
+            torch.zeros_like(x.raw, dtype=dtype) if zeros else x.raw.to(dtype, copy=True), x.place
+        )
+        for name, x in parts.items()
+    }
+    return parts.like(made)
+
+
+def _only_bf16(parts: Buckets) -> None:
+    odd = next((x for x in parts.values() if x.raw.dtype != torch.bfloat16), None)
+    if odd is not None:
+        raise ShardError(
+            f"the remainder of {odd.raw.dtype} parameters is not 16 bits",
+            op="zero",
+            operands={"parameters": typeof(odd)},
+            mesh=odd.mesh,
+            fix='sl.optim.zero(tx, axis, master="fp32")',
+        )
+
+
+def _with_master(
+    tx: Transform,
+    parts: Buckets,
+    state: ZeroState,
+    mine: Buckets,
+    step: Step,
+    master: Master,
+    memory: Memory,
+) -> ZeroState:
+    """A step on the parameters in fp32, and their rounded values into ``mine``."""
+    if master == "fp32":
+        inner = run_in_place(tx, parts, state.inner, state.master, step)
+        for p, m in zip(mine.pieces, state.master.pieces, strict=True):
+            p.copy_(m)
+        return ZeroState(inner, state.master)
+    raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
+    full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})
+    for p, rest, m in zip(mine.pieces, state.master.pieces, full.pieces, strict=True):
+        m.copy_(joined(p, rest))
+    inner = run_in_place(tx, parts, state.inner, full, step)
+    for p, rest, m in zip(mine.pieces, state.master.pieces, full.pieces, strict=True):
+        high, low = halves(m)
+        p.copy_(high)
+        rest.copy_(low)
+    memory.give(*raws.values())
+    return ZeroState(inner, state.master)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 as the nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
+
+    Rounding ties to even would need 17.
+
+    >>> high, low = halves(torch.tensor([1.0, 3.14159]))
+    >>> high, torch.equal(joined(high, low), torch.tensor([1.0, 3.14159]))
+    (tensor([1.0000, 3.1406], dtype=torch.bfloat16), True)
+    """
+    bits = x.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 values whose ``halves`` these are."""
+    bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (bits + low).view(torch.float32)

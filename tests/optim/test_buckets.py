@@ -1,10 +1,13 @@
 import math
+import pickle
 
+import optree
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.optim.buckets import Item, flatten, index, unflatten
+import shardlib as sl
+from shardlib.optim.buckets import ALIGN, Buckets, Item, flatten, index, parts, unflatten
 
 shapes = st.lists(
     st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).map(tuple),
@@ -14,7 +17,7 @@ shapes = st.lists(
 
 
 @settings(max_examples=200)
-@given(shapes, st.integers(1, 7), st.integers(1, 400), st.randoms())
+@given(shapes, st.integers(1, 7), st.integers(1, 4000), st.randoms())
 def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: int, random) -> None:
     values = [random.randrange(i + 1) if random.random() < 0.2 else i for i in range(len(sizes))]
     values = [values[v] for v in values]
@@ -22,31 +25,62 @@ def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: i
     sizes = [sizes[v] for v in values]  # tied leaves have one shape
     dtypes = [torch.float32 if v % 3 else torch.float64 for v in values]
     items = tuple(
-        Item(str(i), s, d, ("x",) * (v % 2), v)
+        Item(str(i), s, d, ("x",) * (v % 2), v, group="ab"[v % 5 // 4])
         for i, (s, d, v) in enumerate(zip(sizes, dtypes, values, strict=True))
     )
-    blocks = [
+    order = list(range(len(items)))
+    random.shuffle(order)
+    firsts = [
         torch.full(s, float(v), dtype=d) + torch.arange(math.prod(s), dtype=d).reshape(s)
         for s, v, d in zip(sizes, values, dtypes, strict=True)
     ]
+    # tied leaves' blocks are added: all of it lies in the first
+    blocks = [b if values[i] == i else b * 0 for i, b in enumerate(firsts)]
     seen: dict[int, torch.Tensor] = {}
-    for bucket in index(items, ways, most):
-        assert bucket.length % ways == 0
+    made = index(items, ("data",), ways, most, tuple(order))
+    assert len({b.name for b in made.buckets}) == len(made.buckets)
+    for bucket in made.buckets:
+        assert bucket.length % (ALIGN * ways) == 0
         used = bucket.slots[-1].offset + bucket.slots[-1].length
-        assert used <= bucket.length < used + ways
+        assert used <= bucket.length < max(used, 1) + ALIGN * ways
         ends = [0, *(s.offset + s.length for s in bucket.slots)]
-        assert [s.offset for s in bucket.slots] == ends[:-1]
+        assert [s.offset for s in bucket.slots] == [-(-e // ALIGN) * ALIGN for e in ends[:-1]]
         assert len(bucket.slots) == 1 or used * bucket.dtype.itemsize <= most
+        in_it = [items[i] for s in bucket.slots for i in s.leaves]
+        assert {(i.dtype, i.axes, i.group) for i in in_it} == {
+            (bucket.dtype, bucket.axes, in_it[0].group)
+        }
+        gaps = sum(b - a for a, b in bucket.gaps)
+        assert gaps + sum(s.length for s in bucket.slots) == bucket.length
+        cut = [part for rank in range(ways) for part in parts(bucket, rank, ways)]
+        assert sum(p.length for p in cut) == sum(s.length for s in bucket.slots)
+        assert all(p.start % ALIGN == p.at % ALIGN == 0 for p in cut)
         flat = flatten(blocks, bucket)
         assert flat.dtype == bucket.dtype and flat.numel() == bucket.length
         for leaf, block in unflatten(flat, bucket).items():
-            assert leaf not in seen
+            assert leaf not in seen and made.where[leaf][1] in bucket.slots
             seen[leaf] = block
     assert sorted(seen) == list(range(len(items)))
-    assert all(torch.equal(seen[i], blocks[i]) for i in seen)
+    assert all(torch.equal(seen[i], firsts[i]) for i in seen)
 
 
 def test_tied_leaves_share_a_slot() -> None:
     items = tuple(Item(n, (4,), torch.float32, (), 0) for n in "ab")
-    (bucket,) = index(items, 2, 100)
-    assert [s.leaves for s in bucket.slots] == [(0, 1)] and bucket.length == 4
+    (bucket,) = index(items, ("data",), 2, 100).buckets
+    assert [s.leaves for s in bucket.slots] == [(0, 1)] and bucket.length == 2 * ALIGN
+
+
+def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
+    with sl.simulate(data=2):
+        params = {"w": sl.shard(torch.randn(130), ".")}
+        state = sl.optim.zero(sl.optim.sgd(0.1, 0.9), "data").init(params)
+    mu = state.trace
+    assert isinstance(mu, Buckets)
+    twice = optree.tree_map(lambda x: x * 2 + 1, mu)
+    assert isinstance(twice, Buckets) and twice.index is mu.index
+    assert [p.numel() for p in twice.pieces] == [128, 2]
+    twice.pieces[1].fill_(7.0)
+    (name,) = twice
+    assert twice[name].raw[1, :3].tolist() == [7.0, 7.0, 1.0]
+    again = pickle.loads(pickle.dumps(mu.index))
+    assert again == mu.index and hash(again) == hash(mu.index)

@@ -72,7 +72,7 @@ def test_slots_of_buckets_are_tensors() -> None:
             Item(k, x.sharding.local_shape(x.shape, mesh), x.dtype, x.sharding.axes, i)
             for i, (k, x) in enumerate(zip(tensors, leaves, strict=True))
         )
-        buckets = index(items, 3, 1 << 20)
+        buckets = index(items, ("data",), 3, 1 << 20)
         parts = {}
         for bucket in buckets:
             flat = flatten([x.local for x in leaves], bucket)
@@ -82,7 +82,7 @@ def test_slots_of_buckets_are_tensors() -> None:
             parts[bucket.name] = ShardedTensor(
                 raw, Place(sl.Layout.parse(f"({' '.join(split)})"), torch.Size([size]), mesh)
             )
-        tree = Buckets(parts, buckets, ("data",), mesh)
+        tree = Buckets(parts, buckets, mesh)
         (found,) = norms(tree)
         order = [i for bucket in buckets for s in bucket.slots for i in s.leaves[:1]]
         for i, norm in zip(order, found, strict=True):

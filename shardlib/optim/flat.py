@@ -1,0 +1,208 @@
+"""The memory of flat buckets: parameters that are views of it, and vectors that are used again.
+
+A storage of a bucket is ``[*lead, length]``, where lead is the dimension of simulated ranks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import blocks, gather_into, lead, played, psum, scatter_into, unwrap, wrap
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.optim.buckets import Bucket, Buckets, Index
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = [
+    "Hops", "Memory", "adopt", "gather", "own", "own_parts", "scatter", "shard_place", "slot_of",
+    "stack", "whole_place",
+]  # fmt: skip
+
+Hops = tuple[tuple[str, ...], ...]
+"""The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
+and an outer one."""
+
+
+class Memory:
+    """Vectors that are used again: fresh pages cost as much as a sum over them."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self.lent: set[int] = set()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous tensor that holds anything; give it back when nobody reads it any more."""
+        n = math.prod(shape)
+        rows = self.free.setdefault((dtype, device), [])
+        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
+        base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
+        if base is None:
+            base = torch.empty(n, dtype=dtype, device=device)
+        self.lent.add(base.data_ptr())
+        return base[:n].view(shape)
+
+    def give(self, *taken: Tensor) -> None:
+        """Take back what ``take`` gave; what came from elsewhere is left alone."""
+        for t in taken:
+            base = t if t._base is None else t._base
+            if base.data_ptr() not in self.lent or base.ndim != 1:
+                continue
+            self.lent.remove(base.data_ptr())
+            self.free.setdefault((base.dtype, base.device), []).append(base)
+
+
+def stack(mesh: Mesh) -> tuple[int, ...]:
+    """The dimensions of a storage in front of a block's."""
+    return (mesh.size,) * lead(mesh)
+
+
+def slot_of(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A slot of a bucket's storage as blocks, a view."""
+    part = flat[..., offset : offset + math.prod(shape)]
+    return part.view((*part.shape[:-1], *shape))
+
+
+def shard_place(index: Index, bucket: Bucket, mesh: Mesh) -> Place:
+    """Where the parts of a bucket lie: a vector, split over its parameters' axes and the index's."""
+    size = bucket.length * mesh.axis_size(bucket.axes)
+    return Place(Layout((Dim((*bucket.axes, *index.axes)),)), torch.Size([size]), mesh)
+
+
+def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
+    """Where whole buckets lie whose sum over ``partial`` is pending."""
+    size = bucket.length * mesh.axis_size(bucket.axes)
+    layout = Layout((Dim(bucket.axes),), tuple(sorted(partial)))
+    return Place(layout.resolve(1), torch.Size([size]), mesh)
+
+
+def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:
+    """The buckets' storages that these leaves are views of, each in its slot.
+
+    Leaves that lie elsewhere are moved there: their blocks become views.
+    """
+    found = _lie_in(leaves, index, mesh)
+    if found is not None:
+        return found
+    flats = []
+    with torch.no_grad():
+        for bucket in index.buckets:
+            first = leaves[bucket.slots[0].leaves[0]].raw
+            flat = first.new_zeros(*stack(mesh), bucket.length)
+            flats.append(flat)
+            for s in bucket.slots:
+                block = slot_of(flat, s.offset, s.shape)
+                block.copy_(leaves[s.leaves[0]].raw)
+                for i in s.leaves:
+                    x = leaves[i]
+                    x.raw = block.detach().requires_grad_(x.raw.requires_grad)
+    return flats
+
+
+def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
+    front, found = stack(mesh), []
+    for bucket in index.buckets:
+        first = leaves[bucket.slots[0].leaves[0]].raw
+        base = first.untyped_storage()
+        if base.nbytes() != math.prod(front) * bucket.length * first.element_size():
+            return None
+        for slot in bucket.slots:
+            for i in slot.leaves:
+                raw = leaves[i].raw
+                fits = (
+                    raw.storage_offset() == slot.offset and raw[(0,) * len(front)].is_contiguous()
+                )
+                if not fits or raw.untyped_storage().data_ptr() != base.data_ptr():
+                    return None
+                if front and raw.numel() and raw.stride(0) != bucket.length:
+                    return None
+        strides = (bucket.length, 1) if front else (1,)
+        found.append(first.detach().as_strided((*front, bucket.length), strides, 0))
+    return found
+
+
+def own_parts(flat: Tensor, index: Index, mesh: Mesh) -> list[Tensor]:
+    """Of each rank played here its own part of a bucket, a view."""
+    n = flat.shape[-1] // index.ways
+    places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
+    return [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
+
+
+def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
+    """Each rank's own part of whole buckets; what is written to its ``pieces`` is written to them.
+
+    Under simulate the vectors beside the pieces are copies, for ranks have parts of different
+    places.
+    """
+    values: dict[str, ShardedTensor] = {}
+    ranks = {}
+    for bucket, flat in zip(index.buckets, flats, strict=True):
+        ranks[bucket.name] = views = own_parts(flat.detach(), index, mesh)
+        raw = torch.stack(views) if lead(mesh) else views[0]
+        values[bucket.name] = ShardedTensor(raw, shard_place(index, bucket, mesh))
+    out = Buckets(values, index, mesh)
+    out.__dict__["pieces"] = [
+        ranks[b.name][i][part.start : part.start + part.length] for b, i, part in out.held
+    ]
+    return out
+
+
+def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
+    """All-gather whole buckets in place, all of them posted at once."""
+    if len(hops) == 2:
+        inner, outer = hops
+        size = mesh.axis_size(inner)
+        places = [rank_along(inner, c, mesh.axes) for c in played(mesh)]
+        parts, later = [], []
+        for flat in flats:
+            n = flat.shape[-1] // size
+            views = [
+                b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)
+            ]
+            part = torch.stack(views) if lead(mesh) else views[0]
+            parts.append((views, part))
+            later.append(gather_into(part, mesh, outer))
+        for finish, (views, part) in zip(later, parts, strict=True):
+            finish()
+            for view, block in zip(views, blocks(part, mesh), strict=True):
+                if lead(mesh):
+                    view.copy_(block)
+    for finish in [gather_into(flat, mesh, hops[0]) for flat in flats]:
+        finish()
+
+
+def scatter(
+    flat: Tensor,
+    out: Tensor,
+    mesh: Mesh,
+    hops: Hops,
+    memory: Memory,
+    *,
+    wire: torch.dtype | None = None,
+    also: tuple[str, ...] = (),
+) -> Callable[[], Tensor]:
+    """Post the reduce-scatter of a bucket into ``out``; ``finish`` gives ``out``.
+
+    ``also``  axes over which the parts are summed beside, without being cut.
+    """
+    first, *rest = hops
+    inner = mesh.axis_size(first)
+    mid = out
+    if rest:
+        mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
+    land = memory.take(flat.shape, wire or flat.dtype, flat.device)
+    finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land)
+
+    def finish() -> Tensor:
+        finish_first()
+        memory.give(land)
+        if rest:
+            scatter_into(mid, out, mesh, rest[0], wire=wire)()
+            memory.give(mid)
+        if also:
+            with bind(mesh):
+                out.copy_(unwrap(psum(wrap(out, mesh), also)))
+        return out
+
+    return finish

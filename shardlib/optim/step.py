@@ -1,0 +1,180 @@
+"""One step of an optimizer on memory that its caller gives up."""
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.optim.buckets import Buckets
+from shardlib.optim.clip import global_norm
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Info", "step"]
+
+
+class Info(NamedTuple):
+    """What a step found out.
+
+    ``norm``     the gradients' global norm before clipping, where clipping or ``norm=True`` asked.
+    ``lr``       the rate of the last transform that has one.
+    ``skipped``  whether parameters and state stayed as they were.
+    """
+
+    norm: Tensor | None
+    lr: float | None
+    skipped: bool
+
+
+def step(
+    tx: Transform, params: Any, grads: Any, state: Any, *, norm: bool = False
+) -> tuple[Any, Any, Info]:
+    """Update parameters in place: ``params, state, info = step(tx, params, grads, state)``.
+
+    All three are given up: their memory is that of the results, one fused kernel overwrites many
+    tensors at once, and using what was given afterwards raises.  A graph that was made before does
+    not run backward any more.  ``tx.update`` does the same purely.
+    ``norm``  find out the gradients' global norm also where nothing clips: one collective.
+    Raises: ShardError where gradients and parameters differ, or the
+            state was made for others; then nothing has changed.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     params = {"w": sl.shard(torch.ones(4), ".")}
+    ...     tx = sl.optim.zero(sl.optim.adamw(0.1), axis="data")
+    ...     state = tx.init(params)
+    ...     loss, grads = sl.value_and_grad(lambda p: (p["w"] ** 2).sum(), into=tx)(params)
+    ...     new, state, info = step(tx, params, grads, state, norm=True)
+    >>> new["w"].local, info.norm, info.lr
+    (tensor([0.8990, 0.8990, 0.8990, 0.8990]), tensor(4., dtype=torch.float64), 0.1)
+    """
+    mine = grads
+    if tx.sink is None:
+        _alike(params, grads)
+        mine = _parted(grads)
+    told = Step(ask=norm)
+    if norm and tx.sink is None:
+        told.norm = global_norm(mine)
+    after = run_in_place(tx, mine, state, params, told)
+    news = _renewed(params), _renewed(after)
+    for old in (params, grads, state):
+        _give_up(old)
+    return *news, Info(told.norm, told.lr, told.skipped)
+
+
+def _alike(params: Any, grads: Any) -> None:
+    """Blocks are combined by position; what is refused later may have changed something."""
+    leaves, tree = optree.tree_flatten(params)
+    try:
+        given = tree.flatten_up_to(grads)
+    except (ValueError, TypeError, KeyError):
+        raise ShardError(
+            "the gradients are another tree than the parameters",
+            op="optim.step",
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        ) from None
+    for p, g in zip(leaves, given, strict=True):
+        if g is None or not isinstance(p, Tensor):
+            continue
+        same = isinstance(g, Tensor) and p.shape == g.shape
+        if isinstance(p, ShardedTensor):
+            same = same and isinstance(g, ShardedTensor) and g.mesh is p.mesh
+            same = same and g.sharding == p.sharding.bare
+        if not same:
+            raise ShardError(
+                "a gradient lies otherwise than its parameter",
+                op="optim.step",
+                operands={"parameter": typeof(p), "gradient": _kind(g)},
+                mesh=p.mesh if isinstance(p, ShardedTensor) else None,
+                fix="loss, grads = sl.value_and_grad(f)(params)",
+            )
+    ids = [id(p.raw if isinstance(p, ShardedTensor) else p) for p in leaves]
+    if len(set(ids)) < len(ids):
+        raise ShardError(
+            "one parameter stands at two places of the tree, and would be updated twice",
+            op="optim.step",
+            fix="params = {name: params[name] for name in unique}",
+        )
+
+
+def _parted(grads: Any) -> Any:
+    """Autograd may give one tensor as the gradient of two, or repeat one element: such are copied."""
+    seen: set[int] = set()
+
+    def apart(g: Any) -> Any:
+        if not isinstance(g, Tensor) or not g.numel():
+            return g
+        raw = g.raw if isinstance(g, ShardedTensor) else g
+        at = raw.untyped_storage().data_ptr()
+        if at in seen or 0 in raw.stride():
+            raw = raw.detach().clone(memory_format=torch.contiguous_format)
+            return g.becomes(raw) if isinstance(g, ShardedTensor) else raw
+        seen.add(at)
+        return g
+
+    return optree.tree_map(apart, grads)
+
+
+def _kind(g: Any) -> str:
+    return typeof(g) if isinstance(g, Tensor) else type(g).__name__
+
+
+def _renewed(tree: Any) -> Any:
+    """The same memory as new values."""
+    made: dict[int, Any] = {}
+
+    def new(x: Any) -> Any:
+        if isinstance(x, Buckets):
+            fresh = x.like({n: new(v) for n, v in x.items()})
+            if "pieces" in x.__dict__:  # views of the same memory
+                fresh.__dict__["pieces"] = x.pieces
+            return fresh
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            made[id(x)] = x, _again(x)
+        return made[id(x)][1]
+
+    return optree.tree_map(new, tree, is_leaf=lambda x: isinstance(x, Buckets))
+
+
+def _again(x: Tensor) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        new: Tensor = ShardedTensor(x.raw, x.place)
+        if isinstance(x, torch.nn.Parameter):
+            new._is_param = True  # type: ignore[attr-defined]
+        return new
+    new = x.detach().requires_grad_(x.requires_grad)
+    return torch.nn.Parameter(new, x.requires_grad) if isinstance(x, torch.nn.Parameter) else new
+
+
+class _GivenUp(torch.Tensor):
+    """What a tensor becomes whose memory was given up: every use raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _used()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("raw", "place", "local", "mesh", "sharding", "padded_shape"):
+            raise _used()
+        raise AttributeError(name)
+
+
+def _used() -> ShardError:
+    return ShardError(
+        "this value was given up to optim.step, which overwrote it",
+        op="optim.step",
+        fix="params, state, info = sl.optim.step(tx, params, grads, state)",
+    )
+
+
+def _give_up(tree: Any) -> None:
+    for x in optree.tree_leaves(tree):
+        if isinstance(x, Tensor) and type(x) is not _GivenUp:
+            x.__dict__.clear()
+            x.__class__ = _GivenUp
+    if isinstance(tree, Buckets):
+        tree.__dict__.pop("pieces", None)

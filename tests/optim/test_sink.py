@@ -1,0 +1,139 @@
+"""Gradients in buckets while backward runs: the same sums, in the order that all ranks share."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from tests.ops.cases import r
+
+SHAPES = {"a": (70, 9), "b": (131,), "c": (), "d": (64, 6), "e": (0, 4), "f": (1,)}
+LAYOUTS = {"a": "x .", "d": ". x"}
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> dict[str, sl.ShardedTensor]:
+    return {
+        k: sl.shard(r(*s, seed=i).to(dtype), LAYOUTS.get(k, "..."))
+        for i, (k, s) in enumerate(SHAPES.items())
+    }
+
+
+def whole(x: sl.ShardedTensor) -> torch.Tensor:
+    return sl.unshard(sl.reshard(x, x.sharding.bare))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 3, "x": 2}, {"data": 2, "x": 1}, {"data": 1, "x": 2}])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_may_arrive_in_any_order(stage: int, mesh: dict[str, int]) -> None:
+    """And what never arrives is zero."""
+    with sl.simulate(**mesh) as m:
+        params = params_of()
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data", stage, bucket_mb=0.001)
+        found = []
+        for seed in range(4):
+            order = list(range(len(params)))[:-1]  # f has none
+            random.Random(seed).shuffle(order)
+            sink = tx.sink(params)  # type: ignore[misc]
+            for i in order:
+                raw = list(params.values())[i].raw
+                token = sink.take(
+                    i, raw * (torch.arange(m.size).view(-1, *[1] * (raw.ndim - 1)) + 1)
+                )
+                assert token.shape == raw.shape and token.untyped_storage().nbytes() <= 8
+            got = sink.finish()
+            assert len(got) > 2
+            found.append({k: x.raw.clone() for k, x in got.items()})
+        for other in found[1:]:
+            assert all(torch.equal(found[0][k], other[k]) for k in other)
+        for bucket, i, part in got.held if stage == 2 else ():
+            (leaf,), c = part.slot.leaves, sl.collectives.api.played(m)[i]
+            if leaf < len(params) - 1:
+                mine = [n for n, d in enumerate(sl.collectives.api.played(m)) if d["x"] == c["x"]]
+                raw = list(params.values())[leaf].raw
+                total = sum(raw[n].flatten() * (n + 1.0) for n in mine)
+                kept = got[bucket.name].raw[i][part.start : part.start + part.length]
+                assert torch.equal(kept, total[part.at : part.at + part.length])
+
+
+def f(p: Any, x: Any) -> Any:
+    h = torch.tanh(x @ p["a"] + p["b"][:9])
+    return (h.sum(-1) * p["c"]).mean() + (p["d"] ** 2).sum() * p["f"].sum()
+
+
+def both(stage: int, bucket_mb: float) -> list[tuple[float, bool, Any, Any]]:
+    """Norms, equality of every parameter after a step, and bytes, of buckets against a tree."""
+    out = []
+    params = params_of()
+    x = sl.shard(r(12, 70).float(), "data .")
+    tx = sl.optim.zero(sl.optim.adamw(0.1), "data", stage, bucket_mb=bucket_mb)
+    trees = []
+    for how in ({"pending": "data"}, {"into": tx}):
+        state = tx.init(params)
+        with sl.trace() as t:
+            loss, grads = sl.value_and_grad(f, **how)(params, x)  # type: ignore[call-overload]
+            mine = {k: p.becomes(p.raw.clone()) for k, p in params.items()}
+            new, state, info = sl.optim.step(tx, mine, grads, state, norm=True)
+        trees.append(({k: sl.unshard(p) for k, p in new.items()}, info.norm, loss, t.bytes))
+    (one, n1, l1, b1), (two, n2, l2, b2) = trees
+    same = all(torch.equal(one[k], two[k]) for k in one) and torch.equal(l1, l2)
+    out.append((float(n1 - n2), same, b1, b2))
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_give_what_a_tree_of_pending_gradients_gives(stage: int, pool: Any) -> None:
+    for bucket_mb in (25.0, 0.001):
+        with sl.simulate(data=2, x=2):
+            ((gap, same, one, two),) = both(stage, bucket_mb)
+        assert same and gap == 0 and one == two
+        for answer in pool.run(both, stage, bucket_mb, data=2, x=2):
+            assert answer == [(0.0, True, one, two)]
+
+
+def test_accumulation_is_the_sum_of_gradients() -> None:
+    """One reduce-scatter per cycle at stage 1; one per part at stage 2; the same parameters."""
+    with sl.simulate(data=2, x=2):
+        batches = [sl.shard(r(8, 70, seed=s).float(), "data .") for s in range(3)]
+        ends = []
+        for stage in (1, 2):
+            tx = sl.optim.zero(sl.optim.adamw(0.1), "data", stage)
+            params = params_of()
+            state, total = tx.init(params), None
+            with sl.trace() as t:
+                for x in batches:
+                    _, grads = sl.value_and_grad(f, into=tx)(params, x)
+                    total = (
+                        grads
+                        if total is None
+                        else total.like({k: total[k] + grads[k] for k in total})
+                    )
+                new, *_ = sl.optim.step(tx, params, total, state)
+            kinds = [e.kind for e in t.events if e.axis == "data"]
+            assert kinds.count("psum_scatter") == (2 if stage == 1 else 6)
+            ends.append({k: sl.unshard(p) for k, p in new.items()})
+        for k in SHAPES:
+            assert torch.allclose(ends[0][k], ends[1][k], atol=1e-6)
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    with sl.simulate(data=4):
+        params = {"w": sl.shard(torch.ones(300, dtype=torch.bfloat16), ".")}
+        x = sl.shard(torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16(), "data")
+        for stage in (1, 2):
+            tx = sl.optim.zero(sl.optim.sgd(0.0), "data", stage)
+            _, grads = sl.value_and_grad(lambda p: (p["w"][:4] * x).sum(), into=tx)(params)
+            (g,) = grads.values()
+            assert g.dtype == torch.float32
+
+
+def test_mistakes_are_named() -> None:
+    with sl.simulate(data=2):
+        p = {"w": sl.shard(torch.ones(4), ".")}
+        tx = sl.optim.adamw(0.1)
+        with pytest.raises(sl.ShardError, match="has no buckets for gradients"):
+            sl.value_and_grad(lambda p: p["w"].sum(), into=tx)(p)
+        tx = sl.optim.zero(tx, "data")
+        with pytest.raises(sl.ShardError, match="into= says itself"):
+            sl.value_and_grad(lambda p: p["w"].sum(), into=tx, pending="data")(p)  # type: ignore[call-overload]

@@ -1,0 +1,111 @@
+"""A step in place: what is given up is overwritten, what comes back is the optimizer's step."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import shardlib as sl
+from tests.ops.cases import r
+
+PARAMS = {"w": r(8, 12), "b": r(8, seed=1), "s": r(seed=2)}
+
+
+def made(**how: Any) -> Any:
+    params = {
+        "w": sl.shard(PARAMS["w"], "x ."),
+        "b": sl.shard(PARAMS["b"], "."),
+        "s": sl.shard(PARAMS["s"], ""),
+    }
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(0.1))
+    tx = sl.optim.zero(tx, "data", **how) if how else tx
+    return tx, params, tx.init(params)
+
+
+def loss(p: Any) -> Any:
+    return (p["w"] ** 2).sum() + p["b"].sum() * p["s"]
+
+
+@pytest.mark.parametrize("how", [{}, {"stage": 1}, {"stage": 2}])
+def test_what_was_given_up_cannot_be_used(how: Any) -> None:
+    with sl.simulate(data=2, x=2):
+        tx, params, state = made(**how)
+        vg = sl.value_and_grad(loss, into=tx) if how else sl.value_and_grad(loss)
+        _, grads = vg(params)
+        old = optree.tree_leaves((params, grads, state))
+        new, state, info = sl.optim.step(tx, params, grads, state)
+        for x in old:
+            if isinstance(x, torch.Tensor):
+                uses = (lambda x: x + 1, sl.unshard, torch.sum, lambda x: x.raw, repr, sl.typeof)
+                for use in uses:
+                    with pytest.raises(sl.ShardError, match="given up"):
+                        use(x)
+        assert info.norm > 0.5 and info.lr == 0.1 and not info.skipped
+        for _ in range(2):  # what came back is as good as new
+            _, grads = vg(new)
+            new, state, info = sl.optim.step(tx, new, grads, state)
+
+
+def test_plain_tensors_are_given_up_too() -> None:
+    params = {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
+    tx = sl.optim.adamw(0.1)
+    state = tx.init(params)
+    grads = {k: torch.ones_like(p) for k, p in PARAMS.items()}
+    memory = [p.data_ptr() for p in params.values()]
+    new, state, info = sl.optim.step(tx, params, grads, state, norm=True)
+    assert [p.data_ptr() for p in new.values()] == memory and all(
+        p.requires_grad for p in new.values()
+    )
+    assert info.norm == float(sum(p.numel() for p in PARAMS.values())) ** 0.5
+    for x in (*params.values(), *grads.values()):
+        with pytest.raises(sl.ShardError, match="given up"):
+            x.sum()
+
+
+def test_a_refused_step_changes_nothing() -> None:
+    with sl.simulate(data=2, x=2):
+        for how in ({}, {"stage": 1}):
+            tx, params, state = made(**how)
+            _, grads = sl.value_and_grad(loss)(params)
+            before = optree.tree_map(lambda x: x.raw.clone(), (params, grads))
+            for bad in (
+                {k: g for k, g in grads.items() if k != "w"},
+                grads | {"w": sl.shard(PARAMS["w"], ". x")},
+                grads | {"w": PARAMS["w"]},
+            ):
+                with pytest.raises(sl.ShardError):
+                    sl.optim.step(tx, params, bad, state)
+            other = {k: p for k, p in params.items() if k != "s"}
+            if how:
+                with pytest.raises(sl.ShardError, match="parameters: they are without s"):
+                    sl.optim.step(tx, other, grads, state)
+                double = {k: sl.shard(sl.unshard(p).float(), p.sharding) for k, p in params.items()}
+                with pytest.raises(sl.ShardError, match="and otherwise"):
+                    sl.optim.step(tx, double, grads, state)
+            after = optree.tree_map(lambda x: x.raw, (params, grads))
+            assert all(map(torch.equal, optree.tree_leaves(before), optree.tree_leaves(after)))
+
+
+def test_one_parameter_at_two_places_is_refused() -> None:
+    w = torch.ones(3)
+    tx = sl.optim.sgd(0.1)
+    params = {"a": w, "b": w}
+    with pytest.raises(sl.ShardError, match="two places"):
+        sl.optim.step(tx, params, {"a": torch.ones(3), "b": torch.ones(3)}, tx.init(params))
+
+
+def test_gradients_in_one_memory_are_divided_once_each() -> None:
+    """Autograd gives both terms of a sum one gradient."""
+    params = {"a": r(5, seed=3), "b": r(5, seed=4)}
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.adamw(0.1))
+    f = sl.value_and_grad(lambda p: ((p["a"] + p["b"]) ** 2).sum())
+    for dtype in (torch.float32, torch.float64):
+        mine = {k: p.to(dtype, copy=True) for k, p in params.items()}
+        want = {k: p.clone() for k, p in mine.items()}
+        state, now = tx.init(mine), tx.init(mine)
+        for _ in range(3):
+            updates, state = tx.update(f(want)[1], state, want)
+            want = sl.optim.apply_updates(want, updates)
+            mine, now, _ = sl.optim.step(tx, mine, f(mine)[1], now)
+        assert all(torch.allclose(mine[k], want[k], atol=1e-6) for k in want)
