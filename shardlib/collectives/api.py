@@ -26,8 +26,9 @@ __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
     "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played",
     "pmax", "pmean",
-    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary", "reductions",
-    "scatter_into", "shift", "start", "start_ppermutes", "storage", "unwrap", "wrap",
+    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary",
+    "ragged_all_to_all", "reductions", "scatter_into", "shift", "start", "start_ppermutes", "storage",
+    "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -123,6 +124,11 @@ def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
     return n * moving, p, int(moving > 0)
 
 
+def _moved_apart(counts: "Counts") -> int:
+    """Elements that change their rank, of all ranks together."""
+    return sum(n for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
+
+
 def _unlinear(*_: object) -> tuple[_Collective, tuple]:
     raise AssertionError("pmax has its own gradient")
 
@@ -159,6 +165,12 @@ _ALL_TO_ALL = _Collective(
     lambda b: b.all_to_all,
     lambda split, concat: (_ALL_TO_ALL, (concat, split)),
     lambda n, p, _: ((p - 1) * n, p, p - 1),
+)
+_RAGGED = _Collective(
+    "ragged_all_to_all",
+    lambda b: lambda x, mesh, axes, counts, width: b.ragged_all_to_all(x, mesh, axes, counts),
+    lambda counts, width: (_RAGGED, (tuple(zip(*counts, strict=True)), width)),
+    lambda n, p, params: (_moved_apart(params[0]) * params[1], p, p - 1),
 )
 _PBROADCAST = _Collective(
     "pbroadcast",
@@ -546,6 +558,37 @@ def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, 
     return _dim("all_to_all", x, axis, split_dim, True), _dim(
         "all_to_all", x, axis, concat_dim, False
     )
+
+
+Counts = tuple[tuple[int, ...], ...]
+
+
+def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
+    """Give ``counts[i][j]`` elements of rank i's vector to rank j, in the order of the ranks.
+
+    Shapes: x [what the rank that sends most sends] -> [what the rank that receives most receives];
+            what is beyond a rank's own elements has no meaning.
+    Moves:  on average over the ranks, the elements that change their rank; p-1 messages.
+    Grad:   the same with ``counts`` transposed.
+    Raises: ShardError where the sizes are others.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     ragged_all_to_all(sl.axis_index("x") * 10 + torch.arange(3), "x", ((1, 2), (0, 3)))
+    x=0: tensor([0, 0, 0, 0, 0])
+    x=1: tensor([ 1,  2, 10, 11, 12])
+    """
+    mesh = x.mesh if type(x) is Stacked else current_mesh()
+    p, most = mesh.axis_size(axis), max(map(sum, counts), default=0)
+    if [len(row) for row in counts] != [p] * p or x.shape != (most,):
+        raise ShardError(
+            f"counts {counts} on {p} ranks for a vector of {list(x.shape)}",
+            op="ragged_all_to_all",
+            operands={"block": list(x.shape)},
+            fix=f"sl.collectives.api.ragged_all_to_all(x.new_zeros({p}), {axis!r}, "
+            f"{((1,) * p,) * p})",
+        )
+    return _call(_RAGGED, x, axis, (counts, x.element_size()))
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib.collectives import unwrap, wrap
+from shardlib.collectives.api import ragged_all_to_all
 
 Blocks = list[Tensor]
 Reference = Callable[[Blocks, int], Blocks]  # blocks of one group -> results of that group
@@ -77,6 +78,24 @@ def in_reverse(x: Tensor, axis: Any) -> Tensor:
     return torch.stack([p.wait() for p in reversed(posted)][::-1])
 
 
+def ragged_counts(p: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple((i + 2 * j) % 3 + (i == j) for j in range(p)) for i in range(p))
+
+
+def ragged_most(p: int) -> int:
+    return max(map(sum, ragged_counts(p)))
+
+
+def ragged(blocks: Blocks, p: int) -> Blocks:
+    counts, out = ragged_counts(p), []
+    long = max(map(sum, zip(*counts, strict=True)))
+    for j in range(p):
+        parts = [b.reshape(-1)[sum(counts[i][:j]) :][: counts[i][j]] for i, b in enumerate(blocks)]
+        came = torch.cat(parts)
+        out.append(torch.cat([came, came.new_zeros(long - len(came))]))
+    return out
+
+
 # name -> (call on the local block and axis, reference per group, cost kind)
 PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = {
     "psum": (sl.psum, lambda b, p: [total(b)] * p, "reduce"),
@@ -135,6 +154,10 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
     "start all_to_all": (
         lambda x, a: sl.collectives.start(sl.all_to_all, x, a, -2, -1).wait(),
         lambda b, p: [torch.cat([x.chunk(p, 0)[i] for x in b], 1) for i in range(p)], "scatter",
+    ),
+    "ragged_all_to_all": (
+        lambda x, a: ragged_all_to_all(x.reshape(-1)[: ragged_most(sl.axis_size(a))], a, ragged_counts(sl.axis_size(a))),
+        lambda b, p: ragged(b, p), "",
     ),
     "ppermute nowhere": (lambda x, a: sl.ppermute(x, a, []), permuted([]), "none"),
     "waited for in reverse": (in_reverse, lambda b, p: [

@@ -1,8 +1,12 @@
 """What is counted is the stated formula, and one rank alone moves nothing."""
 
+from fractions import Fraction
+
 import pytest
+import torch
 
 import shardlib as sl
+from shardlib.collectives.api import ragged_all_to_all
 from tests.collectives.primitives import (
     PRIMITIVES,
     cost,
@@ -34,3 +38,13 @@ def test_one_sized_axes_move_nothing(name: str) -> None:
     with sl.simulate(x=1, y=2) as m, sl.trace() as t:
         PRIMITIVES[name][0](stacked_input(m), "x")
     assert (t.bytes, t.messages) == (0, 0)
+
+
+def test_ragged_parts_count_what_leaves_its_rank() -> None:
+    counts = ((5, 1, 0), (2, 0, 3), (0, 4, 0))
+    with sl.simulate(x=3, y=2), sl.trace() as t:
+        ragged_all_to_all(torch.zeros(6), "x", counts)
+    assert t.bytes == Fraction(4 * (1 + 5 + 4), 3) and t.messages == 2
+    with sl.record(x=3), sl.trace() as on_paper:
+        ragged_all_to_all(torch.zeros(6, device="meta"), "x", counts)
+    assert on_paper.bytes == t.bytes

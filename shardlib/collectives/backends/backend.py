@@ -93,6 +93,12 @@ class Backend(Protocol):
         self, x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int
     ) -> Finish: ...
 
+    def ragged_all_to_all(
+        self, x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]
+    ) -> Finish:
+        """``counts[i][j]`` elements from rank i to rank j; the result is as long as the longest."""
+        ...
+
     def ppermutes(
         self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
     ) -> list[Finish]:

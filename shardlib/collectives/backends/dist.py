@@ -375,6 +375,36 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
     return finish
 
 
+def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Finish:
+    """On gloo every receive is posted before any send, as in ``_exchange``."""
+    g = group(mesh, axes)
+    me, tag = g.index, next(g.turns)
+    came = [row[me] for row in counts]
+    out = x.new_zeros(max(map(sum, zip(*counts, strict=True))))
+    sent = list(x.contiguous()[: sum(counts[me])].split(list(counts[me])))
+    got = list(out[: sum(came)].split(came))
+    others = [(me + i) % g.size for i in range(1, g.size)]
+    works: list[Any]
+    if g.native:
+        back = _inverse(g.places)
+        works = [
+            dist.all_to_all(
+                [got[i] for i in back], [sent[i] for i in back], group=g.handle, async_op=True
+            )
+        ]
+    else:
+        works = [g.handle.recv([got[i]], g.places[i], tag) for i in reversed(others) if came[i]]
+        works += [g.handle.send([sent[i]], g.places[i], tag) for i in others if len(sent[i])]
+        got[me].copy_(sent[me])
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return finish
+
+
 class _Posted:
     """One transfer and where it lands; calling it waits."""
 

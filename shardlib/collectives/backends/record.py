@@ -132,6 +132,11 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
     return came.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
 
 
+@at_once
+def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Tensor:
+    return x.new_empty(max(map(sum, zip(*counts, strict=True))))
+
+
 def axis_index(mesh: Mesh, axes: Axes) -> int:
     return rank_along(axes, played(mesh)[0], mesh.axes)
 

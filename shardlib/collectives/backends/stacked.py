@@ -152,6 +152,19 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
 
 
 @at_once
+def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Tensor:
+    y, order = _split(x, mesh, axes)
+    p = y.shape[1]
+    out = y.new_zeros(len(y), p, max(map(sum, zip(*counts, strict=True))))
+    at = [0] * p
+    for i, row in enumerate(counts):
+        for j, part in enumerate(y[:, i, : sum(row)].split(list(row), -1)):
+            out[:, j, at[j] : at[j] + row[j]] = part
+            at[j] += row[j]
+    return _merge(out, mesh, order)
+
+
+@at_once
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
     y, order = _split(x, mesh, axes)
     return _merge(y[:, root : root + 1].expand_as(y), mesh, order)
