@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import Context
+from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -42,6 +43,7 @@ __all__ = [
     "opened",
     "reduce_scatter_single",
     "seeded",
+    "set_timeout",
 ]
 
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
@@ -308,6 +310,15 @@ def job_store() -> Any:
     process group is private too.  When it goes: make a ``dist.TCPStore`` in ``make_mesh``.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """How long a transfer of this group may take, those of gloo's sends and receives included.
+
+    ``torch.distributed.distributed_c10d._set_pg_timeout`` seen in 2.11 and 2.13.  When it goes:
+    ``ProcessGroup.set_timeout`` of 2.13 is public.
+    """
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 # ---------------------------------------------------------------- autograd.Function

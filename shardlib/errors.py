@@ -7,6 +7,7 @@ operands, on which mesh, at which line of the user's code, and one line that fix
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OutOfRange",
     "PartialEscape",
     "PlainTensor",
+    "RankFailed",
     "RankMismatch",
     "RuleLint",
     "ShardError",
@@ -237,6 +239,16 @@ class Unsupported(ShardError):
     """
 
 
+class RankFailed(ShardError):
+    """A rank died, stopped, raised, left or took another way: what every other rank raises.
+
+    >>> import os, shardlib as sl
+    >>> sl.launch(os._exit, 0, x=2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.RankFailed: launch: rank 0 left with exit code 0 before its function returned...
+    """
+
+
 class WrongAxes(ShardError):
     """A block varies along other mesh axes than its sum, or the layout of a result, says.
 
@@ -309,15 +321,18 @@ def mesh_text(mesh: object) -> str:
     return str(mesh)
 
 
-def user_line() -> str:
-    """Find ``file:line`` of the innermost frame outside shardlib and torch."""
-    frame = sys._getframe(2)
+def user_line(frame: FrameType | None = None, *, only: bool = False, line: int = 0) -> str:
+    """Find ``file:line`` of the innermost frame outside shardlib and torch.
+
+    ``frame``  where to begin, the caller's caller unless given; ``only`` there, at ``line``.
+    """
+    frame = sys._getframe(2) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
         inside = name.startswith((_HERE, "<")) or any(
             part in name for part in ("/torch/", "/optree/", "contextlib")
         )
         if not inside:
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(name).name}:{line or frame.f_lineno}"
+        frame = None if only else frame.f_back
     return ""

@@ -124,7 +124,7 @@ class _Caller(dict[str, Any]):
 ON_RANKS = ("sl.make_mesh(", "sl.dtensor.to_dtensor(x, normalize=True)")
 """Beginnings of fixes that want real processes; such a line is run in as many as it names."""
 
-COMMANDS = ("torchrun ", "pip install ")
+COMMANDS = ("torchrun ", "pip install ", "python -m shardlib ")
 """How the fixes begin that are commands of a shell."""
 
 

@@ -18,6 +18,7 @@ ORDER = [  # each may import from those before it
     "_compat",
     "live",
     "mesh.scope",
+    "mesh.failures",
     "mesh.mesh",
     "mesh",
     "cost",

@@ -30,7 +30,7 @@ MODULES = {
         pcast pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
     "dtensor": "from_dtensor rules to_dtensor",
     "errors": """AxisReused BadArgument ImplicitCommunication LayoutSyntax MeshError NoMesh NoImplementation NotExpressible
-        OutOfRange PartialEscape PlainTensor RankMismatch RuleLint ShardError UnevenSplit
+        OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",
     "extend": """At AttentionCase Cost Engine Job LocalQueries Mask Match MatmulCase Move Moves Plan Relation Run

@@ -20,7 +20,7 @@ from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.varying import Varies, after_move, differing, real
 from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported, WrongAxes
-from shardlib.mesh import Mesh, current_mesh, scope
+from shardlib.mesh import RECENT, Mesh, current_mesh, lost, number, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
@@ -195,6 +195,15 @@ _PVARY = _Collective("pvary", _nothing_moves, lambda: (_PSUM, ()))
 _ADDING = frozenset({_PSUM, _PMAX, _PSUM_SCATTER, _PREDUCE})
 
 
+def _lost(e: RuntimeError, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
+    """Raise RankFailed where a transfer failed."""
+    if mesh.device_mesh is None:
+        return
+    entry = next((r for r in reversed(RECENT) if r[1] == op.name and r[2] == axes), None)
+    entry = entry or ("?", op.name, axes, raw.shape, raw.dtype)
+    lost(e, entry, dist.group(mesh, axes).ranks)
+
+
 class _Moved(Local):
     """A linear collective on raw storage; its backward is the adjoint collective."""
 
@@ -203,7 +212,11 @@ class _Moved(Local):
         ctx: Any, raw: Tensor, op: _Collective, mesh: Mesh, axes: Axes, params: tuple
     ) -> Tensor:
         ctx.call = op, mesh, axes, params
-        return raw.view_as(raw) if op is _PVARY else _finish(op, raw, mesh, axes, params)()
+        try:
+            return raw.view_as(raw) if op is _PVARY else _finish(op, raw, mesh, axes, params)()
+        except RuntimeError as e:
+            _lost(e, op, raw, mesh, axes)
+            raise
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -217,7 +230,11 @@ class _Max(Local):
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-        out = _finish(_PMAX, raw, mesh, axes, ())()
+        try:
+            out = _finish(_PMAX, raw, mesh, axes, ())()
+        except RuntimeError as e:
+            _lost(e, _PMAX, raw, mesh, axes)
+            raise
         ctx.place = mesh, axes
         ctx.save_for_backward(raw, out)
         return out
@@ -235,6 +252,8 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
     dtype = raw.dtype
     if dtype not in _SENT:
         return _finish_other(op, raw, mesh, axes, params)
+    if mesh.device_mesh is not None:
+        RECENT.append((number(), op.name, axes, raw.shape, dtype))
     if traces := scope().traces:
         _note(traces, op, raw, mesh, axes, params)
     return op.post(backend(mesh))(raw, mesh, axes, *params)
@@ -300,7 +319,11 @@ def _raw_call(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tupl
         if op is _PMAX:
             return _Max.apply(raw, mesh, axes)  # type: ignore[return-value]
         return _Moved.apply(raw, op, mesh, axes, params)  # type: ignore[return-value]
-    return raw if op is _PVARY else _finish(op, raw, mesh, axes, params)()
+    try:
+        return raw if op is _PVARY else _finish(op, raw, mesh, axes, params)()
+    except RuntimeError as e:
+        _lost(e, op, raw, mesh, axes)
+        raise
 
 
 def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
@@ -638,9 +661,15 @@ def preduce_add(
         varies = after_move("preduce", x, mesh, (axis,), (), _public("preduce"))
         if type(target) is Stacked and target.varies is not None:
             target.varies.join(None if varies is None else varies.axes)
+    if mesh.device_mesh is not None:
+        RECENT.append((number(), "preduce", (axis,), raw.shape, wire))
     if traces := scope().traces:
         _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), ())
-    backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
+    try:
+        backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
+    except RuntimeError as e:
+        _lost(e, _PREDUCE, raw, mesh, (axis,))
+        raise
 
 
 def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
@@ -857,7 +886,11 @@ class Pending:
             raise ShardError(
                 "this transfer was waited for already", op="wait", fix="y = pending.wait()  # once"
             )
-        out, self._finish = self._finish(), None
+        try:
+            out, self._finish = self._finish(), None
+        except RuntimeError as e:
+            lost(e)
+            raise
         return out
 
 
@@ -877,6 +910,8 @@ def start_ppermutes(
     if traces := scope().traces:
         for raw, pairs in zip(raws, tables, strict=True):
             _note(traces, _PPERMUTE, raw, mesh, axes, (pairs,))
+    if mesh.device_mesh is not None:
+        RECENT.extend([(number(), "ppermute", axes, raw.shape, raw.dtype) for raw in raws])
     posted = backend(mesh).ppermutes(raws, mesh, axes, tables)
     if mesh.kind != "stacked":
         return [Pending(finish) for finish in posted]

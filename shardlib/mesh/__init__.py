@@ -1,5 +1,6 @@
 """Named meshes of ranks, what is ambient, and starting processes."""
 
+from shardlib.mesh.failures import RECENT, current_job, lost, number
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import (
     Link,
@@ -18,7 +19,7 @@ from shardlib.mesh.mesh import (
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 
 __all__ = [
-    "Entered", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
-    "current_mesh", "enter", "launch", "leave", "make_mesh", "rank_along", "record", "scope",
-    "simulate", "unknown_axis", "use_mesh", "within",
+    "RECENT", "Entered", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
+    "current_job", "current_mesh", "enter", "launch", "leave", "lost", "make_mesh", "number",
+    "rank_along", "record", "scope", "simulate", "unknown_axis", "use_mesh", "within",
 ]  # fmt: skip

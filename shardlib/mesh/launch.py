@@ -1,97 +1,206 @@
-"""Run a function in local processes, one for each rank of a
-mesh: start them, wait, tell what went wrong.
+"""Run a function in local processes, one for each rank of a mesh: start them, wait, tell what
+went wrong.
+
+The processes meet at a store that this one serves on the loopback interface; their transfers stay
+there too.
 """
 
+import faulthandler
 import math
+import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardlib.errors import ShardError
-from shardlib.mesh.mesh import make_mesh, sizes_of
+from shardlib.errors import RankFailed, ShardError, user_line
+from shardlib.mesh.failures import RECENT, current_job, lost, spelled
+from shardlib.mesh.mesh import TIMEOUT, make_mesh, sizes_of
 
 __all__ = ["launch"]
 
+_START = 180.0  # seconds that processes may take to import what they run
+_SLACK = 6.0  # how much later than its ranks this process gives up: what they say is better
+
 
 def launch(
-    fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 300.0, **axes: int
+    fn: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = TIMEOUT, **axes: int
 ) -> list[Any]:
     """Run ``fn(*args)`` in local processes, one per rank of the mesh, each with the mesh in scope.
 
     Returns the results by rank.  The first error stops all and is raised here with its rank.
-    ``fn``, ``args`` and results are pickled.
+    ``fn``, ``args`` and results are pickled; a script calls this under
+    ``if __name__ == "__main__":``, for the processes import it.
+    ``timeout``  seconds that a transfer may take, and that all ranks may be silent (no transfer,
+                 no computation); the run may take as long as it likes.
+    Raises: RankFailed where a rank died, left, stopped or took another way, with the rank.
 
     >>> import shardlib as sl
     >>> sl.launch(sl.axis_index, "y", x=1, y=2)  # two processes start, meet over gloo, and end
     [0, 1]
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise _unguarded(os.environ.get(_FOLDER))
     sizes = sizes_of("launch", axes)
     _check_travels(fn, args)
     world = math.prod(sizes.values())
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _rank_main,
-            (world, folder, fn, args, sizes, device),
-            nprocs=world,
-            join=False,
-            start_method="spawn",
-        )
-        error: Exception | None = None
-        lost: int | None = None  # a rank ended by a signal: what the others say is its consequence
+        store, port = _store()
+        os.environ[_FOLDER] = folder
         try:
-            until = time.monotonic() + timeout
-            while not context.join(timeout=1.0):
-                if time.monotonic() > until:
-                    raise ShardError(
-                        f"no result after {timeout:.0f} s",
-                        op="launch",
-                        mesh=sizes,
-                        fix=f"timeout={2 * timeout:.0f}",
-                    )
-        except ShardError as e:
-            error = e
-        except Exception as e:
-            error = ShardError(f"a rank died: {e}", op="launch", mesh=sizes)
-            ends = [p.exitcode or 0 for p in context.processes]
-            lost = next(
-                (r for r, code in enumerate(ends) if code < 0 and code != -signal.SIGTERM), None
+            given = (world, folder, port, fn, args, sizes, device, timeout)
+            context = mp.start_processes(
+                _rank_main, given, nprocs=world, join=False, start_method="spawn"
             )
+        finally:
+            del os.environ[_FOLDER]
+        try:
+            silent = _wait(context.processes, Path(folder), timeout)
+            ends = [p.exitcode for p in context.processes]
         finally:
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        failed = [f for f in os.listdir(folder) if f.startswith("error")]
-        # the first is the cause
-        failed.sort(key=lambda f: os.stat(os.path.join(folder, f)).st_mtime_ns)
-        if lost is not None:
-            raise ShardError(
-                f"rank {lost} was ended by {signal.Signals(-ends[lost]).name}",
-                op="launch",
-                mesh=sizes,
-            )
-        if failed:
-            rank = int(failed[0][5:])
-            with open(os.path.join(folder, failed[0]), "rb") as file:
-                cause, text = pickle.load(file)
-            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
-        if error is not None:
+            del store
+        if error := _failure(Path(folder), ends, sizes, silent):
             raise error
-        results = []
-        for rank in range(world):
-            with open(os.path.join(folder, f"result{rank}"), "rb") as file:
-                results.append(pickle.load(file))
-        return results
+        return [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(world)]
+
+
+_FOLDER = "SHARDLIB_LAUNCH_FOLDER"
+
+
+def _store() -> tuple[dist.TCPStore, int]:
+    """Where the ranks meet, and its port: it listens on the loopback interface alone."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
+
+
+def _wait(processes: list[Any], folder: Path, timeout: float) -> dict[str, str] | None:
+    """Until all are done or one fails; where they stand if none has done anything for so long."""
+    begun = time.monotonic()
+    while True:
+        left = [p for p in processes if p.exitcode is None]
+        ended = [r for r, p in enumerate(processes) if p.exitcode is not None]
+        if any(processes[r].exitcode or not (folder / f"result{r}").exists() for r in ended):
+            _hear_out(processes, folder)
+            return None
+        if not left:
+            return None
+        wait([p.sentinel for p in left], 0.5)
+        beats = [folder / f"beat{r}" for r in range(len(processes))]
+        quiet = time.monotonic() - begun
+        if all(b.exists() for b in beats):
+            quiet = time.time() - max(b.stat().st_mtime for b in beats)
+            if quiet > timeout + _SLACK:
+                return _roll(folder, len(processes))
+        elif quiet > max(_START, timeout):
+            return {"start": f"after {quiet:.0f} s not every rank had begun"}
+
+
+def _hear_out(processes: list[Any], folder: Path) -> None:
+    """Wait a moment for what the others say: the first that ended may be a consequence."""
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until and any(p.exitcode is None for p in processes):
+        wait([p.sentinel for p in processes if p.exitcode is None], 0.1)
+
+
+def _roll(folder: Path, world: int) -> dict[str, str]:
+    """Where every rank stands, from their threads that still run."""
+    (folder / "roll").touch()
+    until = time.monotonic() + 3.0
+    places = [folder / f"at{r}" for r in range(world)]
+    while time.monotonic() < until and not all(p.exists() for p in places):
+        time.sleep(0.1)
+    return {f"rank {r}": p.read_text() if p.exists() else "no answer" for r, p in enumerate(places)}
+
+
+def _failure(
+    folder: Path, ends: list[int | None], sizes: Mapping[str, int], silent: dict[str, str] | None
+) -> ShardError | None:
+    """The first cause, from how each rank ended and what it said."""
+    if (folder / "unguarded").exists():
+        return _unguarded(None)
+    errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
+    said = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
+    killed = [(r, code) for r, code in enumerate(ends) if code is not None and code < 0]
+    if killed:
+        rank, code = killed[0]
+        return RankFailed(
+            f"rank {rank} was ended by {signal.Signals(-code).name}", op="launch", mesh=sizes
+        )
+    for rank, cause, text in said:
+        if not isinstance(cause, RankFailed):
+            error = ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes)
+            error.__cause__ = cause
+            return error
+    left = [r for r, code in enumerate(ends) if code == 0 and not _ended_well(folder, r)]
+    if left:
+        return RankFailed(
+            f"rank {left[0]} left with exit code 0 before {_FN} returned", op="launch", mesh=sizes
+        )
+    for _rank, cause, _ in said:
+        error = RankFailed(
+            cause.message, op="launch", operands=cause.operands, mesh=sizes, fix=cause.fix
+        )
+        error.__cause__ = cause
+        return error
+    if silent is not None:
+        return RankFailed(
+            "no rank did anything for longer than its timeout",
+            op="launch",
+            operands=silent,
+            mesh=sizes,
+            fix="sl.launch(fn, x=2, timeout=1000.0)",
+        )
+    bad = [(r, code) for r, code in enumerate(ends) if code]
+    if bad:
+        return RankFailed(
+            f"rank {bad[0][0]} ended with exit code {bad[0][1]}", op="launch", mesh=sizes
+        )
+    return None
+
+
+_FN = "its function"
+
+
+def _ended_well(folder: Path, rank: int) -> bool:
+    return (folder / f"result{rank}").exists() or (folder / f"error{rank}").exists()
+
+
+def _unguarded(folder: str | None) -> ShardError:
+    """The script calls launch where the processes that it starts import it."""
+    if folder is not None:
+        Path(folder, "unguarded").touch()
+    return ShardError(
+        "each rank imports the script that calls launch, and would call it again: the call stands "
+        'outside `if __name__ == "__main__":`',
+        op="launch",
+        fix='if __name__ == "__main__": sl.launch(fn, x=2)',
+    )
 
 
 def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -122,32 +231,92 @@ def _rank_main(
     rank: int,
     world: int,
     folder: str,
+    port: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     axes: dict[str, int],
     device: str,
+    timeout: float,
 ) -> None:
     try:
+        faulthandler.enable()
+        threading.Thread(
+            target=_beat, args=(Path(folder), rank), name="shardlib beat", daemon=True
+        ).start()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        loopback = next((n for _, n in socket.if_nameindex() if n.startswith("lo")), None)
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        store = dist.FileStore(os.path.join(folder, "store"), world)
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=max(_START, timeout)),
         )
-        with make_mesh(device=device, **axes):
+        with make_mesh(device=device, timeout=timeout, **axes):
             result = fn(*args)
-        with open(os.path.join(folder, f"result{rank}"), "wb") as file:
-            pickle.dump(result, file)
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception as e:
-        text = traceback.format_exc()
+        Path(folder, f"result{rank}.part").write_bytes(pickle.dumps(result))
         try:
-            blob = pickle.dumps((e, text))
-            pickle.loads(blob)
-        except Exception:
-            blob = pickle.dumps((None, text))
-        with open(os.path.join(folder, f"error{rank}"), "wb") as file:
-            file.write(blob)
-        raise SystemExit(1) from None
+            dist.barrier()
+        except RuntimeError as e:
+            lost(e, ("?", "the end", tuple(axes), torch.Size(), torch.uint8))
+            raise
+        os.rename(Path(folder, f"result{rank}.part"), Path(folder, f"result{rank}"))
+        if (job := current_job()) is not None:
+            job.leave()
+        dist.destroy_process_group()
+    except BaseException as e:
+        _tell(Path(folder), rank, e)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a group whose transfers failed can abort the process at its teardown
+
+
+def _tell(folder: Path, rank: int, error: BaseException) -> None:
+    """Say what ended this rank: to the other ranks, and to the process that started them."""
+    if (job := current_job()) is not None:
+        job.raised(error)
+    text = traceback.format_exc()
+    if isinstance(error, SystemExit):
+        text = f"it left by {error!r}, at {user_line(_innermost(error))}\n{text}"
+    try:
+        blob = pickle.dumps((error, text))
+        pickle.loads(blob)
+    except Exception:
+        blob = pickle.dumps((None, text))
+    part = folder / f"part{rank}"
+    part.write_bytes(blob)
+    part.rename(folder / f"error{rank}")
+
+
+def _innermost(error: BaseException) -> Any:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame
+
+
+def _beat(folder: Path, rank: int) -> None:
+    """Show that this rank works, by the time of a file: that it communicates, or computes."""
+    beat, place = folder / f"beat{rank}", folder / f"at{rank}"
+    count, used = -1, -1.0
+    while folder.exists():
+        now, cpu = RECENT[-1][0] if RECENT else 0, time.process_time()
+        try:
+            if now != count or cpu - used > 0.05:
+                count = now
+                beat.touch()
+            used = cpu
+            if (folder / "roll").exists() and not place.exists():
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                line = user_line(frame) if frame is not None else ""
+                last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
+                place.write_text(f"at {line or 'its end'}, {last}")
+        except OSError:  # the folder is gone
+            return
+        time.sleep(0.5)

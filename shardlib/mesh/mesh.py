@@ -14,13 +14,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardlib._compat import set_timeout
 from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
+from shardlib.mesh.failures import join_job
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
@@ -71,6 +74,7 @@ class Mesh(Mapping[str, int]):
         self.kind: Kind = kind
         self.device = torch.device(device)
         self.device_mesh = device_mesh
+        self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
         self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
         self.coord: dict[str, int] | None = None
         # the group of all ranks when the mesh was made; not kept alive
@@ -237,6 +241,8 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
         found = _VIEWS[mesh] = Mesh(
             axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh
         )
+        if dist.is_initialized():
+            join_job(found)
     return found
 
 
@@ -329,11 +335,17 @@ def record(*given: Any, **axes: int) -> Mesh:
 # ---------------------------------------------------------------- real processes
 
 
-def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
+def make_mesh(
+    *given: Any, device: str | None = None, timeout: float | None = None, **axes: int
+) -> Mesh:
     """Make a mesh over all running processes: ``sl.make_mesh(x=2, y=-1)``, where -1 is inferred.
 
     Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
-    CPU.  Raises: MeshError where the sizes do not fit the world exactly.
+    CPU.
+    ``timeout``  seconds that a transfer may take before its ranks raise RankFailed: 100 unless
+                 given, or what the group has that runs already.
+    Raises: MeshError where the sizes do not fit the world exactly, or not all ranks come within
+    300 seconds.
 
     >>> import shardlib as sl
     >>> with sl.make_mesh(x=-1, device="cpu") as mesh:  # under torchrun, as many as it started
@@ -344,6 +356,12 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
     >>> dist.destroy_process_group()
     """
     _by_name("make_mesh", given)
+    if timeout is not None and not timeout > 0:
+        raise MeshError(
+            f"timeout={timeout!r} is no time",
+            op="make_mesh",
+            fix="sl.make_mesh(x=-1, timeout=100.0)",
+        )
     if device == "cuda" and not torch.cuda.is_available():
         text = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise MeshError(
@@ -360,7 +378,8 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    world = _world(device)
+    started = not dist.is_initialized()
+    world = _world_size()
     known = math.prod(s for s in axes.values() if s != -1)
     if free and world % known == 0:
         axes = axes | {free[0]: world // known}
@@ -378,21 +397,58 @@ def make_mesh(*given: Any, device: str | None = None, **axes: int) -> Mesh:
             mesh=dict(axes),
             fix=fix,
         )
-    return as_mesh(init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+    if started:
+        _start(device)
+    grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return with_timeout(as_mesh(grid), timeout or (TIMEOUT if started else None))
 
 
-def _world(device: str) -> int:
-    """Start the default process group if need be; its size."""
-    if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            if device == "cuda":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave)
-    return dist.get_world_size()
+TIMEOUT = 100.0
+"""Seconds that a transfer may take in training."""
+
+_COMING = timedelta(seconds=300)
+"""How long the first ranks wait for the last."""
+
+
+def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:
+    """A mesh of real processes whose transfers may take so long."""
+    if seconds is None or mesh.device_mesh is None:
+        return mesh
+    mesh.timeout = float(seconds)
+    for group in {dist.group.WORLD, *(mesh.device_mesh.get_group(n) for n in mesh.names)}:
+        set_timeout(group, mesh.timeout)
+    return mesh
+
+
+def _under_launcher() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _world_size() -> int:
+    """Processes of the job, which need not have met yet."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if _under_launcher() else 1
+
+
+def _start(device: str) -> None:
+    """Start the default process group."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    if not _under_launcher():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        try:
+            dist.init_process_group(backend, timeout=_COMING)
+        except dist.DistError as e:
+            raise MeshError(
+                f"rank {os.environ['RANK']} waited {_COMING.total_seconds():.0f} s for the other "
+                f"{int(os.environ['WORLD_SIZE']) - 1}: {e}",
+                op="make_mesh",
+                fix=f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} script.py",
+            ) from e
+    atexit.register(_leave)
 
 
 def _leave() -> None:

@@ -8,7 +8,9 @@ add them in rank order ourselves; NCCL keeps its native collectives.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import all_gather_single, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
-from shardlib.mesh import Mesh, rank_along
+from shardlib.mesh import RECENT, Mesh, current_job, lost, number, rank_along
 
 __all__: list[str] = []
 
@@ -80,14 +82,37 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
     elif len(ranks) == dist.get_world_size():
         handle = dist.group.WORLD
     else:
-        handle = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        waits = None if mesh.timeout is None else timedelta(seconds=mesh.timeout)
+        handle = dist.new_group(sorted(ranks), timeout=waits, use_local_synchronization=True)
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = dist.get_backend(handle) == "nccl"
     turns = itertools.cycle(range(1024))
+    if (job := current_job()) is not None:
+        job.release = release
     return _Group(
         handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns
     )
+
+
+def release(mesh: Mesh) -> None:
+    """End every transfer of this mesh that waits: the job has failed.
+
+    gloo's own abort does nothing; a receive whose time is up closes the connection to a peer, and
+    all that waits on it raises.
+    """
+    for g in [g for g in list(mesh.groups.values()) if isinstance(g, _Group)]:
+        if g.native:
+            g.handle.abort()
+            continue
+        for peer in range(g.size):
+            if peer != g.places[g.index]:
+                with suppress(RuntimeError):
+                    g.handle.recv([torch.empty(1)], peer, _NEVER).wait(timedelta(milliseconds=1))
+
+
+_NEVER = 1 << 20
+"""A tag that no transfer has."""
 
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -414,7 +439,11 @@ class _Posted:
         self.work, self.out = work, out
 
     def __call__(self) -> Tensor:
-        self.work.wait()
+        try:
+            self.work.wait()
+        except RuntimeError as e:
+            lost(e)
+            raise
         return self.out
 
     wait = __call__
@@ -436,8 +465,13 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
     def post(x: Tensor, root: int) -> _Posted:
+        RECENT.append((number(), "pbroadcast", axes, x.shape, x.dtype))
         out = x.contiguous() if root == me else torch.empty_like(x, memory_format=alike)
-        return _Posted(broadcast(out, places[root]), out)
+        try:
+            return _Posted(broadcast(out, places[root]), out)
+        except RuntimeError as e:
+            lost(e, None, g.ranks)
+            raise
 
     return post
 
@@ -451,6 +485,7 @@ def reductions(
 
     def add(target: Tensor, x: Tensor, root: int) -> Finished:
         dtype, tag = wire or target.dtype, next(turns)
+        RECENT.append((number(), "preduce", axes, x.shape, dtype))
         if send is None:
             return _reduced(
                 target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root
@@ -465,14 +500,22 @@ def reductions(
 
 def _sent(work: Any, block: Tensor) -> None:
     """A block lives until it is sent."""
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as e:
+        lost(e)
+        raise
 
 
 def _reduced(target: Tensor, x: Tensor, g: _Group, root: int) -> Callable[[], object]:
     work: Any = dist.reduce(x, g.ranks[root], group=g.handle, async_op=True)
 
     def finish() -> None:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as e:
+            lost(e, None, g.ranks)
+            raise
         if g.index == root:
             target.add_(x)
 
@@ -516,7 +559,11 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
             if i == me:
                 total.add_(x)
                 continue
-            (coming if i == first else recv([buffer], places[i], tag)).wait()
+            try:
+                (coming if i == first else recv([buffer], places[i], tag)).wait()
+            except RuntimeError as e:
+                lost(e, None, g.ranks)
+                raise
             total.add_(buffer)
         return target.copy_(total) if half else total
 

@@ -1,0 +1,315 @@
+"""Ranks that part ways, drawn: what every other rank then says, and how soon.
+
+    python -m tests.faults [--count 40] [--seed 0] [--check | --without]
+
+Four forked processes on a 2x2 mesh run the same steps; at a drawn step one of them skips an
+operation, swaps two, brings another shape, raises, exits, is killed or stopped, and so on.  Every
+rank that still runs must end with an error that names this first cause, within the timeout and five
+seconds; nothing may wait longer, and no wrong number may come out.
+"""
+
+import argparse
+import atexit
+import contextlib
+import multiprocessing as mp
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardlib as sl
+from shardlib.errors import ShardError
+
+WORLD = 4
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does; what the others then say, with check and without.
+
+    ``quiet``  the pattern of what they say without check; None: they need not notice.
+    ``alone``  the rank itself raises nothing (it is gone, or asleep).
+    """
+
+    act: Callable[["Steps"], Any]
+    said: str
+    quiet: str | None
+    alone: bool = False
+
+
+class Steps:
+    """What every rank runs.  ``who`` acts at step ``when``."""
+
+    def __init__(self, fault: str, who: int, when: int) -> None:
+        self.rank = dist.get_rank()
+        self.fault, self.who, self.when = fault, who, when
+        self.ours = False
+        torch.manual_seed(0)
+        self.w = sl.shard(torch.arange(64.0).reshape(8, 8), "x y")
+        self.params = {n: sl.shard(torch.full((8,), float(i)), "x") for i, n in enumerate("abc")}
+
+    def run(self) -> list[float]:
+        found = []
+        for step in range(STEPS):
+            self.ours = self.rank == self.who and step == self.when
+            if self.ours:
+                print("fault", flush=True)
+            found += self.step()
+        return found
+
+    def is_(self, *names: str) -> bool:
+        return self.ours and self.fault in names
+
+    def step(self) -> list[float]:
+        if self.ours:
+            FAULTS[self.fault].act(self)
+        shape = 6 if self.is_("other shape") else 4
+        dtype = torch.int32 if self.is_("other dtype") else torch.float32
+        a = torch.zeros(1) if self.is_("skip") else sl.psum(torch.ones(shape, dtype=dtype), "x")
+        if self.is_("swap"):
+            c = sl.psum(torch.full((4,), 10.0), "y")
+            b = sl.psum(torch.full((4,), 1.0), "y")
+        else:
+            b = sl.psum(torch.full((4,), 1.0), "y")
+            c = sl.psum(torch.full((4,), 10.0), "y")
+        if self.is_("other layout"):
+            self.w = sl.shard(torch.arange(64.0).reshape(8, 8), "y x")
+        d = sl.unshard(self.w @ self.w)
+        order = reversed(self.params) if self.is_("reordered") else iter(self.params)
+        e = [sl.unshard(self.params[n]) for n in order]
+        factor = 1.0 + self.is_("other number")
+        f = sl.unshard((self.w * factor).sum())
+        return [float(t.double().sum()) for t in (a, b, c, d, *e, f)]
+
+
+def _kill(how: int) -> Callable[[Steps], None]:
+    return lambda s: os.kill(os.getpid(), how)
+
+
+def _raise(s: Steps) -> None:
+    raise ZeroDivisionError("of this rank")
+
+
+def _alone(s: Steps) -> None:
+    sl.unshard(s.w)
+
+
+def _threaded(s: Steps) -> None:
+    mesh = sl.current_mesh()
+
+    def aside() -> None:
+        with sl.use_mesh(mesh), contextlib.suppress(ShardError, RuntimeError):
+            sl.psum(torch.full((4,), 100.0), "x")
+
+    thread = threading.Thread(target=aside)
+    thread.start()
+    thread.join(0.3)
+
+
+def _nothing(s: Steps) -> None:
+    pass
+
+
+FAULTS: dict[str, Fault] = {
+    "skip": Fault(_nothing, "psum over 'y'.*and rank|and rank.*psum over 'y'", None),
+    "swap": Fault(_nothing, "at faults.py:.*and rank", None),
+    "other shape": Fault(_nothing, r"float32\[6\]", "rank|aborted"),
+    "other dtype": Fault(_nothing, r"int32\[4\]", None),
+    "other layout": Fault(_nothing, "and rank", None),
+    "other number": Fault(_nothing, r"mul.*2\.0", None),
+    "reordered": Fault(_nothing, "and rank", None),
+    "raise": Fault(_raise, "rank {who} raised ZeroDivisionError: of this rank, at faults.py", "same"),
+    "exit": Fault(lambda s: sys.exit(0), r"rank {who} left by SystemExit\(0\)|rank {who} left", "same"),
+    "gone": Fault(lambda s: os._exit(0), "rank {who} died: its process is gone", "same", True),
+    "killed": Fault(_kill(signal.SIGKILL), "rank {who} died: its process is gone", "same", True),
+    "stopped": Fault(_kill(signal.SIGSTOP), "rank {who} is stopped", "same", True),
+    "asleep": Fault(lambda s: time.sleep(600), "rank {who} did not come: it is at faults.py", "same", True),
+    "alone": Fault(_alone, "and rank|rank {who}", None),
+    "a thread": Fault(_threaded, "thread|and rank", None),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- processes
+
+
+@dataclass
+class Told:
+    """How one rank ended: ``kind`` the class of its error, ``ok`` or ``silent``."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def play(fault: str, who: int, when: int, *, check: bool, timeout: float = 3.0) -> list[Told]:
+    """Run the steps with a fault on real processes; how each rank ended, seconds after the fault."""
+    context = mp.get_context("fork")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+    pipes, processes = [], []
+    for rank in range(WORLD):
+        mine, its = context.Pipe()
+        given = (rank, port, fault, who, when, check, timeout, its)
+        process = context.Process(target=_rank, args=given, daemon=True)
+        process.start()
+        its.close()
+        pipes.append(mine)
+        processes.append(process)
+    found: dict[int, Told] = {}
+    began: float | None = None
+    until = time.monotonic() + 60
+    while len(found) < WORLD and time.monotonic() < until:
+        left = [p for r, p in enumerate(pipes) if r not in found]
+        for pipe in wait(left, 0.2):
+            rank = pipes.index(pipe)
+            try:
+                kind, text, at = pipe.recv()
+            except EOFError:
+                kind, text, at = "gone", "", time.monotonic()
+            if kind == "fault":
+                began, until = at, at + timeout + 12
+            else:
+                found[rank] = Told(kind, text, at - (began or at))
+    for process in [*processes, server]:
+        process.kill()
+        process.join()
+    silent = Told("silent", "", time.monotonic() - (began or 0.0))
+    return [found.get(r, silent) for r in range(WORLD)]
+
+
+def _serve(pipe: Connection) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    pipe.send(port)
+    time.sleep(600)
+    del store
+
+
+class _Marks:
+    """Tells of the fault when it happens."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def write(self, text: str) -> None:
+        if text == "fault":
+            self.pipe.send(("fault", "", time.monotonic()))
+
+    def flush(self) -> None:
+        pass
+
+
+def _rank(
+    rank: int,
+    port: int,
+    fault: str,
+    who: int,
+    when: int,
+    check: bool,
+    timeout: float,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.stdout = _Marks(pipe)  # type: ignore[assignment]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the ranks print is not what is tested
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    code = 0
+    try:
+        with sl.make_mesh(x=2, y=2, device="cpu", timeout=timeout), _mode(check):
+            found = Steps(fault, who, when).run()
+        pipe.send(("ok", repr(found), time.monotonic()))
+        time.sleep(1.0)
+    except BaseException as e:
+        last = traceback.format_exc() if not isinstance(e, ShardError) else str(e)
+        pipe.send((type(e).__name__, last, time.monotonic()))
+        sys.excepthook(type(e), e, e.__traceback__)
+        code = 1
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _mode(check: bool) -> Any:
+    return sl.check() if check else contextlib.nullcontext()
+
+
+def wrong(
+    fault: str, who: int, told: list[Told], *, check: bool, timeout: float = 3.0
+) -> list[str]:
+    """What is wrong with how the ranks ended."""
+    f = FAULTS[fault]
+    quiet = f.said if f.quiet == "same" else f.quiet
+    pattern = (f.said if check else quiet or "").format(who=who)
+    bad = []
+    for r, t in enumerate(told):
+        if r == who and f.alone:
+            continue
+        itself = r == who and t.kind in ("ZeroDivisionError", "SystemExit")
+        if t.kind == "silent" or t.seconds > timeout + 5:
+            bad.append(f"rank {r}: {t.kind} after {t.seconds:.1f} s")
+        elif t.kind == "ok":
+            if check or f.quiet is not None:
+                bad.append(f"rank {r}: went on to the end")
+        elif not itself and (check or f.quiet) and not re.search(pattern, t.text, re.DOTALL):
+            bad.append(f"rank {r}: {t.kind}: {t.text[:400]}")
+    return bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ranks that part ways, drawn.")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", choices=list(FAULTS))
+    parser.add_argument("--check", action="store_true", help="with check mode only")
+    parser.add_argument("--without", action="store_true", help="without check mode only")
+    parser.add_argument("--show", action="store_true")
+    given = parser.parse_args()
+    draw = random.Random(given.seed)
+    names = [given.fault] if given.fault else list(FAULTS)
+    modes = [m for m in (True, False) if not (given.without and m) and not (given.check and not m)]
+    failed, slowest = 0, 0.0
+    for i in range(given.count):
+        fault = names[i % len(names)]
+        who, when = draw.randrange(WORLD), draw.randrange(1, STEPS)
+        check = modes[(i // len(names)) % len(modes)] if len(modes) > 1 else modes[0]
+        told = play(fault, who, when, check=check)
+        bad = wrong(fault, who, told, check=check)
+        failed += bool(bad)
+        ends = [t.seconds for r, t in enumerate(told) if not (r == who and FAULTS[fault].alone)]
+        slowest = max(slowest, *ends)
+        kinds = ", ".join(f"{t.kind} {t.seconds:.1f}s" for t in told)
+        print(f"{'FAIL' if bad else 'ok  '} {fault:<13} check={check!s:<5} rank {who}: {kinds}")
+        for line in bad:
+            print("    ", line)
+        if given.show:
+            for r, t in enumerate(told):
+                print(f"  [{r}] {t.text}")
+    print(f"{given.count} faults, {failed} wrong; the slowest rank ended after {slowest:.1f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
