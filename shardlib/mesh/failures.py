@@ -119,6 +119,7 @@ class Job:
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
+        self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each group of axes; likewise
         self.failed = self.wrote = False
         self._known: dict[int, _Process] = {}
         self._ended = threading.Event()
@@ -165,7 +166,7 @@ class Job:
     def lost(self, error: BaseException, doing: str, ranks: Sequence[int]) -> RankFailed:
         """What a rank raises whose transfer among ``ranks`` failed."""
         self.failed = True
-        self._set(f"at/{self.rank}", ["waits", doing])
+        self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
         self._set("roll", "called")
         until = time.monotonic() + _GRACE
         while not (first := self._get("first")) and time.monotonic() < until:
@@ -195,30 +196,34 @@ class Job:
         return held
 
     def _drawn(self, error: BaseException, ranks: Sequence[int]) -> str:
-        """The first cause, from what the ranks answered: those of the transfer, then the others."""
-        others = [r for r in range(self.world) if r not in ranks]
-        for among in (list(ranks), others):
-            if cause := self._cause(among):
-                return cause
-        return f"the transfer failed on every rank: {str(error).splitlines()[0]}"
+        """The first cause, from what the ranks answered.
 
-    def _cause(self, ranks: Sequence[int]) -> str:
-        answers = {r: self._get(f"at/{r}") for r in ranks}
+        A rank that waits in another transfer waits for the ranks of that one: they are followed
+        until one is found that waits for nobody.
+        """
+        answers: dict[int, Any] = {}
+        left = list(ranks) or list(range(self.world))
+        while left:
+            r = left.pop(0)
+            if r in answers:
+                continue
+            answers[r] = self._get(f"at/{r}")
+            if answers[r] and answers[r][0] == "waits":
+                left += answers[r][2]
         silent = [r for r, a in answers.items() if not a]
         for r in silent:
-            if left := self._get(f"left/{r}"):
-                return f"rank {r} left: its program ended {left}"
+            if gone := self._get(f"left/{r}"):
+                return f"rank {r} left: its program ended {gone}"
         for word, text in (("gone", "died: its process is gone"), ("stopped", "is stopped")):
             if found := [r for r in silent if self._state(r) == word]:
                 return f"rank {found[0]} {text}"
         if silent:
             return f"rank {silent[0]} does not answer"
-        away = [r for r, a in answers.items() if a[0] != "waits"]
-        if away:
+        if away := [r for r, a in answers.items() if a[0] != "waits"]:
             return f"rank {away[0]} did not come: it is {answers[away[0]][1]}"
         doing = {r: _without_line(a[1]) for r, a in answers.items()}
         if len(set(doing.values())) < 2:
-            return ""
+            return f"the transfer failed on every rank: {str(error).splitlines()[0]}"
         usual = max(doing.values(), key=list(doing.values()).count)
         odd = next(r for r, d in doing.items() if d != usual)
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
@@ -271,7 +276,8 @@ class Job:
         line = user_line(frame) if frame is not None else ""
         if RECENT and frame is not None and _TRANSFERS in frame.f_code.co_filename:
             doing = spelled(RECENT[-1])
-            answer = ["waits", doing if ", at " in doing else f"{doing}, at {line}"]
+            doing = doing if ", at " in doing else f"{doing}, at {line}"
+            answer = ["waits", doing, list(self.members.get(RECENT[-1][2], ()))]
         else:
             last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
             answer = ["elsewhere", f"at {line or 'its end'}, {last}"]

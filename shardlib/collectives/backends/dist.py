@@ -90,6 +90,7 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
     turns = itertools.cycle(range(1024))
     if (job := current_job()) is not None:
         job.release = release
+        job.members[axes] = ranks
     return _Group(
         handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns
     )
