@@ -843,7 +843,9 @@ def scatter_into(
         return lambda: out.copy_(flat)
     if traces := scope().traces:
         _note(traces, _PSUM_SCATTER, flat, mesh, axes, params)
-    return backend(mesh).psum_scatter_into(flat, mesh, axes, out, *params[1:], land=land)
+    _remember("psum_scatter", flat, mesh, axes)
+    posted = backend(mesh).psum_scatter_into(flat, mesh, axes, out, *params[1:], land=land)
+    return _heard(posted, _PSUM_SCATTER, flat, mesh, axes)
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
@@ -856,7 +858,28 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
     if traces := scope().traces:
         part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
         _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
-    return backend(mesh).all_gather_into(flat, mesh, axes)
+    _remember("all_gather", flat, mesh, axes)
+    return _heard(backend(mesh).all_gather_into(flat, mesh, axes), _ALL_GATHER, flat, mesh, axes)
+
+
+def _remember(name: str, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
+    if mesh.device_mesh is not None:
+        RECENT.append((number(), name, axes, raw.shape, raw.dtype))
+
+
+def _heard(finish: Finish, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+    """A transfer whose failure names the rank that failed."""
+    if mesh.device_mesh is None:
+        return finish
+
+    def wait() -> Tensor:
+        try:
+            return finish()
+        except RuntimeError as e:
+            _lost(e, op, raw, mesh, axes)
+            raise
+
+    return wait
 
 
 # ---------------------------------------------------------------- asynchronous form
