@@ -83,12 +83,14 @@ class Index:
 
     ``items``    the leaves, in the order of their tree.    ``buckets``  as they fill in backward.
     ``axes``     cut over these, major first, into ``ways`` parts.
+    ``whole``    where these are some of its buckets: the index of all.
     """
 
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     axes: tuple[str, ...]
     ways: int
+    whole: "Index | None" = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -112,6 +114,19 @@ class Index:
             if any(len(s.leaves) > 1 for s in bucket.slots)
         )
 
+    def subset(self, names: tuple[str, ...]) -> "Index":
+        """The index of some buckets; the same object for the same names."""
+        if names not in self._subsets:
+            chosen = tuple(b for b in self.buckets if b.name in names)
+            self._subsets[names] = Index(
+                self.items, chosen, self.axes, self.ways, self.whole or self
+            )
+        return self._subsets[names]
+
+    @cached_property
+    def _subsets(self) -> dict[tuple[str, ...], "Index"]:
+        return {}
+
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         return self.items, self.buckets, self.axes, self.ways
@@ -123,7 +138,7 @@ class Index:
         return hash(self.buckets)
 
     def __reduce__(self) -> Any:
-        return Index, self._key
+        return Index, (*self._key, self.whole)
 
 
 @lru_cache(maxsize=256)
@@ -251,6 +266,19 @@ class Buckets(dict[str, Any]):
     def axes(self) -> tuple[str, ...]:
         """The axes over which they are cut."""
         return self.index.axes
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Leaf number -> the parameter's path, as ``Slot.leaves`` counts them."""
+        return tuple(item.path for item in self.index.items)
+
+    def subset(self, names: tuple[str, ...]) -> "Buckets":
+        """Those of these names, in the same memory."""
+        out = Buckets({n: self[n] for n in names}, self.index.subset(names), self.mesh)
+        if "pieces" in self.__dict__:
+            rows = zip(self.held, self.pieces, strict=True)
+            out.__dict__["pieces"] = [p for (bucket, _, _), p in rows if bucket.name in out]
+        return out
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
         """Other values under the same index."""

@@ -16,7 +16,8 @@ from shardlib.optim.buckets import Bucket, Buckets, Index
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "Hops", "Memory", "adopt", "gather", "own", "own_parts", "scatter", "shard_place", "slot_of",
+    "Hops", "Memory", "adopt", "gather", "own", "own_parts", "put_back",
+    "scatter", "shard_place", "slot_of",
     "stack", "whole_place",
 ]  # fmt: skip
 
@@ -130,22 +131,22 @@ def own_parts(flat: Tensor, index: Index, mesh: Mesh) -> list[Tensor]:
 
 
 def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
-    """Each rank's own part of whole buckets; what is written to its ``pieces`` is written to them.
-
-    Under simulate the vectors beside the pieces are copies, for ranks have parts of different
-    places.
-    """
+    """Each rank's own part of whole buckets: views, or under simulate copies, see ``put_back``."""
     values: dict[str, ShardedTensor] = {}
-    ranks = {}
     for bucket, flat in zip(index.buckets, flats, strict=True):
-        ranks[bucket.name] = views = own_parts(flat.detach(), index, mesh)
+        views = own_parts(flat.detach(), index, mesh)
         raw = torch.stack(views) if lead(mesh) else views[0]
         values[bucket.name] = ShardedTensor(raw, shard_place(index, bucket, mesh))
-    out = Buckets(values, index, mesh)
-    out.__dict__["pieces"] = [
-        ranks[b.name][i][part.start : part.start + part.length] for b, i, part in out.held
-    ]
-    return out
+    return Buckets(values, index, mesh)
+
+
+def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
+    """Write the parts into the buckets that ``own`` took them from, where they are copies."""
+    if lead(mine.mesh):
+        for flat, part in zip(flats, mine.values(), strict=True):
+            views = own_parts(flat, mine.index, mine.mesh)
+            for view, block in zip(views, blocks(part.raw, mine.mesh), strict=True):
+                view.copy_(block)
 
 
 def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:

@@ -25,7 +25,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, Item, flatten, index, unflatten
 from shardlib.optim.clip import global_norm
-from shardlib.optim.flat import Hops, Memory, adopt, gather, own, shard_place
+from shardlib.optim.flat import Hops, Memory, adopt, gather, own, put_back, shard_place
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, Transform, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
@@ -89,7 +89,7 @@ def zero(
     _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
-    memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20))
+    memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20), tx.groups)
 
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
@@ -124,8 +124,8 @@ def zero(
         return sink.finish()
 
     def init(params: Any) -> Any:
-        leaves, paths, order = _leaves(params)
-        where, mesh = seen.index(leaves, paths, order)
+        leaves = _trained(params)
+        where, mesh = seen.index(params, leaves)
         parts = _parts(leaves, where, mesh)
         if master is None:
             return tx.init(parts)
@@ -146,8 +146,8 @@ def zero(
                 op="zero",
                 fix="params, state, info = sl.optim.step(tx, params, grads, state)",
             )
-        leaves, paths, order = _leaves(params)
-        where, mesh = seen.index(leaves, paths, order, state)
+        leaves = _trained(params)
+        where, mesh = seen.index(params, leaves, state)
         given, held, tree = _split(params, leaves, grads)
         with torch.no_grad():
             parts = reduced(given, where, mesh, Memory())
@@ -161,8 +161,8 @@ def zero(
         return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
 
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
-        leaves, paths, order = _leaves(params)
-        where, mesh = seen.index(leaves, paths, order, state)
+        leaves = _trained(params)
+        where, mesh = seen.index(params, leaves, state)
         given, _, _ = _split(params, leaves, grads)
         parts = reduced(given, where, mesh, memory)
         if isinstance(given, Buckets) and parts is not given:
@@ -176,6 +176,7 @@ def zero(
             state = run_in_place(tx, parts, state, mine, step)
         else:
             state = _with_master(tx, parts, state, mine, step, master, memory)
+        put_back(flats, mine)
         if not step.skipped:
             _send(flats, mine, state, where, mesh)
         memory.give(*(g.raw for g in parts.values()))
@@ -186,16 +187,18 @@ def zero(
             gather(flats, mesh, hops)
             return
         narrow = [memory.take(f.shape, gather_dtype, f.device) for f in flats]
-        for small, p in zip(own(narrow, where, mesh).pieces, mine.pieces, strict=True):
+        part = own(narrow, where, mesh)
+        for small, p in zip(part.pieces, mine.pieces, strict=True):
             small.copy_(p)
+        put_back(narrow, part)
         gather(narrow, mesh, hops)
         for small, flat in zip(narrow, flats, strict=True):
             flat.copy_(small)
         memory.give(*narrow)
 
     def sink(params: Any) -> Sink:
-        leaves, paths, order = _leaves(params)
-        where, mesh = seen.index(leaves, paths, order)
+        leaves = _trained(params)
+        where, mesh = seen.index(params, leaves)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
             dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
@@ -208,15 +211,13 @@ def zero(
 class _Seen:
     """What zero found out about the trees that it saw: their index, and lists of views."""
 
-    def __init__(self, axes: tuple[str, ...], most_bytes: int) -> None:
-        self.axes, self.most_bytes = axes, most_bytes
+    def __init__(self, axes: tuple[str, ...], most_bytes: int, groups: Any) -> None:
+        self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
         self.found: dict[tuple[Item, ...], Index] = {}
         self.last: tuple[Any, ...] = ()
         self.lists: dict[str, tuple[Any, Any]] = {}
 
-    def index(
-        self, leaves: list[Any], paths: list[str], order: tuple[int, ...], state: Any = None
-    ) -> tuple[Index, Mesh]:
+    def index(self, params: Any, leaves: list[Any], state: Any = None) -> tuple[Index, Mesh]:
         """The index of these leaves; ``state``'s own, which must be one of them.
 
         Gradients arrive about in the opposite order of the modules.
@@ -225,7 +226,8 @@ class _Seen:
         key = [id(p.place) if isinstance(p, ShardedTensor) else 0 for p in leaves]
         if self.last and self.last[0] == key and (theirs is None or theirs is self.last[3]):
             return self.last[3], self.last[2]
-        mesh, items = _items(leaves, paths, self.axes)
+        paths, order, words = _named(params, self.groups)
+        mesh, items = _items(leaves, paths, words, self.axes)
         if theirs is not None:
             if theirs.items != items:
                 raise _changed(theirs.items, items, mesh)
@@ -273,7 +275,7 @@ def _check(
             op="zero",
             fix=f"sl.optim.zero(tx, axis={name}, stage=2)",
         )
-    if tx.trait == "tree":
+    if tx.trait == "tree" and tx.groups is None:
         raise Unsupported(
             "this transform looks at single parameters, and zero shows it flat buckets",
             op="zero",
@@ -309,18 +311,29 @@ def _check(
 # ---------------------------------------------------------------- trees and their index
 
 
-def _leaves(params: Any) -> tuple[list[Any], list[str], tuple[int, ...]]:
-    """The leaves that are trained, their paths, and their numbers in the order of the tree as made.
+def _trained(params: Any) -> list[Any]:
+    """The leaves that are trained."""
+    leaves = optree.tree_leaves(params)
+    return [x for x, f in zip(leaves, frozen(leaves), strict=True) if not f]
+
+
+def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[str]]:
+    """Of the leaves that are trained: paths; numbers in the order of the tree as made; groups.
 
     optree sorts dicts by key; the order in which they were made is that of the modules.
     """
     paths, leaves, tree = optree.tree_flatten_with_path(params)
-    held = frozen(leaves)
-    kept = [i for i, f in enumerate(held) if not f]
+    kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
     made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
-    names = [".".join(map(str, paths[i])) for i in kept]
-    return [leaves[i] for i in kept], names, tuple(number[at] for at in made if at in number)
+    names = [".".join(map(str, path)) for path in paths]
+    words = [""] * len(leaves)
+    if groups is not None:
+        every = optree.tree_leaves(params, none_is_leaf=True)
+        found = zip(every, groups(params), strict=True)
+        words = [word for x, word in found if x is not None]
+    order = tuple(number[at] for at in made if at in number)
+    return [names[i] for i in kept], order, [words[i] for i in kept]
 
 
 def _as_made(tree: Any, numbers: Any) -> list[int]:
@@ -355,15 +368,16 @@ def _split(params: Any, leaves: list[Any], grads: Any) -> tuple[Any, list[bool],
 def _index_of(state: Any) -> Index | None:
     """The index that a state was made for."""
     found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
-    return next((x.index for x in found if isinstance(x, Buckets)), None)
+    one = next((x.index for x in found if isinstance(x, Buckets)), None)
+    return one if one is None else one.whole or one
 
 
 def _items(
-    leaves: list[Any], paths: list[str], cut: tuple[str, ...]
+    leaves: list[Any], paths: list[str], words: list[str], cut: tuple[str, ...]
 ) -> tuple[Mesh, tuple[Item, ...]]:
     items: list[Item] = []
     values: dict[int, int] = {}
-    for i, (p, path) in enumerate(zip(leaves, paths, strict=True)):
+    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
         if not isinstance(p, ShardedTensor):
             raise PlainTensor(
                 "zero splits sharded parameters; this one is plain",
@@ -387,7 +401,7 @@ def _items(
         shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
         place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
         value = values.setdefault(id(p.raw), i)
-        items.append(Item(path, shape, p.raw.dtype, axes, value, place, tuple(p.shape)))
+        items.append(Item(path, shape, p.raw.dtype, axes, value, place, tuple(p.shape), word))
     if not leaves:
         raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
     return leaves[0].mesh, tuple(items)

@@ -4,7 +4,7 @@ import torch
 
 import shardlib as sl
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.flat import Memory, adopt, own
+from shardlib.optim.flat import Memory, adopt, own, put_back
 from tests.ops.cases import r
 
 
@@ -46,6 +46,7 @@ def test_own_pieces_are_the_ranks_parts_in_place() -> None:
     assert [p.shape for p in mine.pieces] == [p.shape for p in trace.pieces]
     for p in mine.pieces:
         p.fill_(5.0)
+    put_back(flats, mine)
     for x in leaves:  # each element was in the piece of one rank along data, of each rank along x
         assert (x.raw == 5).sum() == x.raw.numel() / 3
 
