@@ -1,0 +1,182 @@
+"""Under zero every step is the optimizer's own, bit for bit, given the same reduced gradient.
+
+The gradients are small multiples of 1/16, so that their sums are exact in whatever order.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.collectives import played, storage
+from shardlib.mesh import rank_along
+from shardlib.tensor import Place
+
+o = sl.optim
+SIZES = [0, 1, 2, 3, 5, 7, 13, 53, 64, 97, 127, 131]
+TX = {
+    "adamw": lambda: o.adamw(0.03, weight_decay=0.1),
+    "clipped": lambda: o.chain(o.clip_by_global_norm(0.5), o.adamw(0.03)),
+    "momentum": lambda: o.sgd(0.03, 0.9, nesterov=True),
+    "lion": lambda: o.lion(0.03, weight_decay=0.1),
+    "adagrad": lambda: o.adagrad(0.03),
+    "rmsprop": lambda: o.rmsprop(0.03),
+    "groups": lambda: o.partition(
+        {"a": o.adamw(0.03), "b": o.chain(o.clip_by_value(0.1), o.sgd(0.1))},
+        lambda tree: {k: "ab"[int(k[1:]) % 2] for k in tree},
+    ),
+}
+MESHES = [
+    ({"data": 1, "x": 2, "y": 2}, "data", None),
+    ({"data": 2, "x": 2, "y": 2}, "data", None),
+    ({"data": 3, "x": 1, "y": 2}, "data", None),
+    ({"data": 4, "x": 1, "y": 1}, "data", None),
+    ({"data": 8, "x": 1, "y": 1}, "data", None),
+    ({"x": 2, "data": 2, "y": 1, "pod": 2}, ("pod", "data"), None),
+    ({"pod": 3, "x": 1, "data": 2, "y": 1}, ("pod",), "data"),
+    ({"data": 2, "x": 2, "y": 1, "d": 2}, ("data",), None),  # 2.5D: the weights are copied over d
+]
+LAYOUTS = {0: [""], 1: [".", "x", "y", "(x y)"], 2: ["x y", "y x", ". x", "(y x) .", ". ."]}
+
+
+@st.composite
+def sets(draw: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    out = {}
+    for i in range(draw(st.integers(2, 9))):
+        ndim = draw(st.sampled_from([0, 1, 1, 2, 2]))
+        shape = tuple(draw(st.sampled_from(SIZES)) for _ in range(ndim))
+        out[f"p{i}"] = shape, draw(st.sampled_from(LAYOUTS[ndim]))
+    return out
+
+
+def value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pending(like: sl.ShardedTensor, total: torch.Tensor, axes: tuple[str, ...]) -> sl.ShardedTensor:
+    """``total`` as the sum over axes of parts that differ, whose sum is exact."""
+    mesh, whole = like.mesh, sl.shard(total, like.sharding, pad=True)
+    p = mesh.axis_size(axes)
+    blocks = []
+    for coord, block in zip(played(mesh), sl.collectives.api.blocks(whole.raw, mesh), strict=True):
+        rank = rank_along(axes, coord, mesh.axes)
+        noise = torch.arange(block.numel()).reshape(block.shape) % 7 / 16
+        blocks.append(noise * (rank + 1) if rank < p - 1 else block - noise * (p * (p - 1) / 2))
+    layout = sl.Layout(like.dims, tuple(sorted(axes)))
+    return sl.ShardedTensor(
+        storage(blocks, mesh), Place(layout, like.padded_shape, mesh, like.place.true_shape)
+    )
+
+
+def train(
+    tx: Any, shapes: Any, axes: tuple[str, ...], how: str, dtype: torch.dtype = torch.float32
+) -> Any:
+    params = {
+        k: sl.shard(value(s, i).to(dtype), layout, pad=True)
+        for i, (k, (s, layout)) in enumerate(shapes.items())
+    }
+    state = tx.init(params)
+    for t in range(3):
+        grads = {}
+        for i, (k, (s, _)) in enumerate(shapes.items()):
+            total = (value(s, 100 * t + i) * 16).round() / 16
+            p = params[k]
+            split = how == "pending" or how == "buckets"
+            g = pending(p, total, axes) if split else sl.shard(total, p.sharding, pad=True)
+            grads[k] = g.becomes(g.raw.to(dtype)) if dtype != torch.float32 else g
+        if how == "buckets":
+            sink = tx.sink(params)
+            for i, k in reversed(list(enumerate(sorted(params)))):
+                sink.take(i, grads[k].raw)
+            grads = sink.finish()
+        params, state, _ = o.step(tx, params, grads, state)
+    return {k: p.raw for k, p in params.items()}, state
+
+
+def unequal(name: str, shapes: Any, axes: Any, inner: Any, stage: int, mb: float) -> list[str]:
+    cut = (*((axes,) if isinstance(axes, str) else axes), *((inner,) if inner else ()))
+    want, _ = train(TX[name](), shapes, cut, "reduced")
+    wrong = []
+    for how in ("reduced", "pending", "buckets"):
+        tx = o.zero(TX[name](), axes, stage, bucket_mb=mb, inner=inner)
+        got, _ = train(tx, shapes, cut, how)
+        wrong += [f"{name} {how} {k} {shapes[k]}" for k in want if not torch.equal(got[k], want[k])]
+    return wrong
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sets(),
+    st.sampled_from(sorted(TX)),
+    st.sampled_from(MESHES),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1e-3, 25.0]),
+)
+def test_every_step_is_the_unsharded_optimizers_bit_for_bit(
+    shapes: Any, name: str, case: Any, stage: int, mb: float
+) -> None:
+    axes, over, inner = case
+    with sl.simulate(**axes):
+        assert unequal(name, shapes, over, inner, stage, mb) == []
+
+
+FIXED = {
+    "a": ((131, 7), "x ."),
+    "b": ((53,), "x"),
+    "c": ((), ""),
+    "d": ((0, 3), ". ."),
+    "e": ((97, 64), ". x"),
+    "f": ((301,), "."),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "inner"),
+    [
+        ({"data": 2, "x": 2}, "data", None),
+        ({"data": 4, "x": 1}, "data", None),
+        ({"x": 1, "pod": 2, "data": 2}, ("data", "pod"), None),
+        ({"x": 1, "pod": 2, "data": 2}, "pod", "data"),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_on_real_ranks_too(stage: int, mesh: Any, axes: Any, inner: Any, pool: Any) -> None:
+    for name in ("clipped", "lion"):
+        for mb in (1e-3, 25.0):
+            answers = pool.run(unequal, name, FIXED, axes, inner, stage, mb, **mesh)
+            assert answers == [[]] * 4
+
+
+def rounded(master: Any) -> Any:
+    """bf16 parameters with a master, beside fp32 ones of the same start."""
+    tx = o.zero(o.adamw(1e-3), "data", master=master)
+    params, state = train(tx, FIXED, ("data",), "pending", torch.bfloat16)
+    return params, state
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16+rem"])
+def test_masters_lose_nothing(master: str) -> None:
+    """As fp32 parameters stepped by the same gradients, rounded at the end."""
+    with sl.simulate(data=3, x=2):
+        tx, params = o.adamw(1e-3), {}
+        for i, (k, (s, layout)) in enumerate(FIXED.items()):
+            params[k] = sl.shard(value(s, i).bfloat16().float(), layout, pad=True)
+        state = tx.init(params)
+        for t in range(3):
+            grads = {}
+            for i, (k, (s, _)) in enumerate(FIXED.items()):
+                g = (value(s, 100 * t + i) * 16).round() / 16
+                grads[k] = sl.shard(g.bfloat16().float(), params[k].sharding, pad=True)
+            params, state, _ = o.step(tx, params, grads, state)
+        got, kept = rounded(master)
+        for k, p in params.items():
+            if master == "fp32":
+                assert torch.equal(got[k], p.raw.bfloat16()), k
+            else:  # ties go away from zero there
+                gap = (got[k].float() - p.raw).abs()
+                assert (gap <= p.raw.abs() * 2.0**-8).all(), k
+        bits = {x.dtype for x in kept.master.values()}
+        assert bits == {torch.float32 if master == "fp32" else torch.int16}
