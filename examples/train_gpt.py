@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 import shardlib as sl
 from examples.corpus import batches, load
 from examples.gpt import GPT, GPTConfig, generate
-from shardlib.checkpoint import save
 from shardlib.seeing import draw
 
 Report = dict[str, Any]
@@ -121,7 +119,7 @@ def train(args: argparse.Namespace) -> Report:
             "h.0.mlp.c_proj.weight",
         )
         draw({n: params[n] for n in shown}, str(out / "layouts.png"))
-    save(out / "gpt.safetensors", params)
+    sl.save(out / "checkpoint", params)
     return {
         "losses": losses,
         "kinds": {k: float(v) for k, v in kinds.items()},
@@ -206,13 +204,13 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
         print(f"  {kind:<22} {n / args.steps / 2**20:9.3f}")
     print(f"  {'all':<22} {ours['bytes'] / 2**20:9.3f}")
     m = model(args)
-    weights = load_file(Path(args.out) / "gpt.safetensors")  # one process reads what eight wrote
+    weights = sl.load(Path(args.out) / "checkpoint")  # one process reads what eight wrote
     m.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     text = generate(m.eval(), b"The ", 200, args.ctx)
-    print(f"\nsample after {args.steps} steps, read back from {args.out}/gpt.safetensors:")
+    print(f"\nsample after {args.steps} steps, read back from {args.out}/checkpoint:")
     print(repr(text.decode(errors="replace")))
     _plot(args, ours["losses"], alone["losses"])
-    print(f"\nwrote {args.out}/loss.png, {args.out}/layouts.png, {args.out}/gpt.safetensors")
+    print(f"\nwrote {args.out}/loss.png, {args.out}/layouts.png, {args.out}/checkpoint")
     return worst
 
 

@@ -26,7 +26,7 @@ from shardlib import (
 from shardlib import functions as functions  # what torch calls by name finds its stand-ins
 from shardlib import ops as ops  # every operator is registered
 from shardlib import recompute as recompute
-from shardlib.checkpoint import load, save
+from shardlib.checkpoint import latest, load, save
 from shardlib.collectives import (
     all_gather,
     all_to_all,
@@ -94,7 +94,7 @@ __all__ = [
     "axis_index", "axis_size",
     # computing and training
     "matmul", "ring_attention", "grad", "value_and_grad", "parallelize", "init", "as_module",
-    "save", "load",
+    "save", "load", "latest",
     # choosing and seeing
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe",
     "visualize",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 __all__ = [
     "AxisReused",
     "BadArgument",
+    "CheckpointError",
     "ImplicitCommunication",
     "LayoutSyntax",
     "MeshError",
@@ -279,6 +280,18 @@ class OutOfRange(BadArgument, IndexError):
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x")[4]  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     shardlib.errors.OutOfRange: getitem: index 4 is out of bounds for dimension 0 with size 4...
+    """
+
+
+class CheckpointError(ShardError):
+    """A checkpoint was not written, or not read, and nothing was changed.  Every rank raises it.
+
+    >>> import shardlib as sl
+    >>> try:
+    ...     sl.load("nowhere")
+    ... except CheckpointError as e:
+    ...     print(e.message)
+    No such file or directory: nowhere
     """
 
 

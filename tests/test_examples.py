@@ -84,7 +84,7 @@ def test_the_demo_trains_to_the_single_process_loss(
         and "memory per rank" in said
         and "pbroadcast" in said
     )
-    assert {p.name for p in tmp_path.iterdir()} == {"loss.png", "layouts.png", "gpt.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == {"loss.png", "layouts.png", "checkpoint"}
 
 
 def test_the_demo_with_dropout_is_one_curve_for_every_mesh() -> None:

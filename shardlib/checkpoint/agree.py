@@ -1,0 +1,176 @@
+"""Agreement of all ranks by the job's store: all get one answer, or all raise the same error.
+
+No collective is posted, so a rank that fails, leaves or never comes makes nobody wait for longer
+than ``timeout``.  Rank 0 hears every rank, decides, and tells.  A rank that is at work says so from
+time to time (``progress``); only silence counts.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardlib._compat import job_store
+from shardlib.errors import CheckpointError
+
+__all__ = ["Group"]
+
+_CALLS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""Process group -> how many calls were made, the same number on every rank."""
+
+
+class Group:
+    """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree."""
+
+    def __init__(self, op: str, timeout: float, alone: bool = False) -> None:
+        self.op, self.timeout = op, timeout
+        real = not alone and dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
+        self.seen: dict[int, tuple[str, int]] = {}  # rank -> its host and process
+        self.beats: dict[int, bytes] = {}
+        self.said = time.monotonic()
+        self.given_up = ""
+        if self.world > 1:
+            self.store = job_store()
+            number = _CALLS.get(dist.group.WORLD, 0) + 1
+            while self.store.check([f"{_WHERE}/{number}/gave up"]):  # a call that only some made
+                number += 1
+            _CALLS[dist.group.WORLD] = number
+            self.where = f"{_WHERE}/{number}"
+            self._forget(number - 3)
+
+    def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
+        """What every rank raises."""
+        fix = getattr(cause, "fix", "")
+        return CheckpointError(message, op=self.op, operands=operands, fix=fix)
+
+    def progress(self) -> None:
+        """Say, now and then, that this rank is at work."""
+        now = time.monotonic()
+        if self.world > 1 and now - self.said > min(1.0, self.timeout / 4):
+            self.said = now
+            self.store.set(f"{self.where}/at work/{self.rank}", repr(now))
+
+    def agree(
+        self,
+        phase: str,
+        value: Any = None,
+        error: BaseException | None = None,
+        decide: Callable[[list[Any]], Any] = lambda values: None,
+    ) -> Any:
+        """What rank 0's ``decide`` makes of the values of all.
+
+        Raises: CheckpointError on every rank where one came with an ``error``, or deciding failed.
+        """
+        if self.world == 1:
+            if error is None:
+                try:
+                    return decide([value])
+                except Exception as e:
+                    error = e
+            raise self.error(_text(error), error) from error
+        word = {"value": value, "error": _text(error), "at": [socket.gethostname(), os.getpid()]}
+        if self.rank:
+            self.store.set(f"{self.where}/{phase}/{self.rank}", json.dumps(word))
+            told = self._hear(f"{self.where}/{phase}/all", 0, phase)
+        else:
+            words = [word, *(self._hear(f"{self.where}/{phase}/{r}", r, phase) for r in self._rest)]
+            told = {"answer": None, "error": "", "at": word["at"]}
+            failed = next(((r, w["error"]) for r, w in enumerate(words) if w["error"]), None)
+            if failed is not None:
+                told["error"] = f"rank {failed[0]}: {failed[1]}"
+            else:
+                try:
+                    told["answer"] = decide([w["value"] for w in words])
+                except Exception as e:
+                    told["error"], error = _text(e), e
+            self.store.set(f"{self.where}/{phase}/all", json.dumps(told))
+        if told["error"]:
+            raise self.error(told["error"], error) from error
+        return told["answer"]
+
+    @property
+    def _rest(self) -> range:
+        return range(1, self.world)
+
+    def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
+        """What ``rank`` says.  Raises: CheckpointError when it has ended or stays silent."""
+        pause, look = 0.0003, 0.0
+        heard = time.monotonic()
+        while not self.store.check([key]):
+            now = time.monotonic()
+            if now > look:
+                look = now + 0.1
+                self.progress()
+                if (beat := self._beat(rank)) != self.beats.get(rank):
+                    self.beats[rank], heard = beat, now
+                if self.store.check([f"{self.where}/gave up"]):
+                    raise self.give_up("")
+                host, pid = self.seen.get(rank, ("", 0))
+                if host == socket.gethostname() and not _runs(pid) and not self.store.check([key]):
+                    raise self.give_up(f"rank {rank} ended during {phase!r}")
+                if now - heard > self.timeout:
+                    raise self.give_up(
+                        f"rank {rank} said nothing during {phase!r} for {self.timeout:g} s"
+                    )
+            time.sleep(pause)
+            pause = min(pause * 1.4, 0.01)
+        word = json.loads(self.store.get(key))
+        self.seen[rank] = (word["at"][0], word["at"][1])
+        return word
+
+    def _beat(self, rank: int) -> bytes:
+        key = f"{self.where}/at work/{rank}"
+        return self.store.get(key) if self.store.check([key]) else b""
+
+    def give_up(self, message: str) -> CheckpointError:
+        """Leave the call; whoever waits in it, or comes later, leaves with the same words."""
+        if self.world == 1:
+            return self.error(message)
+        text = self.store.compare_set(f"{self.where}/gave up", "", message).decode()
+        self.given_up = text
+        return self.error(text)
+
+    def _forget(self, number: int) -> None:
+        """Drop what this rank said in a call that all have left."""
+        if number < 1:
+            return
+        for phase in _PHASES:
+            for key in (str(self.rank), *(["all"] if self.rank == 0 else [])):
+                with contextlib.suppress(RuntimeError):
+                    self.store.delete_key(f"{_WHERE}/{number}/{phase}/{key}")
+
+
+_WHERE = "shardlib/checkpoint"
+_PHASES = ("the tree", "writing", "reading", "at work")
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host is there, and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        if os.path.exists("/proc/self/stat"):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _text(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return getattr(error, "message", "") or f"{type(error).__name__}: {error}"

@@ -1,0 +1,549 @@
+"""safetensors files written chunk by chunk with checksums, and read tile by tile into own memory.
+
+A file holds what one rank wrote.  Its header is written twice at one size, first with blank
+checksums and at the end with the right ones, so that no chunk is held or read twice and every file
+says what is in it: ``__metadata__["shardlib"]`` has, per tensor, the chunk's box, its tiles and
+their crc32.  Nothing that is read is believed before it was checked, and nothing is unpickled.
+"""
+
+import ctypes
+import itertools
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.checkpoint.boxes import STRIP, Box, Pair, Run, cuts, grid, meet, size
+
+__all__ = [
+    "Chunk", "Folder", "Part", "code_of", "dtype_of", "fill", "layout_of_file", "memory", "read_header",
+    "strips", "written", "write_file",
+]  # fmt: skip
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+_BYTES = "float8_e4m3fnuz float8_e5m2fnuz complex32 complex128".split()
+"""dtypes that safetensors has no code for: kept as bytes, and named in our metadata."""
+
+_CODES: dict[torch.dtype, str] = {
+    getattr(torch, n): code for n, code in _NAMES.items() if hasattr(torch, n)
+} | {getattr(torch, n): f"U8 {n}" for n in _BYTES if hasattr(torch, n)}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+_HEADER = 100 << 20
+"""Bytes of a header at most, as safetensors itself has it."""
+
+_FLUSH = 1 << 28
+"""Bytes after which what was written is sent to the disk, so that the last fsync is short."""
+
+
+def code_of(dtype: torch.dtype) -> str | None:
+    """The name of a dtype in a file, None where it has none."""
+    return _CODES.get(dtype)
+
+
+def dtype_of(code: object) -> torch.dtype | None:
+    return _DTYPES.get(code) if isinstance(code, str) else None
+
+
+def memory(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of this host."""
+    nbytes = x.numel() * x.dtype.itemsize
+    if not nbytes:
+        return memoryview(b"")
+    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
+    held.tensor = x  # type: ignore[attr-defined]  # which lives as long as the view
+    return memoryview(held).cast("B")
+
+
+def _here(x: Tensor) -> Tensor:
+    """Contiguous on this host, and a copy only where it was not."""
+    return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes of a tensor: ``get()`` is the block's part, asked for when it is due."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    get: Callable[[], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(r.length for r in held) for held in self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return size(self.box) * self.dtype.itemsize
+
+
+def strips(shape: Sequence[int], parts: Sequence[int]) -> int:
+    """The dimension whose cuts, with all before it, make strips that lie side by side."""
+    return next(
+        (d for d, (n, p) in enumerate(zip(shape, parts, strict=True)) if p != n),
+        max(len(shape) - 1, 0),
+    )
+
+
+def _tiles(shape: Sequence[int], parts: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    return itertools.product(*(cuts(n, p) for n, p in zip(shape, parts, strict=True)))
+
+
+def _lengths(n: int, parts: int) -> list[int]:
+    return [c.stop - c.start for c in cuts(n, parts)]
+
+
+def _checksums(x: Tensor, lengths: list[list[int]]) -> list[int]:
+    """The crc32 of every tile of a block that is cut, along each dimension, in these lengths."""
+    if all(len(set(lens)) == 1 for lens in lengths):  # in one copy, tile after tile
+        x = x.view([n for lens in lengths for n in (len(lens), lens[0])])
+        order = [*range(0, x.ndim, 2), *range(1, x.ndim, 2)]
+        data = memory(x.permute(order).contiguous())
+        step = len(data) // math.prod(len(lens) for lens in lengths)
+        return [zlib.crc32(data[i : i + step]) for i in range(0, len(data), step)]
+    ends = [list(itertools.accumulate(lens)) for lens in lengths]
+    stretches = [
+        [slice(end - n, end) for n, end in zip(lens, e, strict=True)]
+        for lens, e in zip(lengths, ends, strict=True)
+    ]
+    return [zlib.crc32(memory(x[w].contiguous())) for w in itertools.product(*stretches)]
+
+
+def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
+    """Write a part strip by strip; the checksums of its tiles."""
+    shape, crcs = part.shape, []
+    parts = grid(shape, part.dtype.itemsize)
+    if not part.nbytes:
+        return crcs
+    x, along = part.get(), strips(shape, parts)
+    fine = [_lengths(n, p) for n, p in zip(shape[along + 1 :], parts[along + 1 :], strict=True)]
+    for where in _tiles(shape[: along + 1], parts[: along + 1]):
+        strip = _here(x[where])
+        write(memory(strip))
+        crcs += _checksums(strip, [[n] for n in strip.shape[: along + 1]] + fine)
+    return crcs
+
+
+def write_file(
+    folder: int,
+    name: str,
+    parts: Iterable[Part],
+    about: dict[str, str],
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Write a new file and flush it to the disk; its name, size and the crc32 of its header.
+
+    ``folder``  a descriptor of the directory.   ``progress``  called after every strip.
+    """
+    parts = list(parts)
+    table: dict[str, Any] = {}
+    index: dict[str, Any] = {}
+    end = 0
+    for p in parts:
+        shape = p.shape
+        cut = grid(shape, p.dtype.itemsize)
+        code, _, odd = (code_of(p.dtype) or "").partition(" ")
+        stored = [*shape, p.dtype.itemsize] if odd else list(shape)
+        table[_key(p)] = {
+            "dtype": code,
+            "shape": stored,
+            "data_offsets": [end, end + p.nbytes],
+        }
+        index[_key(p)] = [
+            [[[r.start, r.stride, r.length] for r in held] for held in p.box],
+            list(cut),
+            "0" * 8 * (math.prod(cut) if p.nbytes else 0),
+        ]
+        end += p.nbytes
+
+    def header() -> bytes:
+        text = json.dumps(
+            {"__metadata__": {"format": "pt", **about, "shardlib": json.dumps(index)}, **table}
+        ).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    try:
+        blank, unsent = header(), 0
+        if len(blank) > _HEADER:
+            raise ValueError(f"{name}: a header of {len(blank)} bytes; safetensors takes {_HEADER}")
+
+        def write(data: memoryview) -> None:
+            nonlocal unsent
+            write_all(fd, data)
+            unsent += len(data)
+            if unsent > _FLUSH:
+                os.fsync(fd)
+                unsent = 0
+            progress()
+
+        write_all(fd, memoryview(blank))
+        for p in parts:
+            index[_key(p)][2] = "".join(f"{crc:08x}" for crc in written(p, write))
+        final = header()
+        assert len(final) == len(blank), "checksums have a fixed width"
+        os.lseek(fd, 0, os.SEEK_SET)
+        write_all(fd, memoryview(final))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"file": name, "bytes": len(final) + end, "crc": zlib.crc32(final)}
+
+
+def _key(p: Part) -> str:
+    """A tensor's name and its chunk, in the words of a slice."""
+    box = ",".join(
+        " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
+        + " ..." * (len(held) > 4)
+        for held in p.box
+    )
+    return f"{p.name}@{box}"
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, in a file from ``offset`` on.
+
+    ``parts``  how many tiles along each dimension; ``crcs``  of each tile, None in foreign files.
+    """
+
+    file: str
+    box: Box
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    parts: tuple[int, ...]
+    crcs: tuple[int, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(r.length for r in held) for held in self.box)
+
+
+def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | None = None) -> Any:
+    """(table, metadata, where data begins) of a safetensors file.
+
+    Raises: ValueError for whatever is out of order: sizes, checksum, offsets, types, keys.
+    """
+    have = os.fstat(fd).st_size
+    if nbytes is not None and have != nbytes:
+        raise ValueError(f"{name} has {have} bytes, not {nbytes}")
+    first = os.pread(fd, 8, 0)
+    long = int.from_bytes(first, "little")
+    if len(first) < 8 or long > min(have - 8, _HEADER):
+        raise ValueError(f"{name} has no whole header")
+    text = os.pread(fd, long, 8)
+    if crc is not None and zlib.crc32(first + text) != crc:
+        raise ValueError(f"{name}: the checksum of its header is wrong")
+    table = parsed(text, name)
+    if not isinstance(table, dict):
+        raise ValueError(f"{name}: its header is no table")
+    meta = table.pop("__metadata__", {})
+    if not _is(meta, dict, str, str):
+        raise ValueError(f"{name}: its metadata is no table of text")
+    end = 0
+    for key, t in sorted(table.items(), key=lambda i: _begin(i[1], name)):
+        a, b = t["data_offsets"]
+        shape, dtype = t.get("shape"), dtype_of(t.get("dtype"))
+        if not _is(shape, list, int) or min(shape, default=0) < 0 or dtype is None:
+            raise ValueError(f"{name}: {key!r} has no shape or dtype that is known")
+        if a != end or b - a != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {key!r} does not fit its place")
+        end = b
+    if 8 + long + end != have:
+        raise ValueError(f"{name} has {have} bytes, its header says {8 + long + end}")
+    return table, meta, 8 + long
+
+
+def _begin(entry: Any, name: str) -> tuple[int, int]:
+    found = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not _is(found, list, int) or len(found) != 2 or found[0] < 0:
+        raise ValueError(f"{name}: its header has an entry without a place")
+    return found[0], found[1]
+
+
+def _is(value: Any, kind: type, *inner: type) -> bool:
+    """Whether it is a list or table of such, and no bool among the numbers."""
+    if not isinstance(value, kind):
+        return False
+    if kind is dict:
+        return all(isinstance(k, inner[0]) and isinstance(v, inner[1]) for k, v in value.items())
+    return all(type(v) is inner[0] for v in value)
+
+
+def parsed(text: bytes | str, name: str) -> Any:
+    """JSON in which no key stands twice.  Raises: ValueError."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"{name}: a key stands twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{name}: nested too deeply") from None
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
+
+
+def read_header(fd: int, name: str, nbytes: int, crc: int) -> dict[str, Chunk]:
+    """The chunks of one of our files, by the tensors' names.  Raises: ValueError."""
+    table, meta, begin = layout_of_file(fd, name, nbytes, crc)
+    index = parsed(meta.get("shardlib", "{}"), name)
+    if not isinstance(index, dict) or index.keys() != table.keys():
+        raise ValueError(f"{name}: what it says of its chunks does not fit them")
+    out = {}
+    for key, entry in table.items():
+        try:
+            box, parts, digits = index[key]
+            chunk = _chunk(name, entry, box, parts, digits, begin)
+        except (TypeError, ValueError, KeyError):
+            raise ValueError(f"{name}: {key!r} is not described as a chunk") from None
+        out[key.rpartition("@")[0]] = chunk
+    return out
+
+
+def _chunk(name: str, entry: Any, box: Any, parts: Any, digits: Any, begin: int) -> Chunk:
+    a, b = entry["data_offsets"]
+    found = tuple(_held(held) for held in box)
+    shape, dtype = [sum(r.length for r in held) for held in found], dtype_of(entry["dtype"])
+    if entry["shape"] != shape:  # bytes of a dtype that safetensors does not have
+        dtype = next(
+            (d for d, c in _CODES.items() if " " in c and [*shape, d.itemsize] == entry["shape"]),
+            None,
+        )
+    fits = dtype is not None and _is(parts, list, int) and isinstance(digits, str)
+    if not fits or len(parts) != len(shape) or any(p < 1 for p in parts):
+        raise ValueError
+    if any(p > max(n, 1) for p, n in zip(parts, shape, strict=True)):
+        raise ValueError
+    if len(digits) != 8 * (math.prod(parts) if b > a else 0):
+        raise ValueError
+    crcs = tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
+    return Chunk(name, found, dtype, begin + a, b - a, tuple(parts), crcs)
+
+
+def _held(runs: Any) -> tuple[Run, ...]:
+    out, at = [], 0
+    for run in runs:
+        if not _is(run, list, int) or len(run) != 3 or run[0] < 0 or min(run[1:]) < 1:
+            raise ValueError
+        out.append(Run(*run, at))
+        at += run[2]
+    return tuple(out)
+
+
+class Folder:
+    """Files of one directory, opened by its descriptor and kept open; ``bytes_read`` is counted.
+
+    ``links``  whether files may be links, as those of Hugging Face's cache are.
+    """
+
+    def __init__(
+        self, fd: int, links: bool = False, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        self.fd, self.links, self.progress = fd, links, progress
+        self.open: dict[str, int] = {}
+        self.maps: dict[str, mmap.mmap] = {}
+        self.bytes_read = 0
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.open):
+            self._close(name)
+        os.close(self.fd)
+
+    def _close(self, name: str) -> None:
+        self.maps.pop(name, None)
+        os.close(self.open.pop(name))
+
+    def file(self, name: str) -> int:
+        """A descriptor.  Raises: ValueError for what is no plain name; OSError."""
+        if name not in self.open:
+            if not name or os.path.basename(name) != name or name.startswith(".") or "\0" in name:
+                raise ValueError(f"{name!r} is no file of this directory")
+            if len(self.open) > _OPEN:
+                self._close(next(iter(self.open)))
+            flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self.links else os.O_NOFOLLOW)
+            self.open[name] = os.open(name, flags, dir_fd=self.fd)
+        return self.open[name]
+
+    def into(self, out: memoryview, c: Chunk) -> None:
+        """The bytes of a whole chunk."""
+        at, fd = 0, self.file(c.file)
+        while at < c.nbytes:
+            got = os.preadv(fd, [out[at : at + STRIP]], c.offset + at)
+            if not got:
+                raise ValueError(f"{c.file} ends before its data does")
+            at += got
+            self.progress()
+        self.bytes_read += c.nbytes
+
+    def mapped(self, c: Chunk) -> Tensor:
+        """A chunk as it lies in the file; what is looked at must be copied and checked."""
+        if c.file not in self.maps:
+            self.maps[c.file] = mmap.mmap(
+                self.file(c.file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        flat = torch.frombuffer(
+            self.maps[c.file], dtype=torch.uint8, count=c.nbytes, offset=c.offset
+        )
+        if c.offset % c.dtype.itemsize:  # foreign files align nothing
+            return flat.reshape(*c.shape, c.dtype.itemsize)
+        return flat.view(c.dtype).reshape(c.shape)
+
+    def let_go(self, c: Chunk) -> None:
+        """Pages that were looked at are not ours to hold."""
+        page = mmap.PAGESIZE
+        first = c.offset // page * page
+        self.maps[c.file].madvise(mmap.MADV_DONTNEED, first, c.offset + c.nbytes - first)
+
+
+_OPEN = 256
+"""Files open at a time."""
+
+
+def fill(
+    out: Tensor, wanted: Box, chunk: Chunk, folder: Folder, turn: Sequence[int] | None = None
+) -> int:
+    """Copy into the block ``out``, which holds ``wanted``, what a
+    chunk has of it; number of elements.  Only the tiles that hold some are read, and each is checked.
+
+    ``turn``  the chunk's dimensions in the order of the block's, where a file has it transposed.
+    Raises: ValueError naming the file where a checksum is wrong.
+    """
+    box = chunk.box if turn is None else tuple(chunk.box[d] for d in turn)
+    shared = meet(box, wanted)
+    count = math.prod(sum(len(range(10**18)[s]) for s, _ in pairs) for pairs in shared)
+    if not count:
+        return 0
+    if turn is None and _direct(out, chunk, shared, count):
+        target = out[tuple(pairs[0][1] for pairs in shared)] if shared else out
+        folder.into(memory(target), chunk)
+        _check(target, chunk)
+        return count
+    source = folder.mapped(chunk)
+    if turn is not None:
+        shared = [shared[list(turn).index(d)] for d in range(len(turn))]
+    rows = [
+        _groups(n, p, pairs) for n, p, pairs in zip(chunk.shape, chunk.parts, shared, strict=True)
+    ]
+    for group in itertools.product(*rows):
+        block = source[tuple(slice(c[0].start, c[-1].stop) for _, c, _ in group)]
+        block = block.clone(memory_format=torch.contiguous_format)
+        if block.ndim > len(group):
+            block = block.view(chunk.dtype)[..., 0]
+        folder.bytes_read += block.numel() * chunk.dtype.itemsize
+        folder.progress()
+        _compare(block, [(first, c) for first, c, _ in group], chunk)
+        for pairs in itertools.product(*(inside for _, _, inside in group)):
+            piece, where = block[tuple(s for s, _ in pairs)], tuple(t for _, t in pairs)
+            if turn is not None:
+                piece, where = piece.permute(*turn), tuple(where[d] for d in turn)
+            out[where] = piece.to(out.device, out.dtype)
+    del source
+    folder.let_go(chunk)
+    return count
+
+
+def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> bool:
+    """Whether all of the chunk is wanted, and goes to one place in memory."""
+    if out.device.type != "cpu" or out.dtype != chunk.dtype or count != size(chunk.box):
+        return False
+    if any(len(pairs) != 1 or pairs[0][1].step != 1 or pairs[0][0].step != 1 for pairs in shared):
+        return False
+    return out[tuple(pairs[0][1] for pairs in shared)].is_contiguous() if shared else True
+
+
+def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
+    """The pairs as far as they lie within a cut of the source, counted from its start."""
+    out = []
+    for s, t in pairs:
+        first = max(0, -((s.start - cut.start) // s.step)) if s.start < cut.start else 0
+        begin = s.start + first * s.step
+        end = min(s.stop, cut.stop)
+        if begin >= end:
+            continue
+        n = -(-(end - begin) // s.step)
+        start = t.start + first * t.step
+        out.append(
+            (
+                slice(begin - cut.start, end - cut.start, s.step),
+                slice(start, start + (n - 1) * t.step + 1, t.step),
+            )
+        )
+    return out
+
+
+Group = tuple[int, list[slice], list[Pair]]
+"""Tiles side by side along one dimension: number of the first, their cuts, and what is wanted."""
+
+
+def _groups(n: int, parts: int, pairs: list[Pair]) -> list[Group]:
+    """The tiles of a dimension that hold something wanted, as far as they are neighbours."""
+    out: list[Group] = []
+    for i, cut in enumerate(cuts(n, parts)):
+        if not any(_inside(pairs, cut)):
+            continue
+        if out and out[-1][0] + len(out[-1][1]) == i and len(out[-1][1]) < _TOGETHER:
+            out[-1][1].append(cut)
+        else:
+            out.append((i, [cut], []))
+    return [(i, c, _inside(pairs, slice(c[0].start, c[-1].stop))) for i, c, _ in out]
+
+
+_TOGETHER = 16
+"""Tiles along one dimension that are read together: some megabytes at most."""
+
+
+def _check(x: Tensor, chunk: Chunk) -> None:
+    """Every tile of a chunk that was read whole, some rows of tiles at a time."""
+    if chunk.crcs is None:
+        return
+    every = [cuts(n, p) for n, p in zip(chunk.shape, chunk.parts, strict=True)]
+    along = strips(chunk.shape, chunk.parts)
+    for where in itertools.product(*(enumerate(c) for c in every[: along + 1])):
+        strip = x[tuple(cut for _, cut in where)]
+        tiles = [(i, [cut]) for i, cut in where] + [(0, c) for c in every[along + 1 :]]
+        _compare(strip, tiles, chunk)
+
+
+def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> None:
+    """Per dimension the first tile's number, and the cuts.  Raises: ValueError."""
+    if chunk.crcs is None:
+        return
+    found = _checksums(x, [[c.stop - c.start for c in some] for _, some in tiles])
+    numbers = [0]
+    for p, (first, some) in zip(chunk.parts, tiles, strict=True):
+        numbers = [k * p + i for k in numbers for i in range(first, first + len(some))]
+    if found != [chunk.crcs[k] for k in numbers]:
+        raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")

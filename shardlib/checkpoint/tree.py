@@ -1,0 +1,256 @@
+"""A pytree as named tensors and values, and what a manifest says of them.
+
+A leaf's name is its path, ``/`` between keys (``~1`` stands for a slash in a key, ``~0`` for a
+tilde).  Ranks write in the order of names, so the order of a dictionary means nothing.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlib._compat import is_dtensor
+from shardlib.border import from_dtensor
+from shardlib.checkpoint.boxes import Place
+from shardlib.checkpoint.files import code_of, memory
+from shardlib.collectives import blocks as blocks_of
+from shardlib.collectives import holds_values, played
+from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, rank_along, scope
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Leaves", "alone", "blocks", "place_of", "rank_of", "said_of", "spoken", "unspoken"]
+
+Value = bool | int | float | complex | str | None
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Names, leaves and the tree's shape, all in the tree's order."""
+
+    names: list[str]
+    leaves: list[Any]
+    spec: Any
+    skeleton: Any
+
+    @staticmethod
+    def of(tree: Any, op: str) -> "Leaves":
+        """Raises: ShardError for two leaves of one name, and for what cannot be saved."""
+        paths, leaves, spec = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+        names = ["/".join(_escaped(_key(e)) for e in path) for path in paths]
+        if len(set(names)) < len(names):
+            twice = next(n for i, n in enumerate(names) if n in names[:i])
+            raise ShardError(
+                f"two leaves are named {twice!r}",
+                op=op,
+                fix="tree = {'first': tree, 'second': other}",
+            )
+        leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
+        for name, x in zip(names, leaves, strict=True):
+            _check(name, x, op)
+        return Leaves(names, leaves, spec, _skeleton(paths, names))
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, by name."""
+        found = zip(self.names, self.leaves, strict=True)
+        return {n: x for n, x in sorted(found, key=lambda i: i[0]) if isinstance(x, Tensor)}
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        found = zip(self.names, self.leaves, strict=True)
+        return {n: x for n, x in sorted(found, key=lambda i: i[0]) if not isinstance(x, Tensor)}
+
+    def again(self, leaves: list[Any]) -> Any:
+        """The tree with other leaves."""
+        return optree.tree_unflatten(self.spec, leaves)
+
+
+def _key(entry: Any) -> Any:
+    """A key, an index, or the name of a field."""
+    return entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
+
+
+def _escaped(key: Any) -> str:
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def _check(name: str, x: Any, op: str) -> None:
+    try:
+        name.encode()
+    except UnicodeError:
+        raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
+    if not isinstance(x, Tensor):
+        if not isinstance(x, Value):
+            raise Unsupported(
+                f"{name!r} is a {type(x).__name__}: only tensors, numbers, text and None are saved",
+                op=op,
+                fix="tree = {'params': params, 'step': step}",
+            )
+        return
+    if code_of(x.dtype) is None:
+        raise Unsupported(f"{name!r} is of {x.dtype}, which no file holds", op=op, fix="x.float()")
+    if not isinstance(x, ShardedTensor):
+        if x.layout is not torch.strided:
+            raise Unsupported(f"{name!r} is not dense", op=op, fix="x.to_dense()")
+        return
+    if x.sharding.partial:
+        raise PartialEscape(
+            f"{name!r} is a sum that is still pending",
+            op=op,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.reshard(x, {str(x.sharding.bare)!r})",
+        )
+    if not holds_values(x.mesh):
+        raise MeshError(
+            f"{name!r} has a shape and no values: nobody plays the ranks of its mesh",
+            op=op,
+            mesh=x.mesh,
+            fix="sl.simulate(x=2, y=2)",
+        )
+
+
+# ---------------------------------------------------------------- who holds what
+
+
+def alone(leaves: list[Any]) -> bool:
+    """Whether this process plays all ranks of a tree: those of a simulation."""
+    meshes = [x.mesh for x in leaves if isinstance(x, ShardedTensor)]
+    if not meshes and scope().mesh is not None:
+        meshes = [scope().mesh]
+    return bool(meshes) and all(m.device_mesh is None for m in meshes)
+
+
+def place_of(x: Tensor, world: int) -> Place:
+    """Where a tensor lies; a plain one is the same on every rank."""
+    if not isinstance(x, ShardedTensor):
+        shape, dims = tuple(x.shape), Layout.parse("...").resolve(x.ndim)
+        return Place(shape, dims, shape, (("ranks", world),), tuple(range(world)))
+    mesh = x.mesh
+    ranks = tuple(range(mesh.size))
+    if mesh.device_mesh is not None:
+        ranks = tuple(mesh.device_mesh.mesh.flatten().tolist())
+    return Place(tuple(x.shape), x.sharding, tuple(x.padded_shape), tuple(mesh.axes.items()), ranks)
+
+
+def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
+    return rank_along(mesh.names, coord, mesh.axes)
+
+
+def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
+    """(rank in its mesh, block without a copy) of every rank of a tensor that is played here."""
+    if not isinstance(x, ShardedTensor):
+        return [(rank, x.detach())]
+    if x.mesh.device_mesh is not None and x.mesh.coord is None:
+        return []
+    held = blocks_of(x.raw.detach(), x.mesh)
+    return [(rank_of(x.mesh, c), b) for c, b in zip(played(x.mesh), held, strict=True)]
+
+
+# ---------------------------------------------------------------- what a manifest says
+
+
+def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
+    """A place as a manifest has it.
+
+    >>> said_of(Place((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
+    {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
+    """
+    out = {
+        "dtype": code_of(dtype),
+        "shape": list(place.shape),
+        "layout": str(place.layout),
+        "mesh": [list(axis) for axis in place.mesh],
+    }
+    if place.tiled != place.shape:
+        out["tiled"] = list(place.tiled)
+    if place.ranks != tuple(range(len(place.ranks))):
+        out["ranks"] = list(place.ranks)
+    return out
+
+
+def read_place(about: Any, files: int) -> Place:
+    """The inverse of ``said_of``.  Raises: ValueError, TypeError, KeyError, ShardError."""
+    shape, mesh = about["shape"], about["mesh"]
+    tiled = about.get("tiled", shape)
+    if not all(type(n) is int and n >= 0 for n in (*shape, *tiled)) or len(tiled) != len(shape):
+        raise ValueError("sizes are numbers")
+    if not all(type(a) is str and type(n) is int and n > 0 for a, n in mesh):
+        raise ValueError("a mesh has sizes")
+    ranks = about.get("ranks")
+    ranks = range(math.prod(n for _, n in mesh)) if ranks is None else ranks
+    if len(ranks) != math.prod(n for _, n in mesh) or not all(0 <= r < files for r in ranks):
+        raise ValueError("a mesh has ranks")
+    layout = Layout.parse(about["layout"]).resolve(len(shape))
+    layout.check(tiled, dict(map(tuple, mesh)), op="load")
+    return Place(tuple(shape), layout, tuple(tiled), tuple(map(tuple, mesh)), tuple(ranks))
+
+
+def fingerprint(x: Tensor) -> int:
+    """A checksum of a tensor that every rank claims to hold alike."""
+    return zlib.crc32(memory(x.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+
+
+def spoken(x: Value) -> Any:
+    """A value as JSON has it, exactly."""
+    if isinstance(x, complex):
+        return ["complex", x.real.hex(), x.imag.hex()]
+    return ["float", x.hex()] if isinstance(x, float) else x
+
+
+def unspoken(x: Any) -> Value:
+    """Raises: ValueError, TypeError."""
+    if isinstance(x, list):
+        parts = [float.fromhex(part) for part in x[1:]]
+        return parts[0] if x[0] == "float" else complex(*parts)
+    if not isinstance(x, Value):
+        raise ValueError("a value is a number, text or none")
+    return x
+
+
+def _skeleton(paths: list[Any], names: list[str]) -> Any:
+    """The tree's containers in JSON: lists, tuples and what has names, with the leaves' names."""
+    if len(paths) == 1 and not len(paths[0]):
+        return names[0]
+    root: dict[str, Any] = {}
+    for path, name in zip(paths, names, strict=True):
+        at = root
+        for depth, entry in enumerate(path):
+            kind = "map"
+            if isinstance(entry, optree.SequenceEntry) and not isinstance(
+                entry, optree.NamedTupleEntry
+            ):
+                kind = "tuple" if issubclass(entry.type, tuple) else "list"
+            at.setdefault("kind", kind)
+            items = at.setdefault("items", {})
+            key = json.dumps(_key(entry), default=str)
+            at = items.setdefault(key, {"name": name} if depth == len(path) - 1 else {})
+    return root
+
+
+def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
+    """The containers of a skeleton around the leaves found."""
+    if isinstance(skeleton, str):
+        return found[skeleton]
+    if "name" in skeleton:
+        return found[skeleton["name"]]
+    items = {json.loads(k): built(v, found) for k, v in skeleton.get("items", {}).items()}
+    kind = skeleton.get("kind", "map")
+    return items if kind == "map" else (tuple if kind == "tuple" else list)(items.values())
+
+
+def world_of(mesh: Mesh | None) -> int:
+    """How many processes a job has."""
+    if mesh is not None and mesh.device_mesh is None:
+        return 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,356 @@
+"""save: each rank writes what it owns, all agree, and one rename makes it so."""
+
+import atexit
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.boxes import Box, Held, chunk, held
+from shardlib.checkpoint.files import Part, write_file
+from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
+from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
+from shardlib.checkpoint.tree import (
+    Leaves,
+    alone,
+    blocks,
+    fingerprint,
+    place_of,
+    said_of,
+    spoken,
+)
+from shardlib.errors import BadArgument
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["Saving", "save"]
+
+
+class Saving:
+    """A save under way or done.
+
+    ``path``  the directory that it makes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when it is written.  Raises: CheckpointError where it was not, once."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self, run: Callable[[], None]) -> None:
+        def body() -> None:
+            try:
+                run()
+            except BaseException as e:
+                self._error = e
+
+        self._thread = threading.Thread(target=body, name="shardlib save")
+        self._thread.start()
+
+
+_UNDER_WAY: list[Saving] = []
+"""At most one save that nobody waited for yet."""
+
+
+@atexit.register
+def _unheard() -> None:
+    for saving in _UNDER_WAY:
+        if saving._error is not None:
+            print(f"shardlib: a save failed and nobody asked\n{saving._error}", file=sys.stderr)
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    overwrite: bool = True,
+    wait: bool = True,
+    timeout: float = 100.0,
+) -> Saving:
+    """Write a pytree into a directory; every rank calls, and each writes only what it owns.
+
+    ``tree``     tensors, sharded or the same on every rank, numbers, text and None, nested as you
+                 like.  What several ranks hold is written once, in equal parts.
+    ``step``     write ``path/step_00000100``; ``keep``  of those the newest N stay.
+    ``overwrite``  replace what is there.
+    ``wait``     False: copy out what this rank writes and return while it is written.  At most one
+                 such save is under way; its error is raised by ``wait()`` and by the next save.
+    ``timeout``  seconds of silence after which a rank counts as lost.
+
+    At any moment the path holds the previous checkpoint or the new one, each whole.
+    Needs beside the tree one strip of 4 MiB (with ``wait=False`` one copy of what is written).
+    Raises: CheckpointError, on every rank alike, and then nothing was written; the tree's own
+    faults as ShardError.
+
+    >>> import tempfile, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2, y=2):
+    ...     w = sl.shard(torch.arange(16.0).reshape(4, 4), "x y")
+    ...     _ = sl.save(d + "/run", {"w": w, "epoch": 1}, step=100)
+    ...     like = {"w": sl.shard(torch.zeros(4, 4), "(y x) ."), "epoch": 0}
+    ...     found = sl.load(d + "/run", like)
+    >>> sl.typeof(found["w"]), found["epoch"], sl.unshard(found["w"]).sum()
+    ('f32[4@(y x), 4]', 1, tensor(120.))
+    """
+    path = os.fspath(path)
+    _check(path, step, keep)
+    while _UNDER_WAY:
+        _UNDER_WAY.pop().wait()
+    target = folder_of(path, step)
+    error, leaves = None, None
+    try:
+        leaves = Leaves.of(tree, "save")
+    except Exception as e:
+        error = e
+    group = Group("save", timeout, alone(leaves.leaves if leaves else []))
+    job = _Job(group, target, step, overwrite)
+    try:
+        name = job.begin(leaves, error)
+        assert leaves is not None, "its error was raised"
+        files = _parts(group, leaves)
+    except BaseException as e:
+        job.leave(e)
+        raise
+
+    def finish() -> None:
+        job.write(leaves, name, files)
+        if keep is not None and group.rank == 0:
+            remove_old(path, keep)
+
+    saving = Saving(target)
+    if wait:
+        finish()
+        return saving
+    try:
+        files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
+    except BaseException as e:
+        job.leave(e)
+        raise
+    _UNDER_WAY.append(saving)
+    saving._start(finish)
+    return saving
+
+
+def _check(path: str, step: Any, keep: Any) -> None:
+    if path.endswith(".safetensors"):
+        raise BadArgument(
+            "a checkpoint is a directory; whole tensors in one file are what save_hf writes",
+            op="save",
+            fix="sl.save_hf('model', params)",
+        )
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        raise BadArgument(f"a step is a number from 0 on, not {step!r}", op="save", fix="step=100")
+    if keep is not None and (step is None or not isinstance(keep, int) or keep < 1):
+        raise BadArgument(
+            "keep= says how many steps stay, so it needs step= and is 1 at least",
+            op="save",
+            fix="sl.save(path, tree, step=100, keep=3)",
+        )
+
+
+class _Job:
+    """The steps of one save, after each of which all ranks are of one mind."""
+
+    def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
+        self.group, self.target = group, os.path.abspath(target)
+        self.step, self.overwrite = step, overwrite
+        self.name, self.hold = "", -1
+
+    def begin(self, leaves: Leaves | None, error: BaseException | None) -> str:
+        """All save the same tree to one place, where rank 0 makes a work directory; its name."""
+        said: dict[str, Any] = {}
+        if leaves is not None:
+            world = self.group.world
+            said = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
+            for n, x in leaves.tensors.items():
+                if not isinstance(x, ShardedTensor) and world > 1:
+                    said[n]["crc"] = fingerprint(x)
+            said |= {n: spoken(v) for n, v in leaves.values.items()}
+        text = json.dumps([self.target, self.step, said], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+
+        def same(digests: list[str]) -> Any:
+            odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+            return odd if odd is not None else self._make()
+
+        found = self.group.agree("the tree", digest, error, same)
+        if isinstance(found, int):
+            mine = text if self.group.rank in (0, found) else ""
+            self.group.agree(
+                "differing trees", mine, decide=lambda t: _differ(t[0], t[found], found)
+            )
+        self.name = found
+        return found
+
+    def _make(self) -> str:
+        parent, base = os.path.split(self.target)
+        os.makedirs(parent, exist_ok=True)
+        clean(parent, re.escape(base) if self.step is None else steps_pattern)
+        if os.path.lexists(self.target) and not self.overwrite:
+            raise FileExistsError(f"{self.target} exists, and overwrite=False")
+        self.name, self.hold = Work.make(self.target)
+        return self.name
+
+    def leave(self, error: BaseException) -> None:
+        """Nothing was written: tell whoever waits, and take the work directory away."""
+        if not self.group.given_up and self.name:
+            self.group.give_up(f"rank {self.group.rank}: {type(error).__name__}: {error}")
+        if self.name:
+            path = os.path.join(os.path.dirname(self.target), self.name)
+            shutil.rmtree(path, ignore_errors=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.hold >= 0:
+            os.close(self.hold)
+            self.hold = -1
+
+    def write(self, leaves: Leaves, name: str, files: dict[int, list[Part]]) -> None:
+        group, work, error = self.group, None, None
+        try:
+            done: list[Any] = []
+            try:
+                work = Work(self.target, name)
+                done = [
+                    write_file(
+                        work.fd, file_name(r), parts, {"checkpoint": work.id}, group.progress
+                    )
+                    for r, parts in sorted(files.items())
+                ]
+            except Exception as e:
+                error = e
+            group.agree("writing", done, error, lambda said: self._commit(leaves, work, said))
+        except BaseException as e:
+            if not isinstance(e, Exception) and not group.given_up:
+                group.give_up(f"rank {group.rank} was interrupted")
+            if work is None:
+                self.leave(e)
+                raise
+            if not work.committed():
+                raise
+        finally:
+            self._let_go()
+            if work is not None:
+                work.close()
+
+    def _commit(self, leaves: Leaves, work: Work | None, said: list[list[Any]]) -> None:
+        """On rank 0, when all have written."""
+        assert work is not None, "rank 0 has written too"
+        world = self.group.world
+        tensors = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
+        manifest = {
+            "format": FORMAT,
+            "id": work.id,
+            "step": self.step,
+            "tensors": tensors,
+            "values": {n: spoken(v) for n, v in leaves.values.items()},
+            "tree": leaves.skeleton,
+            "files": [file for files in said for file in files],
+        }
+        write_manifest(work.fd, manifest)
+        try:
+            work.commit(self.overwrite)
+        except OSError:
+            if not work.committed():
+                raise
+
+
+def file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _differ(a: str, b: str, rank: int) -> None:
+    """Name the first thing in which two ranks' trees differ."""
+    (path, step, said), (other, step_there, said_there) = json.loads(a), json.loads(b)
+    if path != other:
+        raise ValueError(f"rank {rank} saves to {other}, rank 0 to {path}")
+    if step != step_there:
+        raise ValueError(f"rank {rank} saves step {step_there}, rank 0 step {step}")
+    name = next(
+        n for n in sorted({*said, *said_there}) if said.get(n, ...) != said_there.get(n, ...)
+    )
+    mine, theirs = (x.get(name, "nothing") for x in (said, said_there))
+    both = isinstance(mine, dict) and isinstance(theirs, dict)
+    if both and {k: v for k, v in mine.items() if k != "crc"} == {
+        k: v for k, v in theirs.items() if k != "crc"
+    }:
+        raise ValueError(f"{name!r} has other values on rank {rank} than on rank 0")
+    raise ValueError(f"{name!r} is {theirs} on rank {rank} and {mine} on rank 0")
+
+
+# ---------------------------------------------------------------- what a rank writes
+
+
+def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
+    """Per rank played here what it writes, every rank of the job among them."""
+    out: dict[int, list[Part]] = {}
+    if group.world > 1:
+        out[group.rank] = []
+    for name, x in leaves.tensors.items():
+        place = place_of(x, group.world)
+        for rank, block in blocks(x, group.rank):
+            file = place.ranks[rank]
+            box = chunk(name, place, rank)
+            out.setdefault(file, [])
+            if box is not None:
+                whole = held(place, rank)
+                out[file].append(
+                    Part(name, box, x.dtype, lambda b=block, box=box, w=whole: _cut(b, box, w))
+                )
+    files = max(out, default=0) + 1
+    return {r: out.get(r, []) for r in range(files)} if group.world == 1 else out
+
+
+def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
+    """Of a block what a box names, without a copy where it lies in one stretch."""
+    for d, (runs, all_runs) in enumerate(zip(box, whole, strict=True)):
+        stretches = _stretches(runs)
+        if runs == all_runs and stretches == [(0, block.shape[d])]:
+            continue
+        cut = [block.narrow(d, at, n) for at, n in stretches]
+        block = cut[0] if len(cut) == 1 else torch.cat(cut, d) if cut else block.narrow(d, 0, 0)
+    return block
+
+
+def _stretches(runs: Held) -> list[tuple[int, int]]:
+    """Where runs lie in the block, neighbours as one."""
+    out: list[tuple[int, int]] = []
+    for r in runs:
+        if out and sum(out[-1]) == r.at:
+            out[-1] = (out[-1][0], out[-1][1] + r.length)
+        else:
+            out.append((r.at, r.length))
+    return out
+
+
+def _copied(part: Part) -> Part:
+    """With its values as they are now, on this host."""
+    found = part.get()
+    copy = (
+        found.cpu()
+        if found.device.type != "cpu"
+        else found.clone(memory_format=torch.contiguous_format)
+    )
+    return Part(part.name, part.box, part.dtype, lambda: copy)

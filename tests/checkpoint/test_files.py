@@ -1,0 +1,253 @@
+"""Files are safetensors, read only where wanted, and whatever a hostile one says is refused."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from shardlib.checkpoint.boxes import meet, whole
+from shardlib.checkpoint.files import (
+    Folder,
+    Part,
+    fill,
+    layout_of_file,
+    parsed,
+    read_header,
+    write_file,
+)
+from tests.checkpoint.cases import DTYPES, same, value
+
+
+def part(name: str, x: torch.Tensor) -> Part:
+    return Part(name, whole(x.shape), x.dtype, lambda: x)
+
+
+def opened(path: Path) -> Folder:
+    return Folder(os.open(path, os.O_RDONLY))
+
+
+def saved(path: Path, *parts: Part) -> dict[str, Any]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return write_file(fd, "f", parts, {"checkpoint": "id"})
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_file_is_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    x, nothing, one = value((37, 29), dtype), value((0, 3), dtype), value((), dtype)
+    said = saved(tmp_path, part("x", x), part("é/0", nothing), part("one", one))
+    assert said["bytes"] == (tmp_path / "f").stat().st_size
+    with opened(tmp_path) as folder:
+        chunks = read_header(folder.file("f"), "f", said["bytes"], said["crc"])
+        for name, like in (("x", x), ("é/0", nothing), ("one", one)):
+            out = torch.zeros_like(like)
+            fill(out, whole(like.shape), chunks[name], folder)
+            assert same(out, like)
+    with safe_open(tmp_path / "f", "pt") as f:
+        assert len(f.keys()) == 3  # type: ignore[arg-type]
+        if dtype not in (torch.complex128,):
+            assert same(f.get_tensor("x@0:37,0:29"), x)
+
+
+def test_parts_that_do_not_lie_in_one_stretch_are_written(tmp_path: Path) -> None:
+    x = torch.arange(3000.0).reshape(50, 60)
+    said = saved(
+        tmp_path, part("t", x.T), part("c", x[:, ::2]), part("n", (-x.to(torch.cfloat)).conj())
+    )
+    with opened(tmp_path) as folder:
+        chunks = read_header(folder.file("f"), "f", said["bytes"], said["crc"])
+        for name, like in (("t", x.T), ("c", x[:, ::2]), ("n", -x.to(torch.cfloat))):
+            out = torch.zeros(like.shape, dtype=like.dtype)
+            assert fill(out, whole(like.shape), chunks[name], folder) == like.numel()
+            assert torch.equal(out, like)
+
+
+@given(data=st.data())
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+def test_any_piece_is_read_and_nothing_beside_its_tiles(data: Any, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("f")
+    shape = tuple(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3)))
+    x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    said = saved(path, part("x", x))
+    box, index = [], []
+    for n in shape:
+        start = data.draw(st.integers(0, n - 1))
+        step = data.draw(st.integers(1, 3))
+        held = range(start, data.draw(st.integers(start, n)), step)
+        box.append(((held.start, held.step, len(held), 0),) if held else ())
+        index.append(slice(held.start, held.stop, held.step))
+    want = tuple(tuple(type(whole((1,))[0][0])(*r) for r in runs) for runs in box)
+    with opened(path) as folder:
+        chunk = read_header(folder.file("f"), "f", said["bytes"], said["crc"])["x"]
+        out = torch.full(x[tuple(index)].shape, -1.0)
+        fill(out, want, chunk, folder)
+        assert torch.equal(out, x[tuple(index)]) and meet(want, want) is not None
+
+
+# ---------------------------------------------------------------- hostile files
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields
+
+
+HOSTILE: dict[str, Any] = {
+    "overlap": {"a": entry(), "b": entry(data_offsets=[4, 12])},
+    "hole": {"a": entry(data_offsets=[8, 16])},
+    "negative": {"a": entry(data_offsets=[-8, 0])},
+    "backwards": {"a": entry(data_offsets=[8, 0])},
+    "huge": {"a": entry(shape=[2**62, 2**62], data_offsets=[0, 2**124 * 4])},
+    "huge and empty": {"a": entry(shape=[2**62, 0, 7], data_offsets=[0, 8])},
+    "negative shape": {"a": entry(shape=[-2, -1])},
+    "bool shape": {"a": entry(shape=[True, 2])},
+    "float offsets": {"a": entry(data_offsets=[0.0, 8.0])},
+    "text offsets": {"a": entry(data_offsets="08")},
+    "three offsets": {"a": entry(data_offsets=[0, 4, 8])},
+    "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "odd dtype": {"a": entry(dtype=["F32"])},
+    "unknown dtype": {"a": entry(dtype="F31")},
+    "spare": {"a": entry(shape=[1], data_offsets=[0, 4])},
+    "no table": [1, 2],
+    "no entry": {"a": 7},
+    "metadata of numbers": {"a": entry(), "__metadata__": {"shardlib": 3}},
+    "metadata no table": {"a": entry(), "__metadata__": "x"},
+}
+
+
+def write(path: Path, header: bytes, data: bytes = bytes(8)) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path: Path, what: str) -> None:
+    write(tmp_path / "f", json.dumps(HOSTILE[what]).encode())
+    with opened(tmp_path) as folder, pytest.raises(ValueError, match="f"):
+        layout_of_file(folder.file("f"), "f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {}}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"\xff\xfe",
+        b"",
+        b"nul",
+        b'{"a": NaN',
+    ],
+    ids=["twice", "deep", "deeper", "no text", "nothing", "cut", "open"],
+)
+def test_a_header_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    write(tmp_path / "f", text)
+    began = time.process_time()
+    with opened(tmp_path) as folder, pytest.raises(ValueError):
+        layout_of_file(folder.file("f"), "f")
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 9, 100])
+def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, length: int) -> None:
+    (tmp_path / "f").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with opened(tmp_path) as folder, pytest.raises(ValueError, match="no whole header"):
+        layout_of_file(folder.file("f"), "f")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../f", "a/b", "", ".", "..", ".hidden", "a\0b"])
+def test_no_file_outside_the_directory_is_opened(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path) as folder, pytest.raises(ValueError, match="no file of this directory"):
+        folder.file(name)
+
+
+def test_a_link_is_not_followed_unless_links_are_expected(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"")
+    (tmp_path / "f").symlink_to(tmp_path / "target")
+    with opened(tmp_path) as folder, pytest.raises(OSError):
+        folder.file("f")
+    with Folder(os.open(tmp_path, os.O_RDONLY), links=True) as folder:
+        folder.file("f")
+
+
+JUNK = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a JSON value."""
+    yield at
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    for k, v in items:
+        yield from places(v, (*at, k))
+
+
+def replaced(tree: Any, at: tuple[Any, ...], junk: Any) -> Any:
+    if not at:
+        return junk
+    if isinstance(tree, dict):
+        return {k: replaced(v, at[1:], junk) if k == at[0] else v for k, v in tree.items()}
+    return [replaced(v, at[1:], junk) if i == at[0] else v for i, v in enumerate(tree)]
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+def test_junk_under_a_right_checksum_is_refused_or_harmless(
+    data: Any, tmp_path_factory: Any
+) -> None:
+    """Whatever stands in a header or index: ValueError, or chunks within the file that fit boxes."""
+    path = tmp_path_factory.getbasetemp() / "junk"
+    path.mkdir(exist_ok=True)
+    (path / "f").unlink(missing_ok=True)
+    saved(path, part("x", torch.arange(600.0).reshape(20, 30)), part("y", torch.ones(3)))
+    raw = (path / "f").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    index = json.loads(header["__metadata__"]["shardlib"])
+    if data.draw(st.booleans()):
+        at = data.draw(st.sampled_from(list(places(index))))
+        index = replaced(index, at, data.draw(JUNK))
+        header["__metadata__"]["shardlib"] = json.dumps(index)
+    else:
+        at = data.draw(st.sampled_from(list(places(header))))
+        header = replaced(header, at, data.draw(JUNK))
+    import zlib
+
+    text = json.dumps(header).encode()
+    first = len(text).to_bytes(8, "little")
+    (path / "f").write_bytes(first + text + raw[end:])
+    size = (path / "f").stat().st_size
+    with opened(path) as folder:
+        try:
+            chunks = read_header(folder.file("f"), "f", size, zlib.crc32(first + text))
+        except ValueError:
+            return
+        for c in chunks.values():
+            assert c.offset >= 0 and c.offset + c.nbytes <= size
+            assert torch.Size(c.shape).numel() * c.dtype.itemsize == c.nbytes
+
+
+def test_numbers_are_not_taken_for_more_than_they_are() -> None:
+    with pytest.raises(ValueError):
+        parsed("1" * 10_000, "f")  # Python's own limit on digits
