@@ -31,7 +31,9 @@ def run(part: str, seconds: float) -> bool:
     """Run one part; False where it failed or was stopped, with all that it started."""
     name, *arguments = part.split()
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", f"benchmarks.{name}", *arguments], start_new_session=True
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # for the processes that it starts, too
     )
     try:
         return process.wait(seconds) == 0

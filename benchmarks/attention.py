@@ -125,10 +125,7 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
     for case in CASES:
         out[case[0]]["growth"] = _growth(works[case[0]])
         out[case[0]]["paper"] = _paper(case, length, heads, size)
-        if dist.get_rank() == 0:
-            print(
-                f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB", flush=True
-            )
+        rig.say(f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB")
     out["reasons"] = {}
     for name, causal in (("torch, full", False), ("torch, causal", True)):
         try:
@@ -140,7 +137,7 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
             out[name]["growth"] = _growth(works[name])
         except Exception as error:
             out["reasons"][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    for _ in range(repetitions):
+    for turn in range(repetitions):
         for name, work in works.items():
             dist.barrier()
             cpu, begun = time.process_time(), time.perf_counter()
@@ -148,6 +145,9 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
             out[name]["cpu"].append(time.process_time() - cpu)
             dist.barrier()
             out[name]["seconds"].append(time.perf_counter() - begun)
+            rig.say(
+                f"turn {turn + 1} of {repetitions}: {name:<28} {out[name]['seconds'][-1]:.2f} s"
+            )
     return out
 
 
@@ -172,7 +172,8 @@ def behind_links(length: int, repeats: int) -> list[tuple[str, float, float]]:
 
         names = ("ring", "ring_bidirectional", "allgather", "ulysses", "pass_q", "rsa")
         return [
-            (r.name, r.seconds, r.sent) for r in rig.compare({a: work(a) for a in names}, repeats)
+            (r.name, r.seconds, r.sent)
+            for r in rig.compare({a: work(a) for a in names}, repeats, told=True)
         ]
 
 
@@ -208,14 +209,15 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("out"))
     args = arguments.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed tensors leave the process
+    print(
+        f"sequence {args.length}, {args.heads} heads of {args.size}, fp32, 4 processes on "
+        f"{os.cpu_count()} cores",
+        flush=True,
+    )
     ranks = sl.launch(
         measure, args.length, args.heads, args.size, args.repetitions, s=4, timeout=1200
     )
     rows = []
-    print(
-        f"sequence {args.length}, {args.heads} heads of {args.size}, fp32, 4 processes on "
-        f"{os.cpu_count()} cores"
-    )
     print(
         f"{'':<28}{'peak MB':>9}{'paper MB':>10}{'ratio':>7}{'CPU s':>8}{'max/mean':>10}{'time s':>8}"
     )

@@ -162,7 +162,8 @@ def training(only: list[str], repetitions: int) -> list[list[Any]]:
                 mine, theirs = (peak(runs[who]) / 2**20 for who in ("shardlib", "torch"))
             middle, low, high = ratio(times, "shardlib", "torch")
             where = f"[{low:.2f}-{high:.2f}]"
-            print(f"{title:<42}{middle:>12.2f}{where:>16}{op.bar:>6.1f}{mine:>8.2f}{theirs:>8.2f}")
+            print(f"{title:<42}{middle:>12.2f}{where:>16}{op.bar:>6.1f}{mine:>8.2f}{theirs:>8.2f}",
+                  flush=True)  # fmt: skip
             rows.append(["training", title, middle, op.bar, mine, theirs])
     return rows
 
@@ -233,7 +234,8 @@ def dispatch(only: list[str], repetitions: int) -> list[list[Any]]:
             middle, low, high = ratio(times, "shardlib", "DTensor")
             us = [statistics.median(times[who]) * 1e6 for who in ("shardlib", "DTensor")]
             where = f"[{low:.2f}-{high:.2f}]"
-            print(f"{name + ', ' + what:<42}{us[0]:>9.1f}{us[1]:>9.1f}{middle:>7.2f}{where:>16}")
+            print(f"{name + ', ' + what:<42}{us[0]:>9.1f}{us[1]:>9.1f}{middle:>7.2f}{where:>16}",
+                  flush=True)  # fmt: skip
             rows.append(["dispatch", f"{name}, {what}", middle, 1.0, *us])
     return rows
 

@@ -170,7 +170,7 @@ def main() -> None:
             for base in ("hand-written SUMMA", "DTensor")
         }
         print(f"  shardlib / hand-written    {ratios['hand-written SUMMA']:8.2f}   bar 1.3")
-        print(f"  shardlib / DTensor         {ratios['DTensor']:8.2f}   bar 0.4")
+        print(f"  shardlib / DTensor         {ratios['DTensor']:8.2f}   bar 0.4", flush=True)
         rows += [[n, name, statistics.median(t)] for name, t in times.items()]
         rows += [[n, f"shardlib / {base}", ratio] for base, ratio in ratios.items()]
     out = Path("out")

@@ -112,6 +112,7 @@ def _contestants() -> dict[str, Callable[[], None]]:
 def contest(repeats: int) -> list[dict[str, Any]]:
     """Run by every rank."""
     found = []
+    rig.say(f"{'seconds of a step':<26}{'transfers':>10}{'products':>10}{'both':>8}{'hidden':>9}")
     for name, step in _contestants().items():
 
         def paced(pace: float, step: Callable[[], None] = step) -> tuple[float, int]:
@@ -123,7 +124,10 @@ def contest(repeats: int) -> list[dict[str, Any]]:
         transfers, flops = paced(0.0)
         pace = float(torch.tensor(transfers / flops))
         both, _ = paced(pace)
-        found.append({"name": name, "transfers": transfers, "products": flops * pace, "both": both})
+        products = flops * pace
+        hidden = (transfers + products - both) / min(transfers, products)
+        rig.say(f"{name:<26}{transfers:>10.3f}{products:>10.3f}{both:>8.3f}{hidden:>9.0%}")
+        found.append({"name": name, "transfers": transfers, "products": products, "both": both})
     return found
 
 
@@ -137,15 +141,13 @@ def main() -> int:
     if reason := rig.unavailable():
         print(f"skipped: {reason}")
         return 0
-    *answers, control = rig.run(
-        "benchmarks.overlap:contest", 4, args.rate, args.repeats, seconds=900
-    )
-    print(f"control {control[0]:.2f} before, {control[1]:.2f} after; seconds of a step")
-    print(f"{'':<26}{'transfers':>10}{'products':>10}{'both':>8}{'hidden':>9}")
-    for row in answers[0]:
-        transfers, products, both = row["transfers"], row["products"], row["both"]
-        hidden = (transfers + products - both) / min(transfers, products)
-        print(f"{row['name']:<26}{transfers:>10.3f}{products:>10.3f}{both:>8.3f}{hidden:>9.0%}")
+    print(f"4 ranks behind links of {args.rate:.0f} Mbit/s", flush=True)
+    try:
+        *_, control = rig.run("benchmarks.overlap:contest", 4, args.rate, args.repeats, seconds=900)
+    except rig.Disturbed as error:
+        print(error)
+        return 1
+    print(f"control {control[0]:.2f} before, {control[1]:.2f} after")
     return 0
 
 

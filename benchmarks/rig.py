@@ -38,6 +38,7 @@ __all__ = [
     "private",
     "ratio",
     "run",
+    "say",
     "unavailable",
 ]
 
@@ -70,10 +71,19 @@ def bytes_sent() -> int:
     raise RuntimeError("no link e0 here: this runs inside rig.run")
 
 
+def say(line: str) -> None:
+    """Print a figure as soon as it is known, on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
 def compare(
-    contestants: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
+    contestants: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1, told: bool = False
 ) -> list[Row]:
-    """Run every contestant in turn, again and again, so that a disturbance meets all of them."""
+    """Run every contestant in turn, again and again, so that a disturbance meets all of them.
+
+    ``told``  print every repetition as it ends.
+    """
     rows = []
     for turn in range(warmup + repeats):
         for name, work in contestants.items():
@@ -90,6 +100,10 @@ def compare(
             dist.all_reduce(mean)
             if turn >= warmup:
                 rows.append(Row(name, float(slowest), float(mean) / dist.get_world_size()))
+                if told:
+                    where = f"turn {turn - warmup + 1} of {repeats}"
+                    say(f"  {where}  {name:<26}{rows[-1].seconds:>8.3f} s"
+                        f"{rows[-1].sent / _MIB:>9.2f} MiB sent")  # fmt: skip
     return rows
 
 
@@ -174,7 +188,8 @@ def run(
 ) -> list[Any]:
     """Call ``module:function(*args)`` on every rank behind a link of ``rate_mbit``.
 
-    Returns each rank's JSON answer and, last, what the control said before and after.
+    Returns each rank's JSON answer and, last, what the control said before and after.  What a rank
+    prints is seen at once.
     Raises: Disturbed if it took more than ``disturbed`` times the ideal; RuntimeError with the
     traceback of a rank that failed, or after ``seconds``.
     """
@@ -190,32 +205,28 @@ def run(
             "--hub",
             json.dumps(spec),
         ]
-        hub = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        sys.stdout.flush()
+        errors = Path(folder, "errors")
+        with errors.open("w") as file:
+            hub = subprocess.Popen(command, stderr=file, start_new_session=True)
         try:
-            said, _ = hub.communicate(timeout=seconds)
+            failed, late = hub.wait(seconds) != 0, ""
         except subprocess.TimeoutExpired:
-            said = f"no answer within {seconds:.0f} s"
-            hub.returncode = 1
+            failed, late = True, f"no answer within {seconds:.0f} s\n"
         finally:
             if hub.poll() is None:
                 os.killpg(hub.pid, signal.SIGKILL)
                 hub.wait()
         answers = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        if hub.returncode or not all(a.exists() for a in answers):
-            raise RuntimeError(f"the rig failed:\n{said[-4000:]}")
+        if failed or not all(a.exists() for a in answers):
+            raise RuntimeError(f"the rig failed:\n{late}{errors.read_text()[-4000:]}")
         found = [json.loads(a.read_text()) for a in answers]
     worst = max(found[0]["control"])
     if worst > disturbed:
         load = os.getloadavg()[0]
         raise Disturbed(
-            f"the control took {worst:.2f} of the ideal (bar {disturbed}); load {load:.1f}: not "
-            "reported"
+            f"the control took {worst:.2f} of the ideal (bar {disturbed}), at a load of {load:.1f}: "
+            "figures taken meanwhile mean nothing"
         )
     return [f["answer"] for f in found] + [found[0]["control"]]
 

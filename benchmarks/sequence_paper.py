@@ -65,14 +65,33 @@ def needs(
     return 3 * plan.parameters + plan.peak
 
 
-def most(fits: Callable[[int], bool], unit: int) -> int:
-    """The largest multiple of ``unit`` that fits; 0 if none does."""
-    low, high = 0, 1
-    while fits(high * unit):
-        low, high = high, 2 * high
+def most(need: Callable[[int], int], room: int, unit: int) -> int:
+    """The largest multiple of ``unit`` that needs at most ``room`` bytes; 0 if none does.
+
+    A step on paper takes a second, and memory grows almost in proportion: each guess is where a
+    line through two that are known leaves no room (regula falsi; the Illinois rule halves the side
+    that stays).
+    """
+
+    def spare(n: int) -> float:
+        return float(room - need(n * unit))
+
+    low, left = 1, spare(1)
+    if left < 0:
+        return 0
+    high, lack = 2, -spare(2)
+    while lack <= 0:
+        step = (left + lack) / (high - low)
+        low, left, high = high, -lack, high + 1 + math.ceil(-lack / step)
+        lack = -spare(high)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+        line = low + int((high - low) * left / (left + lack))
+        guess = min(max(line, low + 1), high - 1)
+        found = spare(guess)
+        if found >= 0:
+            low, left, lack = guess, found, lack / 2
+        else:
+            high, lack, left = guess, -found, left / 2
     return low * unit
 
 
@@ -127,7 +146,8 @@ def main() -> None:
         print(
             f"a step of GPT ({layers} layers of {embed}, {length} tokens) on a ring of 4: "
             f"{on_paper / 1e6:.1f} MB on "
-            f"paper, {here / 1e6:.1f} MB here, {here / on_paper:.2f}"
+            f"paper, {here / 1e6:.1f} MB here, {here / on_paper:.2f}",
+            flush=True,
         )
 
 
@@ -141,15 +161,19 @@ def _paper(room: int, memory: float) -> None:
     print(f"BERT base, {memory:g} GB per rank")
     for name, (mesh, recipe, algorithm) in contestants.items():
         unit = math.lcm(*mesh.values()) if "s" in mesh else 1
-        batch = most(lambda b, m=mesh, r=recipe, a=algorithm: needs(m, r, b, 512, a) <= room, 16)
-        length = most(
-            lambda n, m=mesh, r=recipe, a=algorithm: needs(m, r, 64, n, a) <= room, max(64, unit)
-        )
+        print(f"  {name:<28}", end="", flush=True)
+
+        def batched(b: int, m: Any = mesh, r: Recipe = recipe, a: str = algorithm) -> int:
+            return needs(m, r, b, 512, a)
+
+        def longer(n: int, m: Any = mesh, r: Recipe = recipe, a: str = algorithm) -> int:
+            return needs(m, r, 64, n, a)
+
+        batch = most(batched, room, 16)
+        print(f" batch {batch:>6} of 512 tokens,", end="", flush=True)
+        length = most(longer, room, max(64, unit))
+        print(f" length {length:>7} at a batch of 64", flush=True)
         found[name] = batch, length
-        print(
-            f"  {name:<28} batch {batch:>6} of 512 tokens, length {length:>7} at a batch of 64",
-            flush=True,
-        )
     base = found["tensor parallel 12"]
     for name in list(found)[1:]:
         batch, length = found[name]

@@ -204,6 +204,7 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     if not worst < 5e-7:
         raise AssertionError(f"losses differ by {worst:.1e}: {losses}")
+    rig.say(f"losses agree to {worst:.0e}")
     rows = []
     for turn in range(args.repeats):
         for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
@@ -216,12 +217,7 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
             time.sleep(0.02)  # a sender may return before its last bytes have left
             sent = wire() - sent
             dist.all_reduce(took)
-            if dist.get_rank() == 0:
-                print(
-                    f"turn {turn + 1} of {args.repeats}: {name:<30}{seconds * 1e3:8.0f} ms",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            rig.say(f"turn {turn + 1} of {args.repeats}: {name:<30}{seconds * 1e3:8.0f} ms")
             rows.append(
                 {
                     "name": name,
@@ -230,7 +226,7 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "seconds": seconds,
                 }
             )
-    return [{"worst": worst}, *rows]
+    return rows
 
 
 def _ratio(rows: list[dict[str, Any]], a: str, b: str, what: str) -> str:
@@ -258,16 +254,13 @@ def main() -> int:
     if not args.inside and rig.unavailable() is None:
         return rig.private("benchmarks.tensor_parallel", [*sys.argv[1:], "--inside"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    said, *rows = sl.launch(contest, args, x=args.ranks)[0]
     print(
         f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens, {args.ranks} "
-        "processes"
+        "processes",
+        flush=True,
     )
-    print(
-        f"losses agree to {said['worst']:.0e}; {'own' if args.inside else 'shared'} loopback;",
-        end=" ",
-    )
-    print(f"load {os.getloadavg()[0]:.1f}")
+    rows = sl.launch(contest, args, x=args.ranks)[0]
+    print(f"{'own' if args.inside else 'shared'} loopback; load {os.getloadavg()[0]:.1f}")
     print(
         f"{'':<30}{'MiB':>8}{'CPU ms':>8}{'wire / torch':>20}{'CPU / torch':>20}{'time / torch':>20}"
     )
