@@ -92,8 +92,9 @@ PRODUCTS: frozenset[Any] = frozenset(
 
 
 def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
-    """Whether a value is a DTensor: there is none before its module,
-    which takes longer to import than torch, is.
+    """Say whether a value is a DTensor.
+
+    There is none before its module, which takes longer to import than torch, is.
     """
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # None while it is being imported
@@ -101,7 +102,7 @@ def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
-    """The table that DTensor's dispatcher consults before its own rules.
+    """Give the table that DTensor's dispatcher consults before its own rules.
 
     Seen in 2.11 and 2.13 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
     parallel replaces the dict, so it is looked up at each use.  When it goes:
@@ -121,7 +122,7 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def no_redistribution() -> AbstractContextManager[Any] | None:
-    """A context in which DTensor refuses to move data on its own, or None where torch has none.
+    """Make a context in which DTensor refuses to move data on its own; None where torch has none.
 
     Seen in 2.11 and 2.13 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
     When it goes: the DTensor fallback is off and the operation raises NoImplementation.
@@ -134,7 +135,7 @@ def no_redistribution() -> AbstractContextManager[Any] | None:
 
 
 def is_strided(placement: Any) -> bool:
-    """Whether a placement is DTensor's strided shard, which nests axes against mesh order.
+    """Say whether a placement is DTensor's strided shard, which nests axes against mesh order.
 
     Seen in 2.11 and 2.13 as ``_StridedShard``, in 2.13 no longer a Shard.  Told by its name, so
     nothing breaks when it goes.
@@ -160,8 +161,9 @@ _ATTENTION = {  # op -> the leading names of its arguments
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """One of aten's fused attention ops, which give the log-sum-exp that
-    a ring merges by; None where it changed.
+    """Find one of aten's fused attention ops, which give the log-sum-exp; None where it changed.
+
+    A ring merges by the log-sum-exp.
 
     Seen in 2.11, 2.13 and 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
     When one goes, or its arguments change: the kernel that needs it is not offered, and the math
@@ -189,7 +191,7 @@ builtin_homes: tuple[Any, ...] = tuple(
 
 
 def builtin(name: str) -> Callable[..., Any]:
-    """One of those functions; see ``builtin_homes``."""
+    """Find one of those functions; see ``builtin_homes``."""
     return next(f for home in builtin_homes if (f := getattr(home, name, None)) is not None)
 
 
@@ -198,8 +200,9 @@ _OPENED: dict[str, dict[str, Any]] = {}
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """The Python body of a torch function without its question to
-    tensor subclasses, or None where it has none.
+    """Give the Python body of a torch function without its question to tensor subclasses.
+
+    None where it has none.
 
     torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``;
     the same code runs with that answered False, and the operators inside it are asked one by one.
@@ -221,9 +224,7 @@ _DRAWS = frozenset("rrelu_with_noise pca_lowrank svd_lowrank".split())
 
 
 def seeded(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function draws random numbers: torch tags
-    such operators nondeterministic_seeded.
-    """
+    """Say whether a function draws random numbers: torch tags it nondeterministic_seeded."""
     name = getattr(func, "__name__", "")
     if name in _DRAWS:
         return True
@@ -303,7 +304,7 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
 
 
 def job_store() -> Any:
-    """The key-value store that the processes of a job met through.
+    """Give the key-value store that the processes of a job met through.
 
     ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13;
                                                               ``get_group_store`` of a
@@ -325,8 +326,9 @@ def set_timeout(group: Any, seconds: float) -> None:
 
 
 def foreach_ops() -> dict[str, Callable[..., Any]]:
-    """torch's functions of lists, ``torch._foreach_add_`` as "add_",
-    which torch.optim and clip_grad_norm_ call.
+    """List torch's functions of lists, ``torch._foreach_add_`` as "add_".
+
+    torch.optim and clip_grad_norm_ call them.
 
     Seen in 2.11 and 2.13; each asks ``__torch_function__``.  When one goes, so does its caller.
     """
@@ -380,8 +382,9 @@ begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None
 
 
 def under_transform(x: torch.Tensor | None = None) -> str:
-    """The torch.func transform that runs ("vmap", "grad", "jvp"), or that
-    ``x`` is a value of; "" where there is none.
+    """Name the torch.func transform that runs ("vmap", "grad", "jvp"); "" where there is none.
+
+    Also the one that ``x`` is a value of.
 
     ``torch._C._functorch`` seen in 2.11 and 2.13.  When it goes:
                             functorch's own assertion is what users read.
@@ -469,7 +472,7 @@ def intercept_functions(
 
 
 def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Every checkpointed region's ``recompute`` is replaced by ``kept(recompute)`` when it is made.
+    """Replace every checkpointed region's ``recompute`` by ``kept(recompute)`` when it is made.
 
     ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of
                                                 the non-reentrant kind, by
@@ -511,8 +514,9 @@ class _SavedInputs:
 def intercept_inputs(
     wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 ) -> dict[Any, Callable[..., Any]]:
-    """A checkpointed region saves its wrapper arguments as raw
-    blocks: ``open_(x)`` is (raw, how to wrap it).
+    """Have a checkpointed region save its wrapper arguments as raw blocks.
+
+    ``open_(x)`` is (raw, how to wrap it).
 
     torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a
     wrapper has neither there.  Without this a region nested in a region recomputes from inputs that
@@ -597,7 +601,7 @@ run_uncompiled()
 
 
 def owned(out: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view, so that it can be changed in place.
+    """Give the same memory as a tensor that is no view, so that it can be changed in place.
 
     A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it;
     seen in 2.11 to 2.13.  Without it: ``out.clone()``.
@@ -606,7 +610,7 @@ def owned(out: torch.Tensor) -> torch.Tensor:
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that torch.compile was given, whose forward has the names of its arguments.
+    """Give the module that torch.compile was given, whose forward has the names of its arguments.
 
     ``OptimizedModule._orig_mod`` seen in 2.11 and 2.13; nothing else has
                                   it.  When it goes: positional inputs
@@ -618,8 +622,7 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def after_backward(run: Callable[[], None]) -> None:
-    """Have ``run`` called when the backward pass that runs in
-    this thread is through; not if it fails.
+    """Have ``run`` called when this thread's backward pass is through; not if it fails.
 
     ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.13, where torch's
                                                   FSDP uses it.  When it goes:
@@ -629,15 +632,14 @@ def after_backward(run: Callable[[], None]) -> None:
 
 
 def backward_now() -> int:
-    """A number of the backward pass that runs in this thread,
-    -1 outside any; no two passes share one.
-    """
+    """Number the backward pass that runs in this thread, -1 outside any; no two share one."""
     return torch._C._current_graph_task_id()
 
 
 def backward_context() -> Context | None:
-    """The context variables of whoever called the backward pass
-    that runs, also on autograd's own threads.
+    """Give the context variables of whoever called the backward pass that runs.
+
+    Also on autograd's own threads.
 
     ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state
                                                   that the engine hands to its
@@ -648,8 +650,9 @@ def backward_context() -> Context | None:
 
 
 def l1_weight() -> Any:
-    """The ``weight`` of the call of F.l1_loss that is being
-    dispatched: torch hands the call on without it.
+    """Find the ``weight`` of the call of F.l1_loss that is being dispatched.
+
+    torch hands the call on without it.
 
     Seen in 2.13; 2.11 may have no such argument.  When it goes: drop this.
     """
@@ -660,8 +663,7 @@ def l1_weight() -> Any:
 
 
 def is_wrapped_hook(value: object) -> bool:
-    """Whether it is a hook of state dicts with the module
-    that it is called with, as torch keeps them.
+    """Say whether a hook of state dicts is held with the module that it is called with.
 
     ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.13: attributes
                                              ``hook`` and ``module``, a weak

@@ -24,7 +24,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def link(a: Tensor, b: Tensor) -> None:
-    """``a`` and ``b`` would share memory in torch, or might."""
+    """Note that ``a`` and ``b`` would share memory in torch, or might."""
     if a.is_meta or same_memory(a, b):
         return
     one, two = StorageWeakRef(a.untyped_storage()), StorageWeakRef(b.untyped_storage())
@@ -56,7 +56,7 @@ WRITERS = _writers()
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that a call writes to, by its name and arguments."""
+    """List the tensors that a call writes to, by its name and arguments."""
     if func in WRITERS:
         first = args[0] if args else kwargs.get("input")
         return list(first) if isinstance(first, tuple | list) else [first]
@@ -67,8 +67,9 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def writes(t: Tensor) -> int:
-    """How often a tensor was written to; torch does not
-    count it for tensors made in inference mode.
+    """Count how often a tensor was written to.
+
+    torch does not count it for tensors made in inference mode.
     """
     return 0 if t.is_inference() else t._version
 

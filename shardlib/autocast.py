@@ -79,7 +79,7 @@ def _off(device: str) -> Iterator[None]:
 
 
 def cast(implementation: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) -> Any:
-    """The implementation, as torch's autocast would call the function where its operands are.
+    """Wrap the implementation as torch's autocast would call the function where its operands are.
 
     ``composite``  the implementation calls others on values, or the
                    function itself on blocks: those are cast.

@@ -235,9 +235,7 @@ class Plain:
         self.drawn = False
 
     def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
-        """``run()``, twice where its first call shows that it
-        draws and the generators stand apart.
-        """
+        """Call ``run()``, twice where its first call shows that it draws and generators differ."""
         if mesh.device_mesh is None or mesh.size == 1:
             return run()
         mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
@@ -370,7 +368,7 @@ Marks = dict[_Stream, tuple[_Seed, int]]
 
 
 def marks() -> Marks:
-    """Where every stream stands, or what stands for it here."""
+    """Note where every stream stands, or what stands for it here."""
     draws = scope().draws
     here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
     return {s: (now.follow(), now.count) for s, now in here}
@@ -378,9 +376,7 @@ def marks() -> Marks:
 
 @contextmanager
 def replayed(at: Marks) -> Iterator[None]:
-    """Within it, what was drawn after ``marks()`` is drawn again; the
-    streams themselves stay where they stand.
-    """
+    """Draw again, within it, what was drawn after ``marks()``; the streams stay as they are."""
     told, draws = (SEEDED.calls, _TOLD.calls), scope().draws
     before = [draws.get(s, s) for s in _streams() if s.heard is not None]
     again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
@@ -397,9 +393,7 @@ def replayed(at: Marks) -> Iterator[None]:
 
 @contextmanager
 def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
-    """Within it, draws on ``mesh`` come from a seed of their
-    own; None: from the stream as it is.
-    """
+    """Draw on ``mesh``, within it, from a seed of its own; None: from the stream as it is."""
     if number is None:
         yield
         return
@@ -411,7 +405,7 @@ def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
 
 
 def rewound(mesh: Mesh) -> tuple[Any, int]:
-    """What ``rewind`` needs to draw again from here."""
+    """Note what ``rewind`` needs to draw again from here."""
     stream = _stream(mesh)
     return stream.follow(), stream.count
 

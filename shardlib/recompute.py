@@ -19,7 +19,7 @@ __all__ = ["Kept", "once"]
 
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, for any time and any thread, with what surrounds this moment; draws are repeated."""
+    """Keep ``run`` with what surrounds this moment, for any time and thread; draws are repeated."""
     here, at = scope(), marks()
 
     def again(*args: Any) -> Any:

@@ -19,7 +19,7 @@ __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 def rotate(
     blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)
 ) -> Iterator[list[Tensor]]:
-    """These blocks of this rank, then of its neighbours one step back: p steps in all.
+    """Yield these blocks of this rank, then of its neighbours one step back: p steps in all.
 
     Block j travels ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
     two halves with ways (1, -1) use both directions of every link.
@@ -44,7 +44,7 @@ def rotate(
 def rotate_sum(
     parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequence[int] = (1,)
 ) -> list[Tensor]:
-    """The sums over ranks of their parts of this rank's blocks, gathered on the way round.
+    """Sum over ranks their parts of this rank's blocks, gathered on the way round.
 
     ``parts[j](back)`` is this rank's part of block j of rank i - back.
     Moves: (p-1) n bytes in p-1 messages for each block, n one part.
@@ -60,8 +60,9 @@ def rotate_sum(
 
 
 def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
-    """The block of ``x`` along ``dim`` that belongs to rank i -
-    back.  x [.., n, ..] -> [.., n / p, ..].
+    """Cut the block of ``x`` along ``dim`` that belongs to rank i - back.
+
+    x [.., n, ..] -> [.., n / p, ..].
     """
     p, i = axis_size(axis), axis_index(axis)
     n = x.shape[dim] // p
@@ -73,8 +74,9 @@ def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
 
 
 def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tensor:
-    """Blocks of rank i, i - way, i - 2 way, ... side by side in rank
-    order.  p of [.., n, ..] -> [.., n p, ..].
+    """Lay blocks of rank i, i - way, i - 2 way, ... side by side in rank order.
+
+    p of [.., n, ..] -> [.., n p, ..].
     """
     p, i = axis_size(axis), axis_index(axis)
     if not isinstance(i, Stacked):

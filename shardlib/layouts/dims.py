@@ -73,7 +73,7 @@ WHOLE = Dim()
 
 
 def axis_sizes(mesh: Any) -> Sizes:
-    """Axis name -> size of a mapping, a Mesh or a DeviceMesh."""
+    """Map axis names to sizes, of a mapping, a Mesh or a DeviceMesh."""
     if isinstance(mesh, Mapping):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -87,8 +87,9 @@ def axis_sizes(mesh: Any) -> Sizes:
 
 
 def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
-    """The runs of positions that ``rank`` of a dimension's ring
-    holds, of ``n`` in all; any length.
+    """List the runs of positions that ``rank`` of a dimension's ring holds, of ``n`` in all.
+
+    ``n`` may be any length.
     """
     return dealt(dim.order, n, math.prod(sizes[a] for a in dim.ring))[rank]
 
@@ -129,7 +130,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (start, stop) of positions, those that follow each other as one.
+    """Join ranges (start, stop) of positions: those that follow each other are one.
 
     >>> joined([(0, 2), (2, 4), (6, 8)])
     ((0, 4), (6, 8))
@@ -144,8 +145,9 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int) -> Dim:
-    """Return the token under which rank r of p along ``axes``
-    holds the ranges ``held[r]`` of n positions.
+    """Return the token under which rank r of p along ``axes`` holds the ranges ``held[r]``.
+
+    They are ranges of n positions.
 
     >>> print(said(("x",), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]], 8))
     (2 x)
@@ -167,8 +169,9 @@ def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int)
 def cut(
     dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int
 ) -> tuple[slice, Dim] | None:
-    """What every rank takes of its block for positions start to stop, and
-    how they then lie; None if that differs.
+    """List what every rank takes of its block for positions start to stop, and how they then lie.
+
+    None if that differs from rank to rank.
 
     A fused weight's output in unequal parts is cut so: each rank holds its share of every part.
 
@@ -223,7 +226,7 @@ def skewed(
 def indices(
     dims: Sequence[Dim], skew: str, shape: Sequence[int], sizes: Sizes, coord: Mapping[str, int]
 ) -> tuple[Sequence[int], ...]:
-    """Per dimension the global positions that the rank at ``coord`` holds."""
+    """List per dimension the global positions that the rank at ``coord`` holds."""
     if skew:
         coord = skewed(dims, skew, sizes, coord)
     return tuple(positions(d, n, sizes, coord) for d, n in zip(dims, shape, strict=True))

@@ -49,7 +49,7 @@ class Exchange:
 def lacking(
     a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
 ) -> Fraction:
-    """Words a rank must receive, on average, to hold its box of ``b`` beside that of ``a``."""
+    """Count the words a rank must receive, on average, to hold its box of ``b`` beside ``a``'s."""
     total, count = 0, 0
     for old, new in zip(
         *(_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b)),
@@ -65,7 +65,7 @@ def lacking(
 def exchange(
     a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
 ) -> Exchange:
-    """Who sends what to whom; of several ranks with the same box the least busy one sends."""
+    """Plan who sends what to whom; of several ranks with the same box the least busy one sends."""
     old, new = (_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b))
     p, holders = len(old), {}
     for rank, held in enumerate(old):

@@ -64,7 +64,7 @@ def check_sizes(
 
 
 def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-    """The shape of each rank's block; dimensions that do not divide are rounded up.
+    """Give the shape of each rank's block; dimensions that do not divide are rounded up.
 
     >>> from shardlib.layouts.text import read
     >>> block_shape(read("x (3 y)")[0], (5, 18), {"x": 2, "y": 3})

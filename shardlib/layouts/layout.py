@@ -95,14 +95,14 @@ class Layout:
     def indices(
         self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]
     ) -> tuple[Sequence[int], ...]:
-        """Per dimension the global positions that the rank at ``coord`` holds."""
+        """List per dimension the global positions that the rank at ``coord`` holds."""
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
         me.check(shape, sizes)
         return indices(me.dims, me.skew, shape, sizes, coord)
 
     def slices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Any, ...]:
-        """``indices`` as slices where they are contiguous or strided, else as lists."""
+        """Give ``indices`` as slices where they are contiguous or strided, else as lists."""
         return tuple(_slice(i) for i in self.indices(shape, mesh, coord))
 
     # ------------------------------------------------------------ algebra
@@ -117,9 +117,7 @@ class Layout:
         )
 
     def transpose(self, *perm: int) -> "Layout":
-        """Return the layout of the tensor permuted so that its
-        dimension i is the old ``perm[i]``.
-        """
+        """Return the layout of the tensor permuted: its dimension i is the old ``perm[i]``."""
         me = self.resolve(len(perm))
         if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
             raise ShardError(
@@ -211,7 +209,10 @@ class Layout:
     # ------------------------------------------------------------ DTensor
 
     def placements(self, mesh: Any) -> tuple[Any, ...]:
-        """DTensor placements, one per mesh axis.  Raises: NotExpressible."""
+        """Write DTensor placements, one per mesh axis.
+
+        Raises: NotExpressible.
+        """
         fields = self.dims, self.partial, self.skew, self.ellipsis
         return placements(fields, axis_sizes(mesh))
 
@@ -274,9 +275,7 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
 
 @lru_cache(maxsize=8192)
 def the_one(layout: Layout) -> Layout:
-    """Return the first of equal layouts: what is compared at
-    every call is then compared by identity.
-    """
+    """Return the first of equal layouts, so that every call compares by identity."""
     return layout
 
 

@@ -11,7 +11,9 @@ __all__ = ["from_placements", "placements"]
 
 
 def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
-    """DTensor placements, one per mesh axis.  Raises: NotExpressible, RankMismatch.
+    """Write DTensor placements, one per mesh axis.
+
+    Raises: NotExpressible, RankMismatch.
 
     >>> from shardlib.layouts.text import read
     >>> placements(read(". x + sum(y)"), {"x": 2, "y": 2})
@@ -54,7 +56,10 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
 def from_placements(
     given: Sequence[Any], ndim: int, sizes: Sizes
 ) -> tuple[tuple[Dim, ...], tuple[str, ...]]:
-    """The dimensions and pending axes that a DTensor's placements say.  Raises: NotExpressible."""
+    """Read the dimensions and pending axes that a DTensor's placements say.
+
+    Raises: NotExpressible.
+    """
     from torch.distributed.tensor import Partial
 
     from shardlib._compat import is_strided

@@ -78,16 +78,16 @@ class ReshardPlan:
         return _search(self.source, self.target, tuple(shape), tuple(axis_sizes(mesh).items()))
 
     def bytes(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int | Fraction:
-        """Bytes received per rank, on average over the ranks."""
+        """Count the bytes received per rank, on average over the ranks."""
         total = sum((s.words for s in self.steps(shape, mesh)), Fraction(0)) * itemsize
         return int(total) if total.denominator == 1 else total
 
     def messages(self, shape: Sequence[int], mesh: Any) -> int:
-        """Messages per rank."""
+        """Count the messages per rank."""
         return sum(s.messages for s in self.steps(shape, mesh))
 
     def peak(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int:
-        """Bytes of the largest block and its successor held at once."""
+        """Count the bytes of the largest block and its successor held at once."""
         sizes = [math.prod(self.source.local_shape(shape, mesh))]
         sizes += [s.elements for s in self.steps(shape, mesh)]
         return max(a + b for a, b in itertools.pairwise([*sizes, 0])) * itemsize

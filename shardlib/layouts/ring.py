@@ -100,18 +100,20 @@ class Ring:
         return Layout(dims, ellipsis=len(dims))
 
     def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:
-        """Return the (start, stride, length) runs that ``rank`` of ``size`` holds,
-        for any length: also shorter than the ring.
+        """Return the (start, stride, length) runs that ``rank`` of ``size`` holds.
+
+        For any length: also shorter than the ring.
         """
         return dealt(self.order, length, size)[rank]
 
     def positions(self, rank: int, length: int, size: int) -> list[int]:
-        """Global positions held by ``rank`` of ``size``, in the order it holds them."""
+        """List the global positions held by ``rank`` of ``size``, in the order it holds them."""
         return [i for run in self.runs(rank, length, size) for i in run.positions]
 
     def block(self, length: int, size: int) -> int:
-        """Positions that each rank has room for: more than
-        it holds where the length does not divide.
+        """Count the positions that each rank has room for.
+
+        More than it holds where the length does not divide.
         """
         return block(self.order, length, size)
 

@@ -29,7 +29,7 @@ _WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"
 
 
 def read(text: str) -> Fields:
-    """The dimensions, pending axes, skew and place of ``...`` that a text names.
+    """Read the dimensions, pending axes, skew and place of ``...`` that a text names.
 
     Raises: LayoutSyntax.
 
@@ -114,7 +114,7 @@ def _bad(text: str, what: str, example: str) -> LayoutSyntax:
 
 
 def written(fields: Fields) -> str:
-    """The text that ``read`` takes.
+    """Write the text that ``read`` takes.
 
     >>> written(read("(d  x) ... y + sum( z )"))
     '(d x) ... y + sum(z)'

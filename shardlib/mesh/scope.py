@@ -127,9 +127,7 @@ def enter(by: Any, **changes: Any) -> None:
 
 
 def leave(by: Any) -> None:
-    """End what ``enter(by)`` began, the latest of them; nothing
-    where it was entered in another context.
-    """
+    """End what ``enter(by)`` began, the latest of them; nothing if another context entered it."""
     now, frame = _NOW.get(), sys._getframe(2)
     for h in reversed(now.held):
         if h.by is by and h.frame is frame:

@@ -56,14 +56,14 @@ class Apart(Exception):
 
 
 def root(atom: Atom) -> Atom:
-    """The atom that stands for all that are one with this."""
+    """Find the atom that stands for all that are one with this."""
     while atom.parent is not None:
         atom = atom.parent
     return atom
 
 
 def leaves(row: Iterable[Atom]) -> Row:
-    """A row with every atom written as its factors; pieces stay inside their atom."""
+    """Write a row with every atom as its factors; pieces stay inside their atom."""
     out: Row = []
     for atom in map(root, row):
         out += (
@@ -127,7 +127,7 @@ def _factor(atom: Atom, major: int) -> None:
 
 
 def whole(row: Row) -> Atom:
-    """One atom that is the product of a row."""
+    """Make one atom that is the product of a row."""
     if len(row) == 1:
         return row[0]
     atom = Atom(length(row))
@@ -137,7 +137,7 @@ def whole(row: Row) -> Atom:
 
 
 def parted(row: Row, major: int) -> tuple[Row, Row]:
-    """The leading atoms of a row, of ``major`` positions together, and the others."""
+    """Part the leading atoms of a row, of ``major`` positions together, from the others."""
     head, todo, need = list[Atom](), leaves(row), major
     while need > 1:
         if not todo:
@@ -226,7 +226,7 @@ def _cut(atom: Atom, borders: Sequence[int]) -> None:
 
 
 def piece(row: Row, start: int, stop: int) -> Row:
-    """The atoms of positions ``start`` to ``stop`` of a dimension."""
+    """Cut the atoms of positions ``start`` to ``stop`` of a dimension."""
     row = leaves(row)
     if (start, stop) == (0, length(row)):
         return row

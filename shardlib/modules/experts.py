@@ -37,7 +37,7 @@ __all__ = ["divided", "experts", "stacks", "standing_in"]
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether a module holds its experts' parameters as [E, ...], and is told which rows are whose.
+    """Say whether a module holds experts' parameters as [E, ...] and is told whose rows are whose.
 
     >>> is_stack(nn.Linear(4, 4))
     False
@@ -57,13 +57,14 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """Every stack of experts, by its name."""
+    """List every stack of experts, by its name."""
     return {n: m for n, m in model.named_modules() if is_stack(m)}
 
 
 def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
-    """The stacks whose experts these layouts split, and
-    those of transformers that they leave whole.
+    """List the stacks whose experts these layouts split.
+
+    And those of transformers that they leave whole.
 
     The latter run on each rank's own rows: transformers' contract is that
     rows are apart, as it splits experts itself.
@@ -98,7 +99,7 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
 
 @contextmanager
 def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, calls of these stacks run on each rank's own experts."""
+    """Run calls of these stacks, within it, on each rank's own experts."""
     before = [m.__dict__.get("forward") for m in modules]
     for m in modules:
         m.__dict__["forward"] = forward_of(m)
@@ -113,7 +114,7 @@ def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward of a stack whose parameters are split along E."""
+    """Make the forward of a stack whose parameters are split along E."""
     return MethodType(_forward, module)
 
 
@@ -147,7 +148,7 @@ def experts(
     weights: Tensor,
     *params: Tensor,
 ) -> Tensor:
-    """What a stack makes of these rows, with parameters of these names."""
+    """Compute what a stack makes of these rows, with parameters of these names."""
     operands = (hidden, index, weights, *params)
     if has_torch_function(operands):
         return handle_torch_function(experts, operands, module, names, *operands)  # type: ignore[no-any-return]
@@ -207,7 +208,7 @@ def own_experts(
     own: Tensor,
     *params: Tensor,
 ) -> Tensor:
-    """What the experts numbered ``own`` add to each row.
+    """Compute what the experts numbered ``own`` add to each row.
 
     hidden [T, D], index and weights [T, k], own [E/p], params [E/p, ...] -> [T, D]
     """

@@ -137,7 +137,7 @@ class Apply:
     def mutable(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """(output, new buffers) for modules that write to their buffers in forward."""
+        """Give (output, new buffers), for modules that write to their buffers in forward."""
         self.check(params)
         return self._run(params, buffers, args, kwargs)
 
@@ -241,7 +241,7 @@ class Apply:
             yield
 
     def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
-        """What forward calls its first ``count`` arguments, where ``named`` are given by name.
+        """Name forward's first ``count`` arguments, where ``named`` are given by name.
 
         Raises: RuleLint where one falls to ``*args`` and may be what
                 ``inputs=`` calls by a name that the signature
@@ -279,7 +279,7 @@ class Apply:
         return optree.tree_map(place, value, none_is_leaf=True)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Every parameter by its name, and no other."""
+        """Take every parameter by its name, and no other."""
         for name in params:
             if name not in self.layouts:
                 near = difflib.get_close_matches(name, self.layouts, 1)
@@ -319,8 +319,9 @@ class Copy:
     def swapped(
         self, state: Mapping[str, Tensor], written: Mapping[str, Tensor], run: Callable[[], Any]
     ) -> Any:
-        """``run()`` once more, as the call with ``state`` saw the
-        tree; that call may be the one that runs.
+        """Call ``run()`` once more, as the call with ``state`` saw the tree.
+
+        That call may be the one that runs.
 
         ``written``  what forward wrote to, as it was before: what is written again goes nowhere.
         """
@@ -338,7 +339,7 @@ class Mode:
         self.module, self.copy, self.seen = weakref.ref(module), copy, module.training
 
     def follow(self) -> None:
-        """A mode that the caller changed since the last call is the copy's too."""
+        """Have the copy follow a mode that the caller changed since the last call."""
         module = self.module()
         if module is not None and module.training is not self.seen:
             self.copy.training = self.seen = module.training
@@ -361,9 +362,7 @@ def arguments(forward: Callable[..., Any]) -> Arguments:
 
 
 def positional(given: Arguments, count: int) -> list[str]:
-    """What a forward with these arguments calls the first
-    ``count``; those of ``*args`` share its name.
-    """
+    """Name the first ``count`` arguments of a forward; those of ``*args`` share its name."""
     return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
 
 
@@ -406,7 +405,7 @@ def swapped(
     stacks: Sequence[nn.Module],
     run: Callable[[], Any],
 ) -> Any:
-    """``run()`` once more, as the call with ``state`` saw the module."""
+    """Call ``run()`` once more, as the call with ``state`` saw the module."""
     with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
         return run()
 
@@ -455,7 +454,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
 
 
 def giving(weight: Tensor, layout: Layout) -> Tensor:
-    """The same weight, whose products must lie as ``layout`` says."""
+    """Take the same weight as one whose products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
         return weight
     return ShardedTensor(weight.raw, weight.place._replace(out_layout=layout))
@@ -467,7 +466,7 @@ def match_rules(
     axes: Mapping[str, str] | None = None,
     pad: bool = False,
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """The layout of every parameter, and of the products with those whose rule names one.
+    """Find the layout of every parameter, and of the products with those whose rule names one.
 
     First match wins; every parameter and every rule must be used.
     ``pad``  parameters are padded: a recipe's rules are those for that.

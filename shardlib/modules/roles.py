@@ -233,7 +233,10 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
 
 
 def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p: int) -> str:
-    """The token that splits a dimension's atoms of a kind over axes.  Raises: _Unsaid."""
+    """Write the token that splits a dimension's atoms of a kind over axes.
+
+    Raises: _Unsaid.
+    """
     if not axes:
         return "."
     row = list(row)
@@ -262,8 +265,9 @@ def _token(axes: Sequence[str]) -> str:
 def assign(
     model: nn.Module, dims: Dimensions, way: Way
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The layout of every parameter (and of its products, where several
-    could be), and what was left whole and why.
+    """Give the layout of every parameter, and what was left whole and why.
+
+    And of its products, where several could be.
     """
     found = kinds(dims)
     found.pad = way.pad
@@ -541,8 +545,7 @@ def patterns(
     ndim: Mapping[str, int],
     padded: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Suggested]:
-    """Few rules that say the same: layer numbers become ``*``
-    wherever all that match are laid out alike.
+    """Write few rules that say the same: layer numbers become ``*`` where all are laid out alike.
 
     ``padded``  what they are where ``pad=True`` is given to ``parallelize``.
 

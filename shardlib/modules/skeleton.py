@@ -26,7 +26,7 @@ __all__ = ["copied", "exchanged", "skeleton"]
 
 
 def skeleton(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """The module without weights.
+    """Copy the module without weights.
 
     ``buffers``  the skeleton's, by name; None: the module's own.
 
@@ -49,8 +49,9 @@ def _stand_in(p: nn.Parameter) -> nn.Parameter:
 
 
 def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module]:
-    """id of each module of the tree -> its copy, with
-    ``swap``'s tensors in place of those of these ids.
+    """Map the id of each module of the tree to its copy, with ``swap``'s tensors in place.
+
+    They stand where tensors of these ids stood.
     """
     copies = {id(m): object.__new__(type(m)) for m in module.modules()}
     exchange = _Exchange({**swap, **copies})
@@ -176,9 +177,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """Where the module holds its tensors, each place once: (a dict,
-    its key there, the tensor's first name).
-    """
+    """List where the module holds its tensors, each once: (a dict, its key there, first name)."""
     first: dict[int, str] = {}
     found = []
     for path, m in module.named_modules():
@@ -192,8 +191,9 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
 
 @contextmanager
 def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Within it the module holds these tensors, by their first names; those
-    that it writes anew come into ``state``.
+    """Have the module hold these tensors, by their first names, within it.
+
+    Those that it writes anew come into ``state``.
 
     A submodule that is registered twice is written to once, and so gets its own tensors back.
     """

@@ -32,8 +32,9 @@ _MAX = binder("""
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min)
 def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of all elements the extreme, of two tensors the larger, along a
-    dimension the extremes and where they are.
+    """Take the extreme of all elements, or the larger of two tensors, or extremes and their places.
+
+    The last along a dimension.
     """
     given = _MAX(*args, **kwargs)
     if "other" in given:
@@ -81,7 +82,10 @@ _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 @implements(torch.topk, Tensor.topk)
 def topk(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of each block's best.  Which of equal values are taken, torch does not say."""
+    """Take the best of each block's best.
+
+    Which of equal values are taken, torch does not say.
+    """
     x, k, dim, largest, ordered = _TOPK(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_TOPK(*a, **k)))
@@ -92,7 +96,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.kthvalue, Tensor.kthvalue)
 def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of each block's k smallest."""
+    """Take it of each block's k smallest."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_KTH(*a, **k)))

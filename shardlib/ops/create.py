@@ -23,8 +23,9 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.new_empty)
 def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dimensions that have the size of ``x``'s lie as they do: what is
-    written here comes from where ``x`` does.
+    """Lay dimensions that have the size of ``x``'s as they lie.
+
+    What is written here comes from where ``x`` lies.
     """
     x = args[0]
     whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)

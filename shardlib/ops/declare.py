@@ -63,7 +63,7 @@ def homes(name: str) -> list[Any]:
 
 
 def lines(text: str) -> list[tuple[str, str]]:
-    """(dotted name, signatures of its overloads) of each name in a table."""
+    """Yield (dotted name, signatures of its overloads) of each name in a table."""
     out: dict[str, list[str]] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         name = line.partition("(")[0]
@@ -78,7 +78,7 @@ def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
 
 
 def elements(names: str) -> None:
-    """Operators, by name alone, that treat every element apart; operands broadcast."""
+    """Declare operators, by name alone, that treat every element apart; operands broadcast."""
     for name in names.split():
         _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows)
 
@@ -93,7 +93,7 @@ def _enter(name: str, bind: Callable[..., Bound], labels: Callable[[Bound], Labe
 
 
 def spelled(text: str, body: Callable[..., Any]) -> None:
-    """Operators that are a line of others: ``body`` takes the bound arguments."""
+    """Declare operators that are a line of others: ``body`` takes the bound arguments."""
     for name, signature in lines(text):
         bind = binder(signature)
         implements(*homes(name), padded=True)(
@@ -124,8 +124,9 @@ def where(value: Any, ndim: int) -> set[int]:
 
 
 def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> Labels:
-    """Every dimension is a row, counted from the right so that
-    operands broadcast, but those in ``whole``.
+    """Label every dimension a row, counted from the right so that operands broadcast.
+
+    Those in ``whole`` are not.
     """
     return {s.at: _but(whole(s), s) for s in slots(bound)}
 
@@ -135,8 +136,9 @@ def _but(whole: set[int], s: Slot) -> tuple[Any, ...]:
 
 
 def along(bound: Bound) -> Labels:
-    """The dimensions that ``dim``, ``dims`` or ``dimension`` name are
-    whole; of an fft with sizes ``s``, the last.
+    """Keep the dimensions that ``dim``, ``dims`` or ``dimension`` name whole.
+
+    Of an fft with sizes ``s``, the last.
     """
     value = next(bound[k] for k in ("dim", "dims", "dimension") if k in bound)
     if value is None and bound.get("s") is not None:
@@ -145,13 +147,14 @@ def along(bound: Bound) -> Labels:
 
 
 def last(n: int) -> Callable[[Bound], Labels]:
-    """The last ``n`` dimensions are whole."""
+    """Keep the last ``n`` dimensions whole."""
     return lambda bound: rows(bound, lambda s: set(range(max(0, s.ndim - n), s.ndim)))
 
 
 def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
-    """All but the last ``n`` dimensions of the first operand, and of those named
-    ``alike``, are rows; the other operands are whole.
+    """Label all but the last ``n`` dimensions of the first operand, and of ``alike``, rows.
+
+    The other operands are whole.
     """
 
     def labels(bound: Bound) -> Labels:

@@ -72,8 +72,9 @@ def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
     free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
-    """A call whose operands have the labels that ``labels(args,
-    kwargs)`` gives; tensors are Slots there.
+    """Run a call whose operands have the labels that ``labels(args, kwargs)`` gives.
+
+    Tensors are Slots there.
 
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.

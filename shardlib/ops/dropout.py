@@ -127,7 +127,7 @@ implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(
 
 @implements(torch.native_dropout, padded=True)
 def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    """(output, mask)"""
+    """Give (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
     x, p = b["input"], b["p"]
     _checked("dropout", F.dropout, x, p)
@@ -146,9 +146,7 @@ _rrelu = binder(
 
 @implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True)
 def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Leaky with a slope between lower and upper: one per
-    element in training, their mean otherwise.
-    """
+    """Draw a leaky slope between lower and upper: one per element in training, else their mean."""
     b = _rrelu(*args, **kwargs)
     x, low, high = b["input"], b["lower"], b["upper"]
     if x.sharding.partial:

@@ -61,7 +61,7 @@ def _labels(terms: list[str]) -> Any:
 
 
 def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: bool = True) -> Any:
-    """An einsum of sharded operands; ``product`` multiplies two matrices.
+    """Compute an einsum of sharded operands; ``product`` multiplies two matrices.
 
     ``exact``  a letter has one size, as in products; torch.einsum's may be 1 in some operands.
     """

@@ -100,8 +100,9 @@ def _placed(
 
 
 def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded operands: they broadcast as their true shapes
-    do, and are padded alike or have size 1.
+    """Serve padded operands: they broadcast as their true shapes do.
+
+    They are padded alike or have size 1.
     """
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     ours = [a for a in given if isinstance(a, ShardedTensor)]
@@ -149,7 +150,7 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One implementation for every function that acts on each element alone."""
+    """Run any function that acts on each element alone."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
@@ -175,7 +176,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike)
 def converted(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another dtype, or device; a tensor given as the example gives these alone."""
+    """Change dtype, or device; a tensor given as the example gives these alone."""
     args, kwargs = _placed(func, args, kwargs)
     x, *rest = args
     if not isinstance(x, ShardedTensor):  # a plain tensor, made as a sharded one is
@@ -274,7 +275,7 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
 def aligned(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
-    """Raw blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
+    """Give blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
     return (
         [
@@ -465,7 +466,7 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 
 @implements(*_IN_PLACE)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """The block is changed; the result must lie where the tensor lies."""
+    """Change the block; the result must lie where the tensor lies."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
     x = args[0]

@@ -94,7 +94,7 @@ _EMBEDDING = binder(
 
 @implements(F.embedding, padded=True)
 def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """F.embedding(ids, table): ids split or not, the table's rows and columns over any axes.
+    """Look ids up: they are split or not, the table's rows and columns over any axes.
 
     The vocabulary may be padded: no id names the rows beyond it.
     """

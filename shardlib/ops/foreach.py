@@ -200,9 +200,7 @@ def _fused(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """Gradients times 1/scale, in place; every rank learns
-    whether any of them, anywhere, is not finite.
-    """
+    """Multiply gradients by 1/scale, in place; every rank learns whether any is not finite."""
     grads, found, inverse = args
     per_mesh: dict[Mesh, list[Tensor]] = {}
     for g in grads:

@@ -134,7 +134,7 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """Numbers and slices cut a piece; tensors pick positions, a mask those where it is true."""
+    """Cut a piece by numbers and slices; pick positions by tensors, or where a mask is true."""
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor | list) for i in given):
@@ -316,7 +316,7 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Every rank answers alike: what is brought is one byte per element."""
+    """Answer on every rank alike: what is brought is one byte per element."""
     x, *rest = args or (kwargs.pop("input"),)
     args = (x, *rest)
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
@@ -326,9 +326,7 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.where, Tensor.where, padded=padded_alike)
 def choice(func: Any, args: Any, kwargs: Any) -> Any:
-    """One argument: the positions where it is true, a tensor per dimension.
-    Three: element by element.
-    """
+    """Give the positions where the one argument is true; of three, choose element by element."""
     if len(args) == 1 and not kwargs:
         return args[0].nonzero().unbind(1)
     return elementwise(func, args, kwargs)
@@ -339,8 +337,9 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 
 @implements(torch.index_select, Tensor.index_select)
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    """As x[..., index]: a plain index is the same on every
-    rank; the result lies as x, where it divides.
+    """Pick as x[..., index] does; the result lies as x, where it divides.
+
+    A plain index is the same on every rank.
     """
     x, dim, index = _SELECTED(*args, **kwargs).values()
     if (
@@ -383,7 +382,7 @@ _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
 
 @implements(Tensor.index_copy_)
 def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices written where the tensor is whole: each rank writes its part of them."""
+    """Write slices where the tensor is whole: each rank writes its part of them."""
     x, dim, index, source = _COPIED(*args, **kwargs).values()
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
         return on_whole(func, args, kwargs, None)
@@ -408,9 +407,7 @@ _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: 
 
 @implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
 def index_add(func: Any, args: Any, kwargs: Any) -> Any:
-    """Into a split dimension: each rank adds what falls into
-    its block of the tensor, and nothing moves.
-    """
+    """Add into a split dimension: each rank adds what falls into its block, and nothing moves."""
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
@@ -490,9 +487,7 @@ _GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
     )
 )
 def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows in groups, each times its matrix: the contraction
-    may be split in both, and the columns.
-    """
+    """Multiply rows in groups, each by its matrix; contraction and columns may be split."""
 
     def labels(a: Any, k: Any) -> Labels:
         given = _GROUPED(*a, **k)

@@ -24,7 +24,7 @@ __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
 @implements(nn.init.uniform_, padded=True)
 def uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """nn.init.uniform_"""
+    """Draw as nn.init.uniform_."""
     return _uniform(*args[len(kwargs) > 0 :], **kwargs)
 
 
@@ -35,7 +35,7 @@ def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = No
 
 @implements(nn.init.normal_, padded=True)
 def normal_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """nn.init.normal_"""
+    """Draw as nn.init.normal_."""
     return _normal(*args[len(kwargs) > 0 :], **kwargs)
 
 
@@ -46,14 +46,14 @@ def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any 
 
 @implements(nn.init.constant_, padded=True)
 def constant_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """nn.init.constant_"""
+    """Fill as nn.init.constant_."""
     with torch.no_grad():
         return kwargs["tensor"].fill_(kwargs["val"])
 
 
 @implements(nn.init.kaiming_uniform_, padded=True)
 def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """nn.init.kaiming_uniform_"""
+    """Draw as nn.init.kaiming_uniform_."""
     return _kaiming(*args[len(kwargs) > 0 :], **kwargs)
 
 
@@ -90,8 +90,9 @@ def trunc_normal_(
     b: float = 2.0,
     generator: Any = None,
 ) -> ShardedTensor:
-    """One number per element, by the inverse of the normal distribution
-    between a and b: nothing is drawn twice.
+    """Draw one number per element, by the inverse of the normal distribution between a and b.
+
+    Nothing is drawn twice.
     """
     _settled("trunc_normal_", x)
     low, high = (
@@ -114,9 +115,7 @@ def trunc_normal_(
 
 
 def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:
-    """Every rank factors the same whole matrix, and keeps
-    its block: this one is whole for a moment.
-    """
+    """Factor the same whole matrix on every rank, and keep its block; it is whole for a moment."""
     _settled("orthogonal_", x)
     if x.ndim < 2:
         raise ValueError("Only tensors with 2 or more dimensions are supported")
@@ -152,7 +151,7 @@ def _put(x: ShardedTensor, whole: Tensor) -> None:
 
 
 def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
-    """Ones where the output channel of a group is the input channel, at the kernel's centre."""
+    """Set ones where a group's output channel is its input channel, at the kernel's centre."""
     _settled("dirac_", x)
     if x.ndim not in (3, 4, 5):
         raise ValueError("Only tensors with 3, 4, or 5 dimensions are supported")
@@ -170,7 +169,7 @@ def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
 
 
 def eye_(x: ShardedTensor) -> ShardedTensor:
-    """Ones on the diagonal of the global matrix."""
+    """Set ones on the diagonal of the global matrix."""
     _settled("eye_", x)
     if x.ndim != 2:
         raise ValueError("Only tensors with 2 dimensions are supported")
@@ -183,8 +182,9 @@ def eye_(x: ShardedTensor) -> ShardedTensor:
 def sparse_(
     x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any = None
 ) -> ShardedTensor:
-    """Normal, and in every column the share ``sparsity`` of rows is
-    zero: those whose keyed numbers are lowest.
+    """Draw normal numbers, and set the share ``sparsity`` of each column's rows to zero.
+
+    Those whose keyed numbers are lowest.
 
     Each rank computes the numbers of whole columns, of the columns that it holds; nothing moves.
     """

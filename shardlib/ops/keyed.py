@@ -49,7 +49,7 @@ def signed(x: int) -> int:
 
 
 def bits(index: Tensor, key: int) -> Tensor:
-    """64 random bits for each index, as int64."""
+    """Make 64 random bits for each index, as int64."""
     x = index * -7046029254386353131  # 0x9E3779B97F4A7C15
     x += signed(key)
     x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
@@ -61,7 +61,7 @@ def bits(index: Tensor, key: int) -> Tensor:
 
 
 def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
-    """True with probability 1 - p, independently per index."""
+    """Make booleans, true with probability 1 - p, independently per index."""
     out = torch.empty(index.shape, dtype=torch.bool, device=index.device)
     index, flat = index.reshape(-1), out.view(-1)
     step = 2 * _STEP if index.device.type == "cpu" else max(index.numel(), 1)
@@ -89,7 +89,7 @@ class Pairs:
 
 
 def kept(p: float) -> Pairs:
-    """True with probability 1 - p, to 32 bits."""
+    """Make booleans, true with probability 1 - p, to 32 bits."""
     bar = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
     if p == 1:
         return Pairs(lambda h: torch.zeros(len(h), 2, dtype=torch.bool, device=h.device))
@@ -108,18 +108,21 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 def half_open(h: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Uniform in [0, 1), with as many digits as ``dtype`` has, in fp64."""
+    """Make uniform numbers in [0, 1), with as many digits as ``dtype`` has, in fp64."""
     digits = _DIGITS.get(dtype, 53)
     return (h >> (64 - digits)).bitwise_and_((1 << digits) - 1).double().mul_(2.0**-digits)
 
 
 def open_unit(h: Tensor) -> Tensor:
-    """Uniform in (0, 1), never either end: 52 bits and a half."""
+    """Make uniform numbers in (0, 1), never either end: 52 bits and a half."""
     return (h >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
 
 
 def unit(dtype: torch.dtype) -> Make | Pairs:
-    """Uniform in [0, 1), in fp64 for fp64, else in fp32 with as many digits as ``dtype`` has."""
+    """Make uniform numbers in [0, 1), with as many digits as ``dtype`` has.
+
+    In fp64 for fp64, else in fp32.
+    """
     if dtype not in _DIGITS or dtype == torch.float64:
         return half_open
     digits = _DIGITS[dtype]
@@ -130,12 +133,12 @@ def unit(dtype: torch.dtype) -> Make | Pairs:
 
 
 def normal(h: Tensor) -> Tensor:
-    """Of mean 0 and variance 1, by the inverse of its distribution."""
+    """Make normal numbers of mean 0 and variance 1, by the inverse of their distribution."""
     return torch.special.ndtri(open_unit(h))
 
 
 def gaussian(dtype: torch.dtype) -> Make | Pairs:
-    """``normal`` for fp64; below, two from 64 bits by Box and Muller's method, in fp32."""
+    """Make ``normal`` for fp64; below, two from 64 bits by Box and Muller's method, in fp32."""
     if dtype == torch.float64:
         return normal
 
@@ -150,7 +153,7 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
 
 
 def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
-    """``make``, and ``f`` of each number, which it may write to."""
+    """Chain ``make``, and ``f`` of each number, which it may write to."""
     inner = make.make if isinstance(make, Pairs) else make
     return type(make)(lambda h: f(inner(h))) if isinstance(make, Pairs) else lambda h: f(inner(h))
 
@@ -161,8 +164,9 @@ def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
 def drawn(
     x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """The raw blocks of numbers that ``make`` gives for the bits of
-    ``x``'s positions; ``out`` is filled if given.
+    """Draw the raw blocks of numbers that ``make`` gives for the bits of ``x``'s positions.
+
+    ``out`` is filled if given.
     """
     out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
     if out.is_meta or not out.numel():
@@ -212,8 +216,9 @@ def _only(*place: Any) -> tuple[Tensor, bool]:
 
 
 def along(x: ShardedTensor, dim: int) -> Tensor:
-    """Return the global positions along one dimension of every
-    element, shaped to broadcast with the raw block.
+    """Return the global positions along one dimension of every element.
+
+    Shaped to broadcast with the raw block.
     """
     size, ndim = tuple(x.padded_shape), len(x.padded_shape)
     tables = []

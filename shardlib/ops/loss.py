@@ -555,7 +555,7 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(F.cross_entropy, padded=_padded_classes)
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Integer targets of rows: the algorithm above; else torch's on the rows."""
+    """Take integer targets of rows by the algorithm above, others by torch's on the rows."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     how = _checked(given)
     x, t = given["input"], given["target"]

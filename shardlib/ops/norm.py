@@ -233,14 +233,14 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(F.layer_norm, torch.layer_norm, padded=_padded_rows)
 def layer_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """F.layer_norm with the normalised dimensions split or whole."""
+    """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
     return _normalised("layer_norm", x, tuple(shape), w, b, eps, True)
 
 
 @implements(F.rms_norm, torch.rms_norm, padded=_padded_rows)
 def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """F.rms_norm with the normalised dimensions split or whole."""
+    """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
     # as torch: of what it computes in

@@ -55,9 +55,7 @@ _BATCH = binder(
 
 @implements(torch.batch_norm)
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Statistics over the whole batch, whoever holds it;
-    the running ones are updated as torch does.
-    """
+    """Take statistics over the whole batch, whoever holds it; update the running ones as torch."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():

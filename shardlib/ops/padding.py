@@ -22,16 +22,12 @@ __all__ = ["filled", "inside", "last_only", "masked", "padded_to"]
 
 
 def masked(x: ShardedTensor) -> ShardedTensor:
-    """Return the value of the padded sizes, with zeros in
-    the padding and a gradient of zeros there.
-    """
+    """Return the value of the padded sizes, with zeros in the padding and no gradient there."""
     return filled(x, 0)
 
 
 def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
-    """Return the value of the padded sizes, with ``value`` in
-    the padding, which has no gradient.
-    """
+    """Return the value of the padded sizes, with ``value`` in the padding and no gradient there."""
     whole = x.with_padding
     if not x.is_padded or not holds_values(x.mesh):
         return whole

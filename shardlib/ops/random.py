@@ -72,7 +72,7 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
 
 
 def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
-    """In [low, high), also after rounding to ``dtype``."""
+    """Make numbers in [low, high), also after rounding to ``dtype``."""
     top = (
         torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item()
         if high > low
@@ -111,7 +111,7 @@ def bernoulli(p: float) -> Make:
 
 
 def integers(low: int, high: int) -> Make:
-    """In [low, high), each alike but for one part in 2**63 / (high - low)."""
+    """Make integers in [low, high), each alike but for one part in 2**63 / (high - low)."""
     span = high - low
     if span == 1 << 64:
         return lambda h: h
@@ -145,9 +145,7 @@ def _largest(dtype: torch.dtype) -> int:
 def filled(
     x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None
 ) -> ShardedTensor:
-    """``x`` with its elements drawn, in place; no second
-    block is made where its memory is dense.
-    """
+    """Draw ``x``'s elements in place; no second block is made where its memory is dense."""
     raw = x.raw
     if torch.is_grad_enabled() and raw.requires_grad and raw.is_leaf:
         raise RuntimeError(
@@ -200,7 +198,7 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
 
 @implements(Tensor.uniform_, padded=True)
 def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Its keyword ``from`` is a word of Python's."""
+    """Draw in place; its keyword ``from`` is a word of Python's."""
     x = args[0]
     _settled("uniform_", x)
     _asked(func, x, args[1:], kwargs)
@@ -217,7 +215,7 @@ def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.random_, padded=True)
 def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """random_(), random_(to), random_(from, to)"""
+    """Draw in place: random_(), random_(to), random_(from, to)."""
     x = args[0]
     _settled("random_", x)
     _asked(func, x, args[1:], kwargs)
@@ -262,7 +260,7 @@ _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 @implements(torch.bernoulli, Tensor.bernoulli)
 def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """1 with the probability that stands there, or with ``p`` everywhere."""
+    """Draw 1 with the probability that stands there, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
     x, p = b["input"], b["p"]
     _settled("bernoulli", x)
@@ -278,7 +276,7 @@ def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.bernoulli_, padded=True)
 def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """bernoulli_(p), p a number or a tensor that broadcasts"""
+    """Draw in place: bernoulli_(p), p a number or a tensor that broadcasts."""
     b = _bernoulli_(*args, **kwargs)
     x, p = b["input"], b["p"]
     if not isinstance(x, ShardedTensor):
@@ -315,7 +313,7 @@ _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 @implements(torch.normal, padded=True)
 def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """mean + std z, of tensors that broadcast."""
+    """Draw mean + std z, of tensors that broadcast."""
     b = _normal(*args, **kwargs)
     mean, std = b["mean"], b["std"]
     for t in (mean, std):
@@ -341,7 +339,7 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(torch.poisson)
 def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Counts of the rates that stand there."""
+    """Draw counts of the rates that stand there."""
     b = binder("poisson(input, generator=None)")(*args, **kwargs)
     x = b["input"]
     _settled("poisson", x)
@@ -449,13 +447,13 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @implements(torch.rand_like, padded=True)
 def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Uniform in [0, 1), in the tensor's layout."""
+    """Draw uniform numbers in [0, 1), in the tensor's layout."""
     return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
 
 
 @implements(torch.randn_like, padded=True)
 def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Of mean 0 and variance 1, in the tensor's layout."""
+    """Draw numbers of mean 0 and variance 1, in the tensor's layout."""
     return _like(
         func,
         _rand(*args, **kwargs),
@@ -465,7 +463,7 @@ def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(torch.randint_like, padded=True)
 def randint_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """In [low, high), in the tensor's layout."""
+    """Draw integers in [low, high), in the tensor's layout."""
     b = _randint(*args, **kwargs)
     low, high = (int(v) for v in (b.get("low", 0), b["high"]))
     if low >= high:
@@ -483,8 +481,9 @@ _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *
 
 @implements(torch.multinomial, Tensor.multinomial)
 def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Indices drawn with the row's weights: the largest of log(weight)
-    + Gumbel noise, whatever the row's split.
+    """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
+
+    Whatever the row's split.
 
     Without replacement the ``num_samples`` largest, with replacement the largest of each of so many
     draws.  Of a split row only each rank's candidates travel.

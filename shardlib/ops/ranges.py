@@ -19,7 +19,8 @@ __all__ = ["in_range"]
 def in_range(
     ids: Tensor, count: int, op: str, what: str, ignore: int | None = None, lowest: int = 0
 ) -> None:
-    """Refuse ids outside ``lowest`` .. count - 1 that are not ``ignore``;
+    """Refuse ids outside ``lowest`` .. count - 1 that are not ``ignore``.
+
     ``ids`` is a raw block of whole numbers.
     """
     if ids.is_meta or not ids.numel():

@@ -38,7 +38,7 @@ __all__ = ["SUM", "reduced_layout"]
 def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
-    """(dims reduced, mesh axes that split them, result layout, result shape)."""
+    """Give (dims reduced, mesh axes that split them, result layout, result shape)."""
     return _reduced_layout(
         x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op
     )
@@ -123,7 +123,7 @@ _PRODS = (torch.prod, Tensor.prod)
 
 @implements(*_SUMS, padded=_without(0))
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Local sum, then one psum over the axes that split what was reduced."""
+    """Sum locally, then by one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if func in (torch.mean, Tensor.mean) and not (
@@ -151,9 +151,7 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Say whether some, or all, elements are nonzero:
-    counted, so that split dimensions take one psum.
-    """
+    """Say whether some, or all, elements are nonzero: counted, so that one psum is enough."""
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
         raise Unfit("torch reduces nothing here")
@@ -170,7 +168,8 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements(torch.amax, Tensor.amax, padded=_without("-inf"))
 @implements(torch.amin, Tensor.amin, padded=_without("inf"))
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Local maximum; over split dimensions a pmax as well.
+    """Take the local maximum; over split dimensions a pmax as well.
+
     Where several are largest they share the gradient.
     """
     return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
@@ -235,7 +234,7 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
 def merged(
     func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]
 ) -> ShardedTensor:
-    """A reduction that merges by itself: of every block, gathered, and of those again.
+    """Reduce by what merges by itself: every block, gathered, and those again.
 
     What travels is one number per rank and row.
     """
@@ -319,7 +318,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(Tensor.norm, torch.norm, padded=True)
 def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Over one dimension or all: a vector's norm; "fro" as torch takes it."""
+    """Take a vector's norm over one dimension or all; "fro" as torch takes it."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
         raise NoImplementation(
@@ -353,7 +352,7 @@ def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     padded=_padded_softmax,
 )  # fmt: skip
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Local over a whole dimension; over a split one a pmax and a psum per row."""
+    """Compute locally over a whole dimension; over a split one by a pmax and a psum per row."""
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
     if not x.padded_shape:
@@ -385,7 +384,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of a split dimension: of the blocks' results."""
+    """Take it of the blocks' results where the dimension is split."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
@@ -395,7 +394,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
 def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Around the global mean, in two passes."""
+    """Sum squares around the global mean, in two passes."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     if _VAR(*args, **kwargs).get("dim") in ([], ()):
         raise Unfit("torch reduces all dimensions here, and its gradient is not finite")

@@ -39,7 +39,7 @@ _SDPA = binder(
 
 @implements(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """q, k, v [B, H, S, D] with B and H split alike and D whole; S whole, or split in all three.
+    """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 
     A split sequence goes to ``ring_attention``, and so does dropout,
     which is drawn by global position there.

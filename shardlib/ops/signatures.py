@@ -109,7 +109,8 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
 
 @cache
 def binder(signature: str) -> Callable[..., dict[str, Any]]:
-    """call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.
+    """Make call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.
+
     Raises: Unfit.
 
     >>> binder("var(input, dim: ints = None, *, correction: number = 1)")(0, axis=1)
@@ -147,7 +148,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
 
 
 def dim_of(dim: Any, ndim: int, op: str) -> int:
-    """A dimension counted from the front, as torch counts: -1 is the last, and a scalar has one.
+    """Count a dimension from the front, as torch does: -1 is the last, and a scalar has one.
 
     >>> dim_of(-1, 3, "sum")
     2

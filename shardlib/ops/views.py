@@ -452,7 +452,7 @@ def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     Tensor.unsqueeze_,
 )
 def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Refused: a value has one shape."""
+    """Refuse: a value has one shape."""
     name, x = func.__name__.rstrip("_"), args[0]
     rest = [*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())]
     raise Unsupported(
@@ -666,7 +666,7 @@ def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Ints, slices, None and Ellipsis on unsplit dimensions; whole slices on split ones."""
+    """Cut by ints, slices, None and Ellipsis on unsplit dimensions; whole slices on split ones."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
@@ -744,7 +744,7 @@ _PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
 
 @implements(F.pad)
 def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Runs where the padded dimensions are whole."""
+    """Run where the padded dimensions are whole."""
     given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
     ndim = len(x.padded_shape)
@@ -800,9 +800,7 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Each element ``repeats`` times along a dimension:
-    local, since blocks and groups stay in order.
-    """
+    """Repeat each element along a dimension: local, since blocks and groups stay in order."""
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if dim is None or not isinstance(repeats, int):
@@ -820,7 +818,7 @@ _CAT = binder("cat(tensors, dim: int = 0)")
 
 @implements(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Pieces that lie alike, joined along a whole dimension; dtypes promote as torch's do."""
+    """Join pieces that lie alike along a whole dimension; dtypes promote as torch's do."""
     tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]

@@ -85,7 +85,8 @@ def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
 
 
 def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
-    """The function on every rank's blocks, one rank after the other;
+    """Call the function on every rank's blocks, one rank after the other.
+
     leaves[i] for i in ``at`` hold raw tensors.
     """
     if not lead(mesh):
@@ -161,8 +162,9 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
 def on_whole(
     func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
 ) -> Any:
-    """Answer what nothing else does, on whole tensors; ``opens``
-    False: its Python body need not be tried.
+    """Answer what nothing else does, on whole tensors.
+
+    ``opens`` False: its Python body need not be tried.
     """
     name = getattr(func, "__name__", str(func))
     if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
@@ -543,7 +545,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
 def replied(
     out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool
 ) -> Any:
-    """Whole results as sharded tensors; an operand that comes back is that operand."""
+    """Wrap whole results as sharded tensors; an operand that comes back is that operand."""
 
     def back(t: Any) -> Any:
         if not isinstance(t, Tensor) or isinstance(t, ShardedTensor):

@@ -49,7 +49,7 @@ class Wide:
         self.task, self.sum = -1, None
 
     def add(self, g: Tensor) -> None:
-        """``g`` in fp32, not used elsewhere."""
+        """Add ``g`` in fp32, which is not used elsewhere."""
         task = backward_now()
         if self.task == task and self.sum is not None:
             self.sum += g
@@ -57,7 +57,7 @@ class Wide:
             self.task, self.sum = task, g
 
     def take(self, g: Tensor | None) -> Tensor | None:
-        """All that was added, and what came by autograd."""
+        """Take all that was added, and what came by autograd."""
         mine = self.sum if self.task == backward_now() else None
         self.task, self.sum = -1, None
         if mine is None or g is None:
@@ -199,7 +199,7 @@ class _Made:
 
 
 def made_of(x: ShardedTensor) -> dict[Any, Any]:
-    """What was made of ``x`` as it is now, by key; empty where changes in place cannot be seen."""
+    """Give what was made of ``x`` as it is now, by key; empty if changes in place are not seen."""
     raw = x.raw
     if raw.is_inference():
         return {}
@@ -210,14 +210,12 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
 
 
 def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
-    """``vary`` of a value, made once: all that read it so add
-    their gradients before the one psum.
-    """
+    """Call ``vary`` on a value once: all that read it add their gradients before the one psum."""
     return varied_wide(x, axes)[0]
 
 
 def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide | None]:
-    """The same, and where products of half precision add their gradients in fp32."""
+    """Call it, and have products of half precision add their gradients in fp32."""
     over = real_axes(x.mesh, axes)
     if not (over and x.raw.requires_grad and torch.is_grad_enabled()):
         return x.raw, None
@@ -232,8 +230,7 @@ def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide |
 def widened(
     raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]
 ) -> list[Tensor | None]:
-    """``vary`` of several values, and in fp32 of half
-    precision ones, whose gradients come together.
+    """Call ``vary`` on several values, and widen those of half precision, for gradients together.
 
     Those summed over the same axes travel in one psum; half precision is summed
     wide, and rounded as it travels and once.
@@ -304,8 +301,9 @@ def vjp_again(
     overs: Sequence[Collection[str]],
     g: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of f(*inputs) as functions that can be
-    differentiated again; for backward in grad mode.
+    """Give the gradients of f(*inputs) as functions that can be differentiated again.
+
+    For backward in grad mode.
 
     ``inputs``  saved raw inputs (their graph goes on), ``overs``
                 the axes over which each one's is summed.
@@ -319,9 +317,7 @@ def vjp_again(
 
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
-    """The axes of more than one rank, in the mesh's order:
-    every rank must name them in the same one.
-    """
+    """List the axes of more than one rank, in the mesh's order: the same one on every rank."""
     return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1) if axes else ()
 
 
@@ -336,7 +332,7 @@ def settle(x: ShardedTensor) -> ShardedTensor:
 
 
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
-    """A gradient block as a value: in ``x``'s layout, pending over the axes that ``x`` defers."""
+    """Make a value of a gradient block: in ``x``'s layout, pending over axes that ``x`` defers."""
     layout = x.sharding
     if x.deferred:
         layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(

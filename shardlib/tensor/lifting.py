@@ -37,14 +37,12 @@ def _lower(x: Any) -> Any:
 
 
 def promoting() -> within:
-    """Within it, plain tensors that a sharded one meets count as the same on every rank."""
+    """Count plain tensors that a sharded one meets, within it, as the same on every rank."""
     return within(promoting=True)
 
 
 def check_met(x: Any, mesh: Mesh, op: str) -> None:
-    """Refuse an operand on another mesh, and a plain one
-    outside ``promoting`` unless it is a scalar.
-    """
+    """Refuse an operand on another mesh, and a plain one outside ``promoting`` but a scalar."""
     if isinstance(x, ShardedTensor):
         if x.mesh is not mesh:
             raise ShardError(
@@ -64,9 +62,7 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
 
 
 def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
-    """``x`` as a ShardedTensor on ``mesh``; plain tensors
-    only within ``promoting``, scalars always.
-    """
+    """Lift ``x`` to ``mesh``: plain tensors only within ``promoting``, scalars always."""
     check_met(x, mesh, op)
     return x if isinstance(x, ShardedTensor) else replicated(x, mesh)
 
@@ -99,7 +95,7 @@ class _First(Local):
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
-    """A tensor that every rank holds, as it is."""
+    """Wrap a tensor that every rank holds, as it is."""
     if name := under_transform(x):
         raise no_transform(name)
     raw: Any = x

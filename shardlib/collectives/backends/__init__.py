@@ -11,5 +11,5 @@ BACKENDS: dict[str, Backend] = {"dist": dist, "stacked": stacked, "record": reco
 
 
 def backend(mesh: Mesh) -> Backend:
-    """The back end that plays a mesh."""
+    """Find the back end that plays a mesh."""
     return BACKENDS[mesh.kind]

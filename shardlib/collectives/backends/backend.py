@@ -33,19 +33,19 @@ class Backend(Protocol):
     """Number of dimensions of a storage in front of a block's."""
 
     def played(self, mesh: Mesh) -> list[dict[str, int]]:
-        """Coordinates of the ranks that this process plays, in the order of their blocks."""
+        """List the coordinates of the ranks that this process plays, as their blocks lie."""
         ...
 
     def storage(self, blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-        """The blocks of the ranks played here as one tensor."""
+        """Join the blocks of the ranks played here to one tensor."""
         ...
 
     def blocks(self, raw: Tensor, mesh: Mesh) -> list[Tensor]:
-        """The block of each rank played here; what is written to them is written to the storage."""
+        """List the block of each rank played here; what is written to them is in the storage."""
         ...
 
     def axis_index(self, mesh: Mesh, axes: Axes) -> int | Tensor:
-        """Place along the axes of the rank played here, or of each of them."""
+        """Give the place along the axes of the rank played here, or of each of them."""
         ...
 
     def psum(
@@ -82,11 +82,11 @@ class Backend(Protocol):
         ...
 
     def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-        """This rank's block along a dimension; moves nothing."""
+        """Cut this rank's block along a dimension; nothing moves."""
         ...
 
     def place(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-        """This rank's block among zeros, the adjoint of pslice; moves nothing."""
+        """Set this rank's block among zeros, the adjoint of pslice; nothing moves."""
         ...
 
     def all_to_all(
@@ -96,13 +96,13 @@ class Backend(Protocol):
     def ragged_all_to_all(
         self, x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]
     ) -> Finish:
-        """``counts[i][j]`` elements from rank i to rank j; the result is as long as the longest."""
+        """Send ``counts[i][j]`` elements from rank i to j; the result is as long as the longest."""
         ...
 
     def ppermutes(
         self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
     ) -> list[Finish]:
-        """Several at once; zeros where a rank receives nothing."""
+        """Permute several at once; zeros where a rank receives nothing."""
         ...
 
     def pbroadcast(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
@@ -117,7 +117,7 @@ class Backend(Protocol):
 
 
 def at_once(run: Callable[P, Tensor]) -> Callable[P, Finish]:
-    """A collective that is done when it is called."""
+    """Make a collective of one that is done when it is called."""
 
     @wraps(run)
     def post(*args: P.args, **kwargs: P.kwargs) -> Finish:

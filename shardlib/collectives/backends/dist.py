@@ -60,7 +60,7 @@ class _Group:
 
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
-    """The group of one axis or several, made once and kept on the mesh."""
+    """Give the group of one axis or several, made once and kept on the mesh."""
     found = mesh.groups.get(axes)
     if found is None:
         found = mesh.groups[axes] = _make(mesh, axes)
@@ -178,8 +178,9 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
-    """The transports' own maximum may pass over a NaN, so
-    floats are compared here: the same bytes.
+    """Take the maximum, of floats by comparing here: a transport's own may pass over a NaN.
+
+    The same bytes move.
     """
     if not x.is_floating_point() or not x.numel():
         return _all_reduce(x, mesh, axes, dist.ReduceOp.MAX)
@@ -345,7 +346,7 @@ def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
 def ppermutes(
     xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
 ) -> list[Finish]:
-    """Several at once: on NCCL one group call, on gloo every receive posted before any send."""
+    """Permute several at once: NCCL's group call, or on gloo every receive before any send."""
     g = group(mesh, axes)
     receives, sends, outs = [], [], []
     for n, (x, pairs) in enumerate(zip(xs, tables, strict=True)):
@@ -461,7 +462,7 @@ def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
 
 
 def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
-    """pbroadcast over one group, which is looked up once."""
+    """Make pbroadcast over one group a function; the group is looked up once."""
     g = group(mesh, axes)
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
@@ -480,7 +481,7 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
 def reductions(
     mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """Posted preduce_add over one group, which is looked up once."""
+    """Make posted preduce_add over one group a function; the group is looked up once."""
     g = mesh.groups.get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 

@@ -57,9 +57,7 @@ _matched = lru_cache(maxsize=256)(_match)
 
 
 def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
-    """Plan by an engine: a value, one that is registered under
-    a name, or with "auto" the cheapest.
-    """
+    """Plan by an engine: a value, a name that is registered, or with "auto" the cheapest."""
     if isinstance(algorithm, str):
         if algorithm == "auto":
             return choose("attention", case, lambda: case)

@@ -34,8 +34,9 @@ def linformer_attention(
     dropout: float | None = None,
     scale: float | None = None,
 ) -> Any:
-    """softmax(q (E k)^T) (F v), E = ``keys`` [r, t] and F = ``values``
-    [r, t] (None: E): linear in the sequence.
+    """Compute softmax(q (E k)^T) (F v), which is linear in the sequence.
+
+    E = ``keys`` [r, t] and F = ``values`` [r, t] (None: E).
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e].  E and F may be learned.
     Moves:  2 (p - 1) / p of b g r (d + e) elements forward, and again backward: nothing of s or t.

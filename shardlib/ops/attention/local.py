@@ -110,9 +110,7 @@ class LocalQueries:
     # ------------------------------------------------------------ one kernel call
 
     def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
-        """Make the block of a piece; k, v and their positions k_at
-        from the row that the piece counts from.
-        """
+        """Make the block of a piece; k, v and k_at begin at the row that the piece counts from."""
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")

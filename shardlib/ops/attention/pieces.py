@@ -39,8 +39,7 @@ _TILE = 64  # rows of a masked tile, at least
 
 @lru_cache(maxsize=4096)
 def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, ...]:
-    """List the calls for the queries at ``q`` and the keys at
-    ``k``, in the order in which the rows lie.
+    """List the calls for the queries at ``q`` and the keys at ``k``, in the order of the rows.
 
     >>> from shardlib.ops.attention.masks import Causal
     >>> pieces((Run(4, 1, 4),), (Run(0, 1, 4),), Causal())

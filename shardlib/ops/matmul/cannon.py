@@ -114,7 +114,7 @@ def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
 def cannon_words(
     form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1
 ) -> Fraction:
-    """Words one rank receives: q-1 shifts of A and of B, and the skew or the way home of each.
+    """Count the words one rank receives: q-1 shifts of A and B, and the skew or way home of each.
 
     A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
     ``width``  words per word of a travelling sum: 2 where half precision is summed in fp32.
@@ -128,7 +128,7 @@ def cannon_words(
 
 
 def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
-    """2(q-1) shifts, and one more for each skew, way home or last shift."""
+    """Count 2(q-1) shifts, and one more for each skew, way home or last shift."""
     made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
     return (
         0
@@ -155,7 +155,7 @@ class Cannon:
     def multiply(
         self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Tensor | None = None
     ) -> Tensor:
-        """ab(A, B), abt(C, B) or atb(A, C)."""
+        """Compute ab(A, B), abt(C, B) or atb(A, C)."""
         if form == "ab":
             return cannon_ab(p, q, self.row, self.col, self.skewed, over, bias)
         local = cannon_abt if form == "abt" else cannon_atb
@@ -165,7 +165,7 @@ class Cannon:
 
 @algorithm("matmul", name="cannon", order=5)
 def cannon(case: MatmulCase) -> Match | str:
-    """Cannon's rotation; the only algorithm for skewed operands."""
+    """Match Cannon's rotation, the only algorithm for skewed operands."""
     z = sizes_2d(case)
     if isinstance(z, str):
         return z

@@ -67,16 +67,17 @@ class MatmulCase:
         return self.bytes_of(self.w, self.w_shape)
 
     def bytes_of(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Bytes of a rank's block of a matrix that lies so."""
+        """Count the bytes of a rank's block of a matrix that lies so."""
         return math.prod(layout.local_shape(shape, self.axes)) * self.itemsize
 
     def rows_by(self, columns: Dim) -> Layout:
-        """Y's layout where its rows lie as X's, and its columns as given."""
+        """Give Y's layout where its rows lie as X's, and its columns as given."""
         return Layout(dims=(*self.x.dims[:-1], columns))
 
     def over(self, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that split Y and not X, and those that split Y
-        and not W: where gradients must be summed.
+        """List the axes that split Y and not X, and those that split Y and not W.
+
+        Gradients must be summed over them.
         """
         split = [a for a, n in self.mesh if n > 1 and a in out.axes]
         return tuple(a for a in split if a not in self.x.axes), tuple(
@@ -89,7 +90,7 @@ class MatmulCase:
         return 2 if self.itemsize == 2 else 1
 
     def batch(self) -> int | str:
-        """Batch dimensions both operands have, or why they cannot be multiplied in place."""
+        """Count the batch dimensions both have, or say why they cannot be multiplied in place."""
         batch = len(self.w_shape) - 2
         if batch and (
             self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)
@@ -104,9 +105,7 @@ class MatmulCase:
         }
 
     def fix(self) -> tuple[str, type[NoImplementation]]:
-        """The reshard of W that some algorithm would accept, or
-        of a result that was asked for elsewhere.
-        """
+        """Write the reshard of W that some algorithm would accept, or of a result asked for."""
         if self.out is not None:
             return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoImplementation
         rows, last = self.x.dims[:-1], self.x.dims[-1]
@@ -148,7 +147,7 @@ def case(
     held: frozenset[Any] = frozenset(),
     more: bool | None = None,
 ) -> MatmulCase:
-    """The case of two operands; ``out`` is the layout Y must have, if any."""
+    """Describe two operands; ``out`` is the layout Y must have, if any."""
     for value in (x, w):
         if value.sharding.partial:
             raise partial_escape("matmul", value)

@@ -51,7 +51,7 @@ class Schedule(Protocol):
     def summed(self) -> Axes: ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, to which a bias is added, and what backward shall see of X and of W.
+        """Give Y, to which a bias is added, and what backward shall see of X and of W.
 
         Where that is not x and w themselves, a schedule with ``saves_blocks`` says it in a method
         ``blocks(x, w)`` without computing Y, for a region that has Y already (``"products"``).
@@ -61,7 +61,7 @@ class Schedule(Protocol):
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """The gradients of X and of W that are needed, each summed over further mesh axes.
+        """Give the gradients of X and of W that are needed, each summed over further mesh axes.
 
         Where gradients are recorded, for a second derivative, every step must be differentiable;
         ``over`` is empty then.

@@ -41,13 +41,13 @@ class Matmul1D:
     wide: Wide | None = None
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y = psum(x w) + bias, and the blocks themselves for backward."""
+        """Compute Y = psum(x w) + bias, and keep the blocks themselves for backward."""
         return summed_product(x, w, self.summed, bias), x, w
 
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """dX = psum(dY W^T) and dW = psum(X^T dY)."""
+        """Compute dX = psum(dY W^T) and dW = psum(X^T dY)."""
         dx = dw = None
         if need[0] and self.wide is not None and not torch.is_grad_enabled():
             self.wide.add(unwrap(partial_product(dy, w.mT)))
@@ -62,7 +62,7 @@ class Matmul1D:
 
 @algorithm("matmul", name="oned", order=0)
 def oned(case: MatmulCase) -> Match | str:
-    """No split contraction: local.  One split the same way in both: a local product and a psum."""
+    """Match a contraction not split, or split alike in both: a local product, and a psum."""
     if case.x.skew or case.w.skew:
         return "an operand is skewed"
     batch = case.batch()

@@ -50,8 +50,9 @@ class Grid(Protocol):
     """SUMMA or Cannon on a row x col grid."""
 
     def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
-        """ab(A, B), abt(C, B) or atb(A, C), summed over further
-        axes; a bias is added before it is rounded.
+        """Compute ab(A, B), abt(C, B) or atb(A, C), summed over further axes.
+
+        A bias is added before it is rounded.
         """
         ...
 
@@ -69,7 +70,7 @@ class Product2D:
     summed: Axes = ()
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y [.., M, N] of x [.., M, K] and w [K, N], and the blocks themselves for backward."""
+        """Compute Y [.., M, N] of x [.., M, K] and w [K, N]; the blocks are for backward."""
         rows = x if x.ndim == 2 else self._rows(x)
         if self.form == "ab":
             y = self.grid.multiply("ab", rows, w, (), bias)
@@ -82,7 +83,7 @@ class Product2D:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """dX = dY W^T and dW = X^T dY, by the other two forms."""
+        """Compute dX = dY W^T and dW = X^T dY, by the other two forms."""
         multiply = self._recorded if torch.is_grad_enabled() else self.grid.multiply
         rows, dy = (x, dy) if x.ndim == 2 else (self._rows(x), self._rows(dy))
         dx = dw = None
@@ -163,14 +164,14 @@ class Sizes2D:
         return self.mesh[self.row], self.mesh[self.col]
 
     def uneven(self) -> str:
-        """Panels must be whole: K divides over lcm(row, col), M and N over their axes."""
+        """Say what is not whole: K divides over lcm(row, col), M and N over their axes."""
         panels = math.lcm(*self.shape)
         return (
             f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
         )
 
     def out(self) -> Layout:
-        """Y's layout."""
+        """Give Y's layout."""
         if self.form == "atb":
             return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
         columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
@@ -185,7 +186,7 @@ class Sizes2D:
         rounded: bool,
         note: str,
     ) -> Match:
-        """The price of forward and of both gradients.
+        """Price forward and both gradients.
 
         ``blocks``   of temporaries at the peak.
         ``rounded``  sums of half precision are rounded as they
@@ -212,7 +213,7 @@ class Sizes2D:
 
 
 def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D | str:
-    """A case as a 2D product, or why it is none."""
+    """See a case as a 2D product, or say why it is none."""
     batch = case.batch()
     found = _form(case, w_stays)
     if isinstance(batch, str):

@@ -80,8 +80,9 @@ def product(
     onward: Callable[[], None] = lambda: None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y (plus a bias), and the gathered X and W.  x [M/(m n),
-    K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
+    """Compute Y (plus a bias), and give the gathered X and W.
+
+    x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
 
     ``w``       a block, or the gathered one on its way.
     ``onward``  starts what may travel during the product.
@@ -103,8 +104,9 @@ def gradients(
     onward: Callable[[], None] = lambda: None,
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX and dW: the sum of the first travels during the second's
-    product, as does what that one must gather.
+    """Compute dX and dW: the sum of the first travels during the second's product.
+
+    So does what that one must gather.
 
     ``over``    the axes over which each of them is summed besides.
     ``onward``  starts what may travel during the second product as well.
@@ -178,7 +180,7 @@ class Matmul3D:
         return self.cube.summed
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, and of X and W what backward is to see: their blocks, or what was gathered."""
+        """Compute Y, and give backward's X and W: their blocks, or what was gathered."""
         save, gather = self.cube.save, self.gather
         if gather is None:
             y, wide_x, wide_w = product(x, w, self.cube, bias=bias)
@@ -201,7 +203,7 @@ class Matmul3D:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """dX and dW by the same movements; the gather of the product before starts under them."""
+        """Compute dX and dW by the same movements; the gather before starts under them."""
         if self.again is not None and need[1]:
             x = wrap(self.again.gather(unwrap(x)), current_mesh())
         if torch.is_grad_enabled():
@@ -228,7 +230,7 @@ class Matmul3D:
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
-    """Forward words one rank receives."""
+    """Count the forward words one rank receives."""
     return Fraction((pn - 1) * m * k + (pm - 1) * k * n + (pk - 1) * m * n, pm * pk * pn)
 
 
@@ -288,7 +290,7 @@ class Movements(NamedTuple):
 
 
 def movements(case: MatmulCase) -> Movements | str:
-    """The movements that the layouts of X, W and Y ask for, or why these do not fit."""
+    """Find the movements that the layouts of X, W and Y ask for, or why these do not fit."""
     if len(case.w_shape) != 2:
         return "w has batch dimensions"
     if case.x.skew or case.w.skew:
@@ -452,7 +454,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
 
 
 def price_of_gather(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
-    """The price of gathering a block (or of scattering back to it), and its bytes when gathered."""
+    """Price gathering a block (or scattering back to it), and count its bytes when gathered."""
     cost = Cost()
     for move in moves:
         p = math.prod(mesh[a] for a in move.axes)
@@ -463,23 +465,23 @@ def price_of_gather(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) 
 
 @algorithm("matmul", name="mm3", order=6)
 def mm3(case: MatmulCase) -> Match | str:
-    """The three-axis product; blocks are saved, and backward gathers them again."""
+    """Match the three-axis product; blocks are saved, and backward gathers them again."""
     return _match(case, "")
 
 
 @algorithm("matmul", name="mm3_x", order=7)
 def mm3_x(case: MatmulCase) -> Match | str:
-    """The three-axis product that keeps X gathered for backward."""
+    """Match the three-axis product that keeps X gathered for backward."""
     return _match(case, "x")
 
 
 @algorithm("matmul", name="mm3_w", order=8)
 def mm3_w(case: MatmulCase) -> Match | str:
-    """The three-axis product that keeps W gathered for backward."""
+    """Match the three-axis product that keeps W gathered for backward."""
     return _match(case, "w")
 
 
 @algorithm("matmul", name="mm3_xw", order=9)
 def mm3_xw(case: MatmulCase) -> Match | str:
-    """The three-axis product that keeps X and W gathered for backward, as arXiv 2105.14450 does."""
+    """Match the three-axis product that keeps X and W gathered for backward (arXiv 2105.14450)."""
     return _match(case, "xw")

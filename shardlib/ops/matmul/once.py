@@ -39,7 +39,7 @@ class Again:
         self.wide: Tensor | None = None
 
     def gather(self, raw: Tensor) -> Tensor:
-        """X whole for one reader's backward; the last one lets it go."""
+        """Gather X for one reader's backward; the last one lets it go."""
         # a gradient of the gradient will be asked for: each has its own
         if torch.is_grad_enabled():
             with bind(self.mesh):
@@ -88,7 +88,7 @@ class _Gather(Local):
 
 
 def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:
-    """X gathered by ``moves``, once; its gradient is summed over ``over`` besides."""
+    """Gather X by ``moves``, once; its gradient is summed over ``over`` besides."""
     found, key = made_of(x), ("gather", moves, over)
     if key not in found:
         again = Again(moves, real_axes(x.mesh, over), x.mesh)
@@ -97,7 +97,7 @@ def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Ten
 
 
 def let_go(x: ShardedTensor) -> None:
-    """Nobody will read the gathered copies any more."""
+    """Let go of gathered copies that nobody will read any more."""
     found = made_of(x)
     for key in [k for k in found if k[0] != "vary"]:
         del found[key]

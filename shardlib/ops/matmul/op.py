@@ -123,7 +123,7 @@ def _transposed(w: ShardedTensor) -> Any:
 
 @implements(F.linear, padded=_padded_linear)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
-    """x @ w.T + b; w is stored (out, in)."""
+    """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2:
         raise Unfit("a weight has two dimensions")
@@ -162,7 +162,7 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
 def product_of(
     x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None
 ) -> ShardedTensor:
-    """x @ w by the cheapest or the pinned algorithm; ``out`` is the layout the result must have.
+    """Compute x @ w by the cheapest or the pinned algorithm; the result must lie as ``out``.
 
     ``bias`` [N] is added; in half precision before the result is
              rounded, where it lies as the columns do.

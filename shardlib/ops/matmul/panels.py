@@ -38,8 +38,9 @@ class Move(NamedTuple):
 
 
 def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
-    """Start the moves: all but the last are waited for;
-    differentiable where a gradient is recorded.
+    """Start the moves: all but the last are waited for.
+
+    Differentiable where a gradient is recorded.
     """
     if torch.is_grad_enabled():
         for move in moves:
@@ -55,7 +56,7 @@ _wait = methodcaller("wait")  # without a Python frame of its own
 
 
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
-    """The operands of step 0, 1, ...; step k+1 is in flight while the caller works on step k."""
+    """Yield the operands of step 0, 1, ...; step k+1 travels while the caller works on step k."""
     coming = post(0)
     for k in range(count):
         now = coming
@@ -65,16 +66,19 @@ def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tu
 
 
 def nothing() -> None:
-    """What is to be waited for before anything was posted."""
+    """Wait for nothing: what there is to wait for before anything was posted."""
 
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
-    """Zeros to add products into: fp32 for half precision operands."""
+    """Make zeros to add products into: fp32 for half precision operands."""
     return like.new_zeros(shape, dtype=torch.float32 if like.dtype in _HALF else like.dtype)
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
-    """c += a @ b in c's precision.  a [.., M, K], b [.., K, N], c [.., M, N]."""
+    """Add a @ b to c in c's precision.
+
+    a [.., M, K], b [.., K, N], c [.., M, N].
+    """
     if c.dtype != a.dtype:
         a, b = a.to(c.dtype), b.to(c.dtype)
     if c.ndim == 2:
@@ -84,8 +88,9 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def partial_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b on its way to a sum: of half precision operands
-    in fp32.  a [.., M, K], b [.., K, N].
+    """Multiply a @ b on its way to a sum: half precision operands in fp32.
+
+    a [.., M, K], b [.., K, N].
     """
     if a.dtype not in _HALF:
         return a @ b
@@ -101,8 +106,7 @@ def rounded(
     wire: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """An accumulator plus a bias in the operands' ``dtype``,
-    summed over further axes before it is rounded.
+    """Round an accumulator plus a bias to the operands' ``dtype``, summed over further axes before.
 
     ``wire``  parts travel in the accumulator's dtype, since they were
               rounded to ``dtype`` before they came here.
@@ -117,8 +121,9 @@ def rounded(
 def summed_product(
     a: Tensor, b: Tensor, over: tuple[str, ...], bias: Tensor | None = None
 ) -> Tensor:
-    """a @ b + bias, summed over mesh axes: half precision in fp32,
-    rounded to travel and once they are summed.
+    """Compute a @ b + bias, summed over mesh axes.
+
+    Half precision in fp32, rounded to travel and once they are summed.
     """
     if over or (bias is not None and type(bias) is not Tensor):
         return rounded(partial_product(a, b), a.dtype, over, bias=bias)
@@ -138,8 +143,9 @@ class Panels(NamedTuple):
 
 @lru_cache(maxsize=256)
 def panels(row: int, col: int, slices: int = 1) -> Panels:
-    """K is cut into lcm(row, col) panels, so that each has one owner
-    in both operands, and those into slices.
+    """Cut K into lcm(row, col) panels, so that each has one owner in both operands.
+
+    And those into slices.
 
     >>> panels(1, 2).steps
     [(0, 0, 0, 0), (1, 0, 0, 1)]
@@ -151,5 +157,5 @@ def panels(row: int, col: int, slices: int = 1) -> Panels:
 
 
 def cut(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:
-    """The panels that this rank owns of ``x``; views."""
+    """Cut the panels that this rank owns of ``x``; views."""
     return x.chunk(parts, dim) if parts > 1 else (x,)

@@ -61,7 +61,7 @@ class Gather:
             self.started.append(self)
 
     def take(self) -> Pending | None:
-        """The gather under way, for the product that waits for it."""
+        """Give the gather under way, for the product that waits for it."""
         pending = self.pending
         if pending is not None:
             self.pending = None
@@ -208,8 +208,9 @@ def not_prefetching() -> within:
 
 
 def planned(plan: Callable[[], T]) -> T:
-    """What ``plan`` gives when it is known how often values are read: at
-    its second run, where the first found out.
+    """Give what ``plan`` gives when it is known how often values are read.
+
+    At its second run, where the first found out.
     """
     rehearsal = _Rehearsal()
     with within(rehearsal=rehearsal):
@@ -218,16 +219,15 @@ def planned(plan: Callable[[], T]) -> T:
 
 
 def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
-    """The gather of the product that runs now; ``again``:
-    backward will gather its weight once more.
+    """Give the gather of the product that runs now.
+
+    ``again``: backward will gather its weight once more.
     """
     call = scope().prefetch
     return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
 
 
 def read_again(x: ShardedTensor) -> bool | None:
-    """Will a later product of this call read X as it is?
-    None outside a call, where it is not known.
-    """
+    """Say whether a later product of this call reads X as it is; None outside a call."""
     call = scope().prefetch
     return None if call is None else call.again(x)

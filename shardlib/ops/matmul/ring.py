@@ -96,7 +96,7 @@ class Ring:
     summed: Axes = ()
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """gather(X) W or scatter(X W), and the blocks themselves for backward."""
+        """Compute gather(X) W or scatter(X W), and keep the blocks themselves for backward."""
         local = ring_ag_matmul if self.form == "gather" else matmul_ring_rs
         y = local(x, w, self.axis, self.dim, self.ways)
         return y if bias is None else y + bias, x, w
@@ -104,7 +104,7 @@ class Ring:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """dX is the other form with W^T; dW adds up as the blocks pass."""
+        """Compute dX by the other form with W^T; dW adds up as the blocks pass."""
         axis, dim, ways = self.axis, self.dim, self.ways
         if torch.is_grad_enabled():  # the same in two collectives
             move = (Move((axis,), dim),)
@@ -156,11 +156,11 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
 
 @algorithm("matmul", name="ring", order=10)
 def ring(case: MatmulCase) -> Match | str:
-    """One gather of X's rows, or one scatter of Y's, over one axis."""
+    """Match one gather of X's rows, or one scatter of Y's, over one axis."""
     return _ring(case, (1,))
 
 
 @algorithm("matmul", name="ring2", order=11)
 def ring2(case: MatmulCase) -> Match | str:
-    """The same in halves that go opposite ways, for links that carry both at once."""
+    """Match the same in halves that go opposite ways, for links that carry both at once."""
     return _ring(case, (1, -1))

@@ -58,7 +58,7 @@ class Streamed:
     saves_blocks: ClassVar[bool] = True
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Y of X [.., K] and W [K/axis, N], and for backward the blocks."""
+        """Compute Y of X [.., K] and W [K/axis, N], and keep the blocks for backward."""
         rows = x.reshape(-1, x.shape[-1])
         y = accumulator(rows, rows.shape[0], w.shape[-1])
         for part, panel in zip(
@@ -78,7 +78,7 @@ class Streamed:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """dX of this product alone, whole; dW [K/axis, N] added up at its owner."""
+        """Compute dX of this product alone, whole; dW [K/axis, N] added up at its owner."""
         if self.again is not None and need[1]:
             x = wrap(self.again.gather(unwrap(x)), current_mesh())
         if torch.is_grad_enabled():  # the same, W gathered
@@ -106,7 +106,7 @@ class Streamed:
 
 @algorithm("matmul", name="streamed", order=12)
 def streamed(case: MatmulCase) -> Match | str:
-    """SUMMA whose X is gathered once for several products."""
+    """Match SUMMA whose X is gathered once for several products."""
     found = movements(case)
     if isinstance(found, str):
         return found

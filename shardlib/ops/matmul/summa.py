@@ -126,7 +126,7 @@ def swap(x: Tensor, row: str, col: str) -> Tensor:
 
 
 def summa_words(m: int, k: int, n: int, row: int, col: int, stay: str = "C") -> Fraction:
-    """Words one rank receives in any of the three forms; A [m, k], B [k, n], C [m, n].
+    """Count the words one rank receives in any of the three forms; A [m, k], B [k, n], C [m, n].
 
     Over ``col`` moves A and over ``row`` B; C stays.  Keeping A or B still instead (square
     grids) costs a block transpose of the other one.
@@ -139,15 +139,14 @@ def summa_words(m: int, k: int, n: int, row: int, col: int, stay: str = "C") -> 
 
 
 def summa_messages(row: int, col: int, stay: str = "C", slices: int = 1) -> int:
-    """One per panel and axis that moves anything, and one for a block transpose."""
+    """Count one per panel and axis that moves anything, and one for a block transpose."""
     return math.lcm(row, col) * slices * ((row > 1) + (col > 1)) + (stay != "C" and row > 1)
 
 
 def summa_slices(
     seconds: float, alpha: float, sizes: Sequence[int], panels: int, narrowest: int = 128
 ) -> int:
-    """Into how many slices a panel is cut, so that what
-    hides no transfer, the first slice, is short.
+    """Count the slices that a panel is cut into, so that the first, which hides nothing, is short.
 
     ``seconds`` of all transfers; s slices cost (s-1) ``alpha``
                 more per panel and leave 1/s of the first
@@ -186,7 +185,7 @@ class Summa:
     def multiply(
         self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Bias = None
     ) -> Tensor:
-        """ab(A, B), abt(C, B) or atb(A, C)."""
+        """Compute ab(A, B), abt(C, B) or atb(A, C)."""
         if bias is not None and (form, self.stay) in _SWAPPED:
             return self.multiply(form, p, q, over) + bias
         return _FORMS[form, self.stay](p, q, self.row, self.col, self.cuts, over, bias)
@@ -244,23 +243,23 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
 
 @algorithm("matmul", name="summa", order=1)
 def summa(case: MatmulCase) -> Match | str:
-    """SUMMA with whichever matrix moves the fewest words by staying."""
+    """Match SUMMA with whichever matrix moves the fewest words by staying."""
     return _summa(case, None)
 
 
 @algorithm("matmul", name="summa_y", order=2)
 def summa_y(case: MatmulCase) -> Match | str:
-    """SUMMA, Y-stationary."""
+    """Match SUMMA, Y-stationary."""
     return _summa(case, "y")
 
 
 @algorithm("matmul", name="summa_x", order=3)
 def summa_x(case: MatmulCase) -> Match | str:
-    """SUMMA, X-stationary."""
+    """Match SUMMA, X-stationary."""
     return _summa(case, "x")
 
 
 @algorithm("matmul", name="summa_w", order=4)
 def summa_w(case: MatmulCase) -> Match | str:
-    """SUMMA, W-stationary."""
+    """Match SUMMA, W-stationary."""
     return _summa(case, "w")

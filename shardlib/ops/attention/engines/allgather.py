@@ -98,7 +98,7 @@ class AllGather(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Keys gathered again; their gradients summed over the ring and scattered."""
+        """Gather the keys again, sum their gradients over the ring and scatter them."""
         q, k, v = saved
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None

@@ -69,7 +69,7 @@ class Canonical(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Whole tiles of queries against all tiles of keys, in order."""
+        """Take whole tiles of queries against all tiles of keys, in order."""
         plan = job.plan
         qs = gathered(job, q, plan.q_runs)
         ks, vs = gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
@@ -95,8 +95,9 @@ class Canonical(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """dq from all tiles of keys, dk and dv from all tiles of
-        queries: each sum in global order, on its owner.
+        """Take dq from all tiles of keys, dk and dv from all tiles of queries.
+
+        Each sum is in global order, on its owner.
         """
         q, k, v = saved
         plan, (dout, dlse, out, lse) = job.plan, given

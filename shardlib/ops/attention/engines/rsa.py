@@ -56,14 +56,14 @@ class RSA(Engine):
         )
 
     def areas(self, plan: Plan) -> Areas:
-        """All scores, whatever the mask."""
+        """Count all scores, whatever the mask."""
         keys = sum(map(length, plan.k_runs))
         return (tuple(length(runs) * keys for runs in plan.q_runs),)
 
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Saves q, k, v and the probabilities [b, h, lq, p lk]."""
+        """Save q, k, v and the probabilities [b, h, lq, p lk]."""
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
         ranks = local_queries(job, q, bias)
         scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
@@ -94,9 +94,7 @@ class RSA(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Values round for the scores' gradient, keys round for the
-        queries'; whole dk and dv, then scattered.
-        """
+        """Send values round for the scores' gradient, keys for the queries'; scatter dk and dv."""
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
         if sink is not None:  # what is left of each softmax beside the sink's share
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)

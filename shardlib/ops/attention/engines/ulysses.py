@@ -115,7 +115,7 @@ class Ulysses(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Saves what lay in between: q, k, v, out, lse of fewer heads."""
+        """Save what lay in between: q, k, v, out, lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
         swap = _Swap(job)
         d, rows = k.shape[-1], q.shape[-2]
