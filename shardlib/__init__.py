@@ -67,6 +67,7 @@ from shardlib.mesh import (
 from shardlib.modules import as_module, init, parallelize
 from shardlib.modules import recipes as recipes
 from shardlib.ops.attention import ring_attention
+from shardlib.ops.linear_loss import linear_cross_entropy
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import implicit, saving, why
 from shardlib.ops.registry import pinned as algorithm
@@ -93,8 +94,13 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     # computing and training
+<<<<<<< HEAD
     "matmul", "ring_attention", "grad", "value_and_grad", "parallelize", "init", "as_module",
     "save", "load", "latest",
+=======
+    "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
+    "init", "as_module", "save", "load",
+>>>>>>> 17ba1f8 (linear_cross_entropy: classifier and loss without whole logits, gradients made chunk by chunk in forward)
     # choosing and seeing
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe",
     "visualize",

@@ -13,6 +13,7 @@ from shardlib.ops import (
     foreach,
     index,
     initial,
+    linear_loss,
     loss,
     matmul,
     matrix,
@@ -32,6 +33,6 @@ from shardlib.ops import (
 
 __all__ = [
     "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach",
-    "index", "initial", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding",
+    "index", "initial", "linear_loss", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding",
     "random", "recurrent", "reduce", "sdpa", "space", "spelled", "views", "whole",
 ]  # fmt: skip

@@ -1,0 +1,273 @@
+"""Cross entropy of a classifier's outputs that never exist whole: a few rows of logits at a time.
+
+The logits [tokens, classes] are the largest tensor of a language model.  Here the rows that a rank
+holds are taken in chunks.  Each chunk's logits are made, its loss and at once its gradients, which
+are added up; then they go.  Nothing is computed twice, and beside the gradients themselves one
+chunk of logits is all the memory there is.  Each chunk's product and loss are the library's own, so
+that the classes may be split (one psum of three numbers per row) and the features too.
+
+Per rank and step, beside what the product moves: the gradients of weight and bias are summed over
+the axes that split the tokens once, in backward, not once per chunk.
+
+Source: the gradient in forward is Hsu et al., arXiv 2410.10989 (Liger), section 3.2; split classes
+are arXiv 1909.08053, section 3.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib._compat import Local
+from shardlib.collectives import lead
+from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh
+from shardlib.ops.padding import filled, masked
+from shardlib.placing import reshard, shard
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    promoting,
+    real_axes,
+    replicated,
+    total,
+    typeof,
+    vary,
+)
+
+__all__ = ["linear_cross_entropy"]
+
+
+class _How(NamedTuple):
+    ignore: int
+    smooth: float
+    chunks: int
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunks: int = 8,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Compute ``F.cross_entropy(F.linear(input, weight, bias), target)`` in chunks of the rows.
+
+    Shapes: input [..., features], weight [classes, features], bias [classes], target [...] of
+    integers; the result is a scalar.  ``target`` lies as the rows do; a plain one is sharded so.
+    ``chunks``     how many parts of its rows a rank takes one after the other; memory of logits is
+                   rows * classes / chunks.
+    ``reduction``  "mean" over the targets that are not ``ignore_index``, or "sum".
+    Moves: what ``F.linear`` and ``F.cross_entropy`` move for these layouts; a weight that is split
+           over axes of the tokens is gathered once.
+    Raises: BadArgument for another reduction, ShardError where targets lie otherwise than the rows,
+            Unsupported where a gradient of the gradient is asked for.
+
+    >>> import torch, shardlib as sl; import torch.nn.functional as F
+    >>> x, w, t = torch.randn(6, 4), torch.randn(10, 4), torch.tensor([1, 9, -100, 0, 3, 3])
+    >>> with sl.simulate(data=2, vocab=2):
+    ...     loss = sl.linear_cross_entropy(sl.shard(x, "data ."), sl.shard(w, "vocab ."), t, chunks=3)
+    >>> torch.allclose(sl.unshard(loss), F.cross_entropy(x @ w.T, t))
+    True
+    """
+    given = [t for t in (input, weight, bias, target) if isinstance(t, ShardedTensor)]
+    how = _How(ignore_index, label_smoothing, chunks)
+    _check(input, weight, target, reduction, chunks)
+    if not given:
+        rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+        scale = _scale(labels, ignore_index, reduction, None, ())
+        return _Loss.apply(rows, weight, bias, labels, scale, (None, None, None), how)  # type: ignore[return-value]
+    mesh = given[0].mesh
+    x, w, b = (
+        t if t is None or isinstance(t, ShardedTensor) else replicated(t, mesh)
+        for t in (input, weight, bias)
+    )
+    assert x is not None and w is not None, "both are tensors"
+    tokens = x.dims[:-1]
+    if not isinstance(target, ShardedTensor):
+        target = shard(target, Layout(tokens), mesh, pad=x.is_padded)
+    if target.dims != tokens or target.sharding.partial or x.sharding.partial:
+        raise ShardError(
+            "targets lie otherwise than the rows of the input",
+            op="linear_cross_entropy",
+            operands={"input": typeof(x), "target": typeof(target)},
+            mesh=mesh,
+            fix=f"sl.reshard(target, {str(Layout(tokens))!r})",
+        )
+    axes = tuple(a for d in tokens for a in d.axes)
+    labels = filled(target, ignore_index) if target.is_padded else target
+    x = masked(x) if x.is_padded else x
+    x, w, b = _met(x, w, b, axes)
+    rows, flat = _flat(x, axes, 1), _flat(labels, axes, 0)
+    places = rows.place, *(None if t is None else _deferring(t, axes) for t in (w, b))
+    raws = (
+        None if t is None else vary(t.raw, mesh, {*axes}.difference(t.sharding.axes, t.deferred))
+        for t in (w, b)
+    )
+    scale = _scale(flat.raw, ignore_index, reduction, mesh, axes)
+    summed: Any = _Loss.apply(rows.raw, *raws, flat.raw, scale, places, how)
+    deferred = x.deferred | w.deferred | (b.deferred if b is not None else frozenset())
+    out = total(summed, mesh, axes)
+    return ShardedTensor(out, Place(Layout(), torch.Size(), mesh, deferred=deferred - {*axes}))
+
+
+def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) -> None:
+    wrong = None
+    if reduction not in ("mean", "sum"):
+        wrong = f"a reduction is 'mean' or 'sum', not {reduction!r}", 'reduction="mean"'
+    elif not isinstance(chunks, int) or chunks < 1:
+        wrong = f"chunks is a number of parts, not {chunks!r}", "chunks=8"
+    elif w.ndim != 2 or x.ndim < 2 or x.shape[-1] != w.shape[-1]:
+        wrong = "an input [..., features] and a weight [classes, features] are taken", "chunks=8"
+    elif target.shape != x.shape[:-1] or target.is_floating_point():
+        wrong = "targets are the classes' numbers, one for each row", "chunks=8"
+    if wrong is not None:
+        operands = {"input": typeof(x), "weight": typeof(w), "target": typeof(target)}
+        raise BadArgument(
+            wrong[0],
+            op="linear_cross_entropy",
+            operands=operands,
+            fix=f"sl.linear_cross_entropy(input, weight, target, {wrong[1]})",
+        )
+
+
+def _met(
+    x: ShardedTensor, w: ShardedTensor, b: ShardedTensor | None, axes: tuple[str, ...]
+) -> tuple[ShardedTensor, ShardedTensor, ShardedTensor | None]:
+    """The operands such that no chunk's product moves a block of either again.
+
+    Where the weight is split over axes that split the tokens (as FSDP's and 2D blocks are), or the
+    features over axes that split the classes, both are gathered here, once for all chunks.
+    """
+    classes = Dim(tuple(p for p in w.dims[0].parts if p not in axes), w.dims[0].order)
+    if not ({*axes} & {*w.sharding.axes} or {*x.dims[-1].axes} & {*classes.axes}):
+        return x, w, b
+    x = reshard(x, Layout((*x.dims[:-1], Dim())))  # type: ignore[assignment]
+    w = reshard(w, Layout((classes, Dim())))  # type: ignore[assignment]
+    return x, w, None if b is None else reshard(b, Layout((classes,)))  # type: ignore[return-value]
+
+
+def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
+    """The rows of a rank one after the other: which is which does not matter to their sum."""
+    ahead = lead(x.mesh)
+    raw = x.raw.reshape(*x.raw.shape[:ahead], -1, *x.raw.shape[x.raw.ndim - features :])
+    dims = (Dim(axes), *x.dims[len(x.dims) - features :])
+    count = raw.shape[ahead] * x.mesh.axis_size(axes)
+    shape = torch.Size((count, *x.padded_shape[len(x.padded_shape) - features :]))
+    return ShardedTensor(raw, Place(Layout(dims), shape, x.mesh, deferred=x.deferred))
+
+
+def _deferring(t: ShardedTensor, axes: tuple[str, ...]) -> Place:
+    """The place of a weight whose gradient is summed over ``axes`` once, for all chunks."""
+    further = real_axes(t.mesh, {*axes}.difference(t.sharding.axes))
+    return t.place._replace(deferred=t.deferred | {*further})
+
+
+def _scale(
+    labels: Tensor, ignore: int, reduction: str, mesh: Mesh | None, axes: tuple[str, ...]
+) -> Tensor | None:
+    """What each row's loss is multiplied by, per rank; None: one."""
+    if reduction == "sum":
+        return None
+    counted = (labels != ignore).flatten(0 if mesh is None else lead(mesh)).sum(-1)
+    return (counted if mesh is None else total(counted, mesh, axes)).double().reciprocal()
+
+
+class _Loss(Local):
+    """Sum of the rows' losses times ``scale``: apply(rows, w, b, labels, scale, places, how)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        labels: Tensor,
+        scale: Tensor | None,
+        places: tuple[Place | None, ...],
+        how: _How,
+    ) -> Tensor:
+        needed = [i for i in range(3) if ctx.needs_input_grad[i]]
+        of_rows, mesh = places[0], None if places[0] is None else places[0].mesh
+        ahead = 0 if mesh is None else lead(mesh)
+        fixed = [None if t is None else t.detach().requires_grad_(i + 1 in needed)
+                 for i, t in enumerate((w, b))]  # fmt: skip
+        grads: list[Any] = [torch.empty_like(rows) if 0 in needed else None, None, None]
+        loss: Any = None
+        for part, classes, out in zip(
+            rows.tensor_split(how.chunks, ahead),
+            labels.tensor_split(how.chunks, ahead),
+            rows.tensor_split(how.chunks, ahead) if grads[0] is None
+            else grads[0].tensor_split(how.chunks, ahead),
+            strict=True,
+        ):  # fmt: skip
+            if not part.shape[ahead]:
+                continue
+            leaf = part.detach().requires_grad_(0 in needed)
+            with torch.enable_grad():
+                each = _rows_loss(leaf, fixed, classes, of_rows, places, how)
+            weights = torch.ones_like(each)
+            if scale is not None:
+                weights *= scale.to(each.dtype).unsqueeze(-1)
+            half = each.dtype.itemsize == 2
+            here = (each.detach() * weights).sum(-1, dtype=torch.float32 if half else None)
+            loss = here if loss is None else loss + here
+            inputs = [(leaf, *fixed)[i] for i in needed]
+            found = torch.autograd.grad(each, inputs, weights) if needed else ()
+            for i, g in zip(needed, found, strict=True):
+                if i == 0:
+                    out.copy_(g)
+                elif grads[i] is None:
+                    grads[i] = g.float() if g.dtype.itemsize == 2 else g
+                else:
+                    grads[i] += g
+        if loss is None:  # no rows: torch's mean of nothing is NaN, and its sum is zero
+            loss = rows.new_zeros(rows.shape[:ahead]) * (
+                1 if scale is None else scale.to(rows.dtype)
+            )
+        loss = loss.to(rows.dtype)
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, w, b)]
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise Unsupported(
+                "its gradients are computed in forward and have no gradient themselves",
+                op="linear_cross_entropy",
+                fix="F.cross_entropy(F.linear(input, weight, bias), target)",
+            )
+        out = []
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            factor = (
+                None if grad is None else g[0].reshape(*g[0].shape, *[1] * (grad.ndim - g[0].ndim))
+            )
+            out.append(None if grad is None else (grad * factor).to(dtype))
+        return *out, None, None, None, None
+
+
+def _rows_loss(
+    rows: Tensor, fixed: list[Any], labels: Tensor, of_rows: Place | None, places: Any, how: _How
+) -> Tensor:
+    """Loss of each row of a chunk, on raw blocks."""
+    more: Any = dict(ignore_index=how.ignore, label_smoothing=how.smooth, reduction="none")
+    if of_rows is None:
+        return F.cross_entropy(F.linear(rows, *fixed), labels, **more)
+    mesh, axes = of_rows.mesh, of_rows.layout.dims[0].axes
+    count = rows.shape[lead(mesh)] * mesh.axis_size(axes)
+    x = ShardedTensor(rows, of_rows._replace(shape=torch.Size((count, of_rows.shape[-1]))))
+    t = ShardedTensor(labels, Place(Layout((Dim(axes),)), torch.Size([count]), mesh))
+    w, b = (
+        None if raw is None else ShardedTensor(raw, place)
+        for raw, place in zip(fixed, places[1:], strict=True)
+    )
+    with promoting():
+        each = F.cross_entropy(F.linear(x, w, b), t, **more)  # type: ignore[arg-type]
+    return each.raw  # type: ignore[attr-defined]
