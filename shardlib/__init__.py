@@ -94,13 +94,8 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     # computing and training
-<<<<<<< HEAD
-    "matmul", "ring_attention", "grad", "value_and_grad", "parallelize", "init", "as_module",
-    "save", "load", "latest",
-=======
     "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
-    "init", "as_module", "save", "load",
->>>>>>> 17ba1f8 (linear_cross_entropy: classifier and loss without whole logits, gradients made chunk by chunk in forward)
+    "init", "as_module", "save", "load", "latest",
     # choosing and seeing
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe",
     "visualize",

@@ -21,11 +21,8 @@ FACE = """
     Layout Row Col Layout2D Layout25D Layout3D Ring Replicated Partial LayoutLike
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
-<<<<<<< HEAD
-    matmul ring_attention grad value_and_grad parallelize init as_module save load latest
-=======
-    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load
->>>>>>> 17ba1f8 (linear_cross_entropy: classifier and loss without whole logits, gradients made chunk by chunk in forward)
+    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module
+    save load latest
     algorithm saving implicit why explain trace expect_comm choose probe visualize
     ShardError
 """.split()
