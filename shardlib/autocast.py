@@ -8,21 +8,23 @@ never cast.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["COMPOSITE", "cast"]
+from shardlib.mesh import scope, within
+
+__all__ = ["COMPOSITE", "cast", "casting"]
 
 _OWNERS = (torch, Tensor, F, torch.linalg, torch.fft, torch.special)
 
 _LOWER = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc bmm mm baddbmm
     addmm addbmm linear matmul scaled_dot_product_attention chain_matmul multi_dot vecdot mv addmv
-    addr prelu __matmul__ __rmatmul__ addmm_ baddbmm_
+    addr prelu __matmul__ __rmatmul__
 """
 _CPU_ONLY_LOWER = "vecdot"
 _CUDA_ONLY_LOWER = "chain_matmul multi_dot mv addmv addr prelu"
@@ -49,6 +51,9 @@ COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}
 """Functions that torch composes of others, and so does their
 implementation: those are cast one by one.
 """
+
+DECLARED: set[Any] = set()
+"""Functions that torch itself runs on blocks, and casts there."""
 
 
 def _named(names: str) -> set[Any]:
@@ -78,11 +83,27 @@ def _off(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, True)
 
 
-def cast(implementation: Any, func: Any, args: Any, kwargs: Any, composite: bool = False) -> Any:
-    """Wrap the implementation as torch's autocast would call the function where its operands are.
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
 
-    ``composite``  the implementation calls others on values, or the
-                   function itself on blocks: those are cast.
+
+def casting(func: Any) -> AbstractContextManager[Any]:
+    """Give autocast back as the caller has it, where torch runs this function on blocks or its
+    Python body runs.  What is done to blocks before and after (cut, gathered, stacked, summed) is not cast.
+    """
+    casts = scope().casts
+    return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])
+
+
+def cast(implementation: Any, func: Any, args: Any, kwargs: Any, known: bool = True) -> Any:
+    """Call the implementation as torch's autocast would call the function where its operands are.
+
+    ``known``  it has an implementation of its own; else torch runs it, or its Python body.
     """
     device = _device((args, kwargs))
     if not torch.is_autocast_enabled(device):
@@ -91,8 +112,11 @@ def cast(implementation: Any, func: Any, args: Any, kwargs: Any, composite: bool
     if policy is None:
         policy = _POLICY[device] = _table(device)
     how = policy.get(func)
-    if how is None and (composite or func in COMPOSITE):
+    if how is None and func in COMPOSITE:
         return implementation(func, args, kwargs)
+    if how is None and (not known or func in DECLARED):
+        with _off(device), within(casts=(device, func)):
+            return implementation(func, args, kwargs)
     dtype = None
     if how == "lower":
         dtype = torch.get_autocast_dtype(device)

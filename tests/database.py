@@ -174,10 +174,11 @@ def plain_call(name: str, function: Any, args: Any, kwargs: Any, grads: bool = T
         warnings.simplefilter("ignore")
         try:
             with _Draws() as draws:
-                want = _results(_called(function, tree, first))
+                _called(function, tree, first)
+            if draws.seen:
+                return None
+            want = _results(_called(function, tree, first))  # torch takes other ways under a mode
         except Exception:
-            return None
-        if draws.seen:
             return None
         pairs = [w for w in want if _is(w) and w.requires_grad]
         inputs = [x for x in first if _is(x) and x.requires_grad]

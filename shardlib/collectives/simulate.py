@@ -176,6 +176,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return _each(func, args, kwargs)
     raws = [_padded(a, ndim) for a in args]
     out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
+    if out is NotImplemented:  # x == None: Python asks the other operand, then says False
+        return out
     if isinstance(args[0], Stacked) and out is raws[0]:
         return args[0]
     return Stacked(out, mesh)
@@ -204,6 +206,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     mesh, found, writes = _mesh_of(given), [], func.__name__ in _IN_PLACE
+    itself = type(args[0]) is Stacked if args else False  # whether every rank's answer is its block
     a: Any
     k: Any
     for rank in range(mesh.size):
@@ -213,6 +216,9 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         if writes:  # one storage has one version: what one rank writes is what another saved
             a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
+        itself = itself and found[-1] is a[0]
+    if itself and not writes:
+        return args[0]
     if writes:
         args[0].ranks.copy_(torch.stack(found))
         return args[0]

@@ -44,6 +44,7 @@ class Scope(NamedTuple):
     rehearsal: Any = None  # told how often values are read, by a call that is planned
     opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
     region: Any = None  # a recompute.Kept: what products and attention of this region leave there
+    casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
     norms: dict[Any, Any] | None = None  # norms of gradients that this step has found out
     held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators

@@ -1,7 +1,8 @@
 """Products beyond two matrices: torch.einsum and the functions that are one of its lines."""
 
+import operator
 import string
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.__rmatmul__)
 def rmatmul(func: Any, args: Any, kwargs: Any) -> Any:
-    return matmul(torch.matmul, (args[1], args[0]), kwargs)
+    x, y = (*args, *kwargs.values())
+    return matmul(torch.matmul, (y, x), {})
 
 
 def _spelled(line: str, *funcs: Any, need: tuple[int, ...]) -> None:
@@ -62,6 +64,8 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         exact = a.dtype.is_floating_point or a.dtype.is_complex
         if not exact and not (type(beta) is type(alpha) is int):
             raise Unfit("torch rounds such factors of integers")
+        if a.dtype == torch.bool:
+            raise Unfit("factors of what is true or false")
         out = (
             torch.matmul(a, b)
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
@@ -117,11 +121,8 @@ _TENSORDOT = binder("tensordot(a, b, dims=2)")
 
 
 def multi_dot(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0]
-    out = tensors[0]
-    for t in tensors[1:]:
-        out = out @ t
-    return out
+    (tensors,) = (*args, *kwargs.values())
+    return reduce(operator.matmul, tensors)
 
 
 implements(torch.linalg.multi_dot)(multi_dot)

@@ -14,16 +14,20 @@ twice is an error.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib import autocast
 from shardlib._compat import builtin_homes
 from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.registry import remember
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import Unfit, implements
+from shardlib.ops.whole import flat
+from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
     "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading",
@@ -77,28 +81,61 @@ def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
         _enter(name, binder(signature), labels)
 
 
-def elements(names: str) -> None:
-    """Declare operators, by name alone, that treat every element apart; operands broadcast."""
+def elements(names: str, itself: Callable[[Tensor], bool] | None = None) -> None:
+    """Declare operators, by name alone, that treat every element apart; operands broadcast.
+
+    ``itself``  for which blocks the answer is the tensor itself, as torch answers.
+    """
     for name in names.split():
-        _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows)
+        _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows, itself)
 
 
-def _enter(name: str, bind: Callable[..., Bound], labels: Callable[[Bound], Labels]) -> None:
+def _enter(
+    name: str,
+    bind: Callable[..., Bound],
+    labels: Callable[[Bound], Labels],
+    itself: Callable[[Tensor], bool] | None = None,
+) -> None:
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if itself is not None and isinstance(x, ShardedTensor) and itself(x.raw):
+            return x
         return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
 
     functions = homes(name)
     implements(*functions, padded=True)(implementation)
+    autocast.DECLARED.update(functions)
     DECLARED[name] = Declared(tuple(functions), bind, labels)
 
 
 def spelled(text: str, body: Callable[..., Any]) -> None:
-    """Declare operators that are a line of others: ``body`` takes the bound arguments."""
+    """Declare operators that are a line of others: ``body`` takes the bound arguments.
+
+    The line may take more than the operator does, so torch is asked first.
+    """
     for name, signature in lines(text):
-        bind = binder(signature)
-        implements(*homes(name), padded=True)(
-            lambda func, args, kwargs, bind=bind: body(**bind(*args, **kwargs))
-        )
+        implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
+
+
+def _taken(bind: Callable[..., Bound], body: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    leaves, tree = flat(args, kwargs)
+    met = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
+    plans = {} if met is None else met.plans
+    key = (
+        _taken,
+        func,
+        tree,
+        *((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+    )
+    try:
+        asked = key in plans
+    except TypeError:  # an argument that has no hash
+        key, asked = None, False
+    if not asked:
+        if (refused := torch_refuses(func, args, kwargs)) is not None:
+            raise refused
+        remember(plans, key, True)
+    return body(**bind(*args, **kwargs))
 
 
 # ---------------------------------------------------------------- labels

@@ -175,8 +175,11 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     if func in WRITERS:
         raise Unfit("written in place")
     a, k_ = optree.tree_unflatten(tree, true)
-    with torch.no_grad():
-        shapes = [t.shape for t in optree.tree_leaves(func(*a, **k_), none_is_leaf=True)]
+    try:
+        with torch.no_grad():
+            shapes = [t.shape for t in optree.tree_leaves(func(*a, **k_), none_is_leaf=True)]
+    except Exception as e:  # whatever torch refuses these shapes with
+        raise Unfit(f"{type(e).__name__}: {e}") from None
     a, k_ = optree.tree_unflatten(tree, inner)
     try:
         out = rows_call(func, a, k_, labels, sums, free=True)

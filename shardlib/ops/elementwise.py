@@ -50,7 +50,7 @@ _NAMES = """
     isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy
     logaddexp float double half bfloat16 long int bool zeros_like ones_like full_like empty_like
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__
-    __pow__ __rpow__ __neg__ __abs__ positive __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    __pow__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu leaky_relu relu6
     softplus softsign logsigmoid hardtanh hardsigmoid hardswish tanhshrink softshrink hardshrink
 """.split()
@@ -125,7 +125,7 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
             operands={"x": typeof(padded[0]), "y": typeof(other)},
             mesh=padded[0].mesh,
             fix=f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
-            f"{str(padded[0].sharding)!r}, pad=True)",
+            f"{str(_alike(other, padded[0]))!r}, pad=True)",
         ) from None
     mask: Any = None
     if (
@@ -148,6 +148,15 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
 
 
+def _alike(y: Tensor, x: ShardedTensor) -> Layout:
+    """Where ``y`` lies as ``x``, with whose last dimensions it broadcasts."""
+    tokens = [Dim()] * max(0, y.ndim - x.ndim) + list(x.dims[max(0, x.ndim - y.ndim) :])
+    sizes = [1] * max(0, y.ndim - x.ndim) + list(x.shape[max(0, x.ndim - y.ndim) :])
+    return Layout(
+        tuple(t if n == m else Dim() for t, n, m in zip(tokens, y.shape, sizes, strict=True))
+    )
+
+
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any function that acts on each element alone."""
@@ -157,7 +166,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             raise Unfit("out")  # ops/whole.py writes it
     x = args[0]
     if len(args) == 1 and not kwargs and type(x) is ShardedTensor and not x.sharding.partial:
-        return x.becomes(local_call(func, x.mesh, (x.raw,), kwargs))
+        return _made(x, local_call(func, x.mesh, (x.raw,), kwargs))
     if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
         y, mesh = args[1], x.mesh
         if _same_place(x, y):
@@ -168,10 +177,16 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
-            return x.becomes(local_call(func, x.mesh, (x.raw, *args[1:]), kwargs))
+            raw = local_call(func, x.mesh, (x.raw, *args[1:]), kwargs)
+            return raw if raw is NotImplemented else _made(x, raw)
         if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
             return x.becomes(local_call(func, x.mesh, (x.raw, args[1].raw), kwargs))
     return _general(func, args, kwargs)
+
+
+def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
+    """Return what lies as ``x``: ``x`` itself, where torch's function gives its operand back."""
+    return x if raw is x.raw else x.becomes(raw)
 
 
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike)
@@ -196,7 +211,7 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
         and not (out.is_floating_point() or out.is_complex())
     ):
         raise partial_escape(func.__name__, x)
-    return x.becomes(out)
+    return _made(x, out)
 
 
 def _like(x: Any) -> Any:
@@ -535,10 +550,10 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
 
 elements(
     """
-    acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip conj
-    conj_physical copysign deg2rad rad2deg digamma erfinv fix float_power frexp gcd lcm heaviside i0 igamma
+    acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip
+    copysign deg2rad rad2deg digamma erfinv fix float_power frexp gcd lcm heaviside i0 igamma
     igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter polar
-    complex polygamma real imag resolve_conj resolve_neg rsub sgn signbit sinc subtract multiply divide greater
+    complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater
     greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
     __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold chalf cfloat cdouble short char byte
     special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
@@ -555,6 +570,20 @@ elements(
     """
 )
 declare("view_as_real(input)", rows)
+elements("conj conj_physical real", itself=lambda raw: not raw.is_complex())
+elements("positive", itself=lambda raw: raw.dtype is not torch.bool)
+elements("resolve_conj", itself=lambda raw: not raw.is_conj())
+elements("resolve_neg", itself=lambda raw: not raw.is_neg())
+
+
+@implements(Tensor.real.__get__)
+def real(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return torch.real(args[0])
+
+
+@implements(Tensor.imag.__get__)
+def imag(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return torch.imag(args[0])
 
 
 def _channels(b: Bound) -> Labels:

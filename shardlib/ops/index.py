@@ -119,8 +119,9 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
     last_only(x, func)
     index = index if isinstance(index, tuple) else (index,)
     named = [i for i in index if i is not None and i is not Ellipsis]
-    reaches = len(named) == x.ndim or (Ellipsis in index and index[-1] is not Ellipsis)
-    if reaches and index[-1] != slice(None):
+    dotted = any(i is Ellipsis for i in index)
+    reaches = len(named) == x.ndim or (dotted and index[-1] is not Ellipsis)
+    if reaches and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
         raise Unsupported(
             "an index into the padded dimension",
             op="getitem",
@@ -139,6 +140,8 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor | list) for i in given):
         return _at(x, given) if _numbered(x, given) else piece(func, args, kwargs)
+    if not isinstance(x, ShardedTensor):
+        return on_whole(func, args, {}, None)
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
@@ -225,9 +228,9 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     whole.  None where something else is asked for.
     """
     if (
-        x.sharding.partial
+        type(x) is not ShardedTensor
+        or x.sharding.partial
         or x.sharding.skew
-        or type(x) is not ShardedTensor
         or not holds_values(x.mesh)
     ):
         return None
@@ -327,8 +330,9 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(torch.where, Tensor.where, padded=padded_alike)
 def choice(func: Any, args: Any, kwargs: Any) -> Any:
     """Give the positions where the one argument is true; of three, choose element by element."""
-    if len(args) == 1 and not kwargs:
-        return args[0].nonzero().unbind(1)
+    if len(args) + len(kwargs) == 1:
+        (condition,) = (*args, *kwargs.values())
+        return condition.nonzero().unbind(1)
     return elementwise(func, args, kwargs)
 
 
@@ -462,8 +466,8 @@ declare("one_hot(tensor, num_classes: int)", rows)
 
 def _looked_up(b: Bound) -> Labels:
     """What is looked for is rows, where it is looked for is whole."""
-    sought, among = slots(b)
-    return {sought.at: tuple(range(sought.ndim)), among.at: (None,) * among.ndim}
+    *sought, among = slots(b)  # a number may be sought
+    return {s.at: tuple(range(s.ndim)) for s in sought} | {among.at: (None,) * among.ndim}
 
 
 declare(

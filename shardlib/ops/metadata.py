@@ -55,6 +55,15 @@ implements(
 )(_plain)  # fmt: skip
 
 
+@implements(
+    Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg,
+    Tensor.is_inference, torch.is_inference, padded=True,
+)  # fmt: skip
+def _of_blocks(func: Any, args: Any, kwargs: Any) -> bool:
+    (x,) = (*args, *kwargs.values())
+    return func(x.raw)
+
+
 @implements(Tensor.is_contiguous, padded=True)
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     x, form = _FORM(*args, **kwargs)

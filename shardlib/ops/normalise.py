@@ -80,7 +80,8 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         v = (centred * centred).mean(dims)
         if mean is not None:
             mean.mul_(1 - g["momentum"]).add_(m.detach() * g["momentum"])
-            var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count / (count - 1)))
+            # of one element that is 0 / 0, which torch does not refuse either
+            var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count) / (count - 1))
     else:
         m, v = mean, var
         centred = x - m.view(shape)

@@ -69,7 +69,7 @@ def _made(
     for c in played(mesh):
         here = torch.ones((), dtype=torch.bool, device=device)
         for d, index in enumerate(layout.indices(shape, mesh, c)):
-            row = torch.tensor([i < true[d] for i in index], device=device)
+            row = torch.tensor([i < true[d] for i in index], dtype=torch.bool, device=device)
             here = here & row.reshape(-1, *[1] * (len(shape) - 1 - d))
         masks.append(here)
     return storage(masks, mesh)

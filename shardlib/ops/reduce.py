@@ -126,16 +126,14 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
-    if func in (torch.mean, Tensor.mean) and not (
-        x.dtype.is_floating_point or x.dtype.is_complex or more["dtype"]
-    ):
+    asked = more.get("dtype") or x.raw.dtype
+    if func in (torch.mean, Tensor.mean) and not (asked.is_floating_point or asked.is_complex):
         raise NoImplementation(
             "a mean needs floating point",
             op="mean",
             operands={"tensor": typeof(x)},
             fix="x.double().mean()",
         )
-    asked = more.get("dtype") or x.raw.dtype
     half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
     more = more | {"dtype": torch.float32} if half else more
     if gone:
@@ -363,7 +361,7 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not (x.dtype if dtype is None else dtype).is_floating_point:
         raise BadArgument(f"not implemented for {x.dtype}", op=func.__name__, operands={"tensor": typeof(x)},
                           mesh=x.mesh, fix="x.double().softmax(-1)")  # fmt: skip
-    if not x.dims[dim].is_split:
+    if not x.dims[dim].is_split or 0 in x.padded_shape:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
         return x.becomes(
             local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype})
@@ -403,9 +401,9 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
         raise NoImplementation(
             "no real floating point",
-            op="var",
+            op=func.__name__,
             operands={"tensor": typeof(x)},
-            fix="x.double().var()",
+            fix=f"sl.unshard(x).{func.__name__}()",
         )
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
@@ -454,6 +452,8 @@ _NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
 
 
 def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+    if input.is_complex():
+        raise Unfit("torch sums no complex numbers here on every device")
     known = input.masked_fill(input.isnan(), 0) if input.dtype.is_floating_point else input
     return known.sum(dim, keepdim, dtype=dtype)
 

@@ -49,7 +49,28 @@ spelled(
     "dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p)
 )
 spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
-spelled("vdot(input, other)", lambda input, other: (input.conj() * other).sum(dtype=input.dtype))
+
+
+def _vdot(input: Tensor, other: Tensor) -> Tensor:
+    if input.dtype == torch.bool:
+        raise Unfit("products of what is true or false")
+    return (input.conj() * other).sum(dtype=input.dtype)
+
+
+spelled("vdot(input, other)", _vdot)
+
+
+def _kron(input: Tensor, other: Tensor) -> Tensor:
+    """Every element of one times the other, side by side in each dimension."""
+    n = max(input.ndim, other.ndim)
+    a = [*[1] * (n - input.ndim), *input.shape]
+    b = [*[1] * (n - other.ndim), *other.shape]
+    left = input.reshape([m for size in a for m in (size, 1)])
+    right = other.reshape([m for size in b for m in (1, size)])
+    return (left * right).reshape([m * k for m, k in zip(a, b, strict=True)])
+
+
+spelled("kron(input, other)", _kron)
 spelled("msort(input)", lambda input: input.sort(0).values)
 
 
@@ -114,6 +135,8 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     """``permute_copy`` and its kin: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
+    if not args:  # a method has its tensor by position
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
     return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
 
 
@@ -122,6 +145,7 @@ _VIEWS = {
     "alias": torch.clone,
     "unfold": Tensor.unfold,
     "expand": Tensor.expand,
+    "split": lambda input, split_size, dim=0: input.split(split_size, dim),
 }
 
 implements(
@@ -140,7 +164,7 @@ implements(
 @implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)
 def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the conjugate of the transpose."""
-    x = args[0]
+    (x,) = (*args, *kwargs.values())
     if x.ndim < 2:
         raise Unfit("a matrix is needed")
     return x.mT.conj() if x.is_complex() else x.mT
@@ -148,4 +172,5 @@ def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(torch.zero_)
 def zero_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return args[0].zero_()
+    (x,) = (*args, *kwargs.values())
+    return x.zero_()

@@ -321,9 +321,12 @@ _AS = binder("view_as(input, other: tensor)")
 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
-def view_as(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def view_as(func: Any, args: Any, kwargs: Any) -> Tensor:
     x, other = _AS(*args, **kwargs).values()
-    return _view(Tensor.reshape, x, tuple(other.shape))
+    run = Tensor.view if func is Tensor.view_as else Tensor.reshape
+    return (
+        _view(run, x, tuple(other.shape)) if isinstance(x, ShardedTensor) else run(x, other.shape)
+    )
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
@@ -802,9 +805,9 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Repeat each element along a dimension: local, since blocks and groups stay in order."""
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
-    ndim = len(x.padded_shape)
     if dim is None or not isinstance(repeats, int):
         raise no_implementation(func, args, kwargs, "repeats must be an int and dim given")
+    ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim, "repeat_interleave")
     if repeats < 0 or (length is not None and length != repeats * x.padded_shape[dim]):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib._compat import opened, seeded
 from shardlib.aliases import WRITERS, link, refuse_write, same_memory, writes, written
+from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
     BadArgument,
@@ -75,7 +76,8 @@ def is_whole(x: ShardedTensor) -> bool:
 def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
     """Make the call; on a recorded mesh, which has shapes alone, refuse what depends on values."""
     if holds_values(mesh):
-        return func(*args, **kwargs)
+        with casting(func):
+            return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
     except RuntimeError as e:  # NotImplementedError is one
@@ -105,7 +107,9 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
             copies.append(mine[at[0]].clone())
             mine[at[0]] = copies[-1]
         a, k = optree.tree_unflatten(tree, mine)
-        out, shape = optree.tree_flatten(func(*a, **k), none_is_leaf=True)
+        with casting(func):
+            answer = func(*a, **k)
+        out, shape = optree.tree_flatten(answer, none_is_leaf=True)
         found.append(out)
     joined = []
     if writes:
@@ -177,7 +181,7 @@ def on_whole(
         return _into(func, args, kwargs)
     if any(
         isinstance(t, Tensor) and not isinstance(t, ShardedTensor)
-        for t in written(func, args, kwargs)
+        for t in (*written(func, args, kwargs), *_statistics(name, args, kwargs))
     ):
         return _on_plain(func, args, kwargs)
     if (
@@ -193,7 +197,7 @@ def on_whole(
         for x in met if ours else ():
             check_met(x, ours[0].mesh, name)
         try:
-            with within(promoting=True, opened=(*scope().opened, func)):
+            with casting(func), within(promoting=True, opened=(*scope().opened, func)):
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
             refusal = no_implementation(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
@@ -248,6 +252,7 @@ def on_whole(
         try:
             # what backward reads is not overwritten
             old = values[0].clone() if torch.is_grad_enabled() else values[0]
+            # not cast, though the method that gives a new tensor may be
             return _stored(values[0], apart(old, *args[1:], **kwargs), name)
         except ShardError:
             pass  # the whole tensors, then
@@ -298,7 +303,9 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """A call that writes to a plain tensor, which no sharded value can
     become: its operands are plain and whole.
     """
-    name, targets = func.__name__, written(func, args, kwargs)
+    name = func.__name__
+    stats = [t for t in _statistics(name, args, kwargs) if isinstance(t, Tensor)]
+    targets = [*written(func, args, kwargs), *stats]
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     ours = {i: leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)}
@@ -329,7 +336,8 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
     for i, x in ours.items():
         leaves[i] = unshard(x)
     a, k = optree.tree_unflatten(tree, leaves)
-    return func(*a, **k)
+    with casting(func):
+        return func(*a, **k)
 
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
@@ -337,7 +345,8 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
     out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
     if (refused := torch_refuses(func, args, kwargs)) is not None:
         raise refused
-    result = func(*args, **rest)
+    with casting(func):
+        result = func(*args, **rest)
     pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
     for target, value in pairs:
         tracked = [
@@ -372,7 +381,13 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
                 mesh=value.mesh,
                 fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
             ) from None
-    return out if isinstance(out, Tensor) else type(result)(out)
+    if isinstance(out, Tensor):
+        return out
+    return None if func.__name__ in _SILENT else type(result)(out)
+
+
+_SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
+"""Functions that return nothing where they write to ``out=``."""
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:
@@ -415,7 +430,8 @@ def _per_rank(
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
 
     def one(*blocks: Any, **more: Any) -> Any:
-        out = func(*blocks, **more)
+        with casting(func):
+            out = func(*blocks, **more)
         return optree.tree_map(lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
                                out, none_is_leaf=True)  # fmt: skip
 
@@ -467,7 +483,12 @@ def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
 # position of the flag in torch.embedding_bag and F.embedding
 _SPARSE = {"embedding": 6, "embedding_bag": 5}
 
-_STATISTICS = {"native_batch_norm": 3, "batch_norm": 3, "batch_norm_update_stats": 1}
+_STATISTICS = {
+    "native_batch_norm": 3,
+    "batch_norm": 3,
+    "batch_norm_update_stats": 1,
+    "instance_norm": 3,
+}
 """Position of the running statistics of functions that write
 to them and do not count it as a change.
 """
@@ -518,6 +539,14 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     if raw is moved.raw and moved is x:
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
+    if any(not s and n > 1 for s, n in zip(x.raw.stride(), x.raw.shape, strict=True)):
+        raise Unsupported(
+            "elements that share memory are written to",
+            op=name,
+            operands={"tensor": typeof(x)},
+            mesh=mesh,
+            fix="x = x.clone()",
+        )
     front = lead(mesh) if ranks else 0
     if tuple(raw.shape[front:]) != tuple(moved.padded_shape) or x.is_padded:
         what = {"tensor": typeof(x)}

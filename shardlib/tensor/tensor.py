@@ -235,9 +235,7 @@ class ShardedTensor(torch.Tensor):
         if (watcher := scope().watcher) is not None:
             implementation = partial(watcher, _guarded(implementation))
         if any_autocast() and func not in _UNCAST:
-            return cast(
-                _guarded(implementation), func, args, kwargs or {}, composite=func not in TABLE
-            )
+            return cast(_guarded(implementation), func, args, kwargs or {}, known=func in TABLE)
         try:
             return implementation(func, args, kwargs or {})
         except _MENDED as e:
