@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played
+from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
@@ -30,13 +31,17 @@ ALIGN = 64
 """Elements: 512 bits of one byte each, the widest vector of any dtype."""
 
 
+_SCALAR = Layout(())
+
+
 @dataclass(frozen=True)
 class Item:
     """One leaf to place: its block's shape, its dtype and split axes, and which value it is.
 
     Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
     text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
-    taken for it.  ``whole`` is its global shape; leaves of two groups share no bucket.
+    taken for it.  ``whole`` is its global shape, ``tiled`` the one that its blocks tile, with padding;
+    leaves of two groups share no bucket.
     """
 
     path: str
@@ -47,6 +52,8 @@ class Item:
     place: str = ""
     whole: tuple[int, ...] = ()
     group: str = ""
+    layout: Layout = _SCALAR
+    tiled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,6 +278,11 @@ class Buckets(dict[str, Any]):
     def paths(self) -> tuple[str, ...]:
         """Leaf number -> the parameter's path, as ``Slot.leaves`` counts them."""
         return tuple(item.path for item in self.index.items)
+
+    @property
+    def paths_held(self) -> list[str]:
+        """The paths of what lies in these buckets, which may be some of all."""
+        return [self.index.items[i].path for i in sorted(self.index.where)]
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Those of these names, in the same memory."""

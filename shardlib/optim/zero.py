@@ -388,20 +388,22 @@ def _items(
         p.mesh.axis_size(cut)
         for axis in cut:
             if axis in p.sharding.axes:
-                whole = tuple(Dim() if axis in d.axes else d for d in p.dims)
+                other = tuple(Dim() if axis in d.axes else d for d in p.dims)
                 raise ShardError(
                     f"parameter {path!r} is split over {axis!r} already, which zero is to split",
                     op="zero",
                     operands={"x": typeof(p)},
                     mesh=p.mesh,
-                    fix=f"sl.reshard(x, {str(Layout(whole))!r})",
+                    fix=f"sl.reshard(x, {str(Layout(other))!r})",
                 )
         # an axis of one rank splits nothing, and must not make a bucket of its own
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
         shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
         place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
         value = values.setdefault(id(p.raw), i)
-        items.append(Item(path, shape, p.raw.dtype, axes, value, place, tuple(p.shape), word))
+        whole, tiled = tuple(p.shape), tuple(p.padded_shape)
+        layout = p.sharding.bare
+        items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
     if not leaves:
         raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
     return leaves[0].mesh, tuple(items)

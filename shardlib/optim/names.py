@@ -1,0 +1,212 @@
+"""State by name: optimizer state as global tensors that any other mesh, layout or stage can take.
+
+A bucket is cut where its mesh and its size in bytes say, so its parts mean nothing elsewhere.  Here
+each becomes what it is a part of: ``mu.h.0.attn.weight`` is the first moment of that parameter,
+shaped as the parameter.  The same names come from a state that is in no buckets at all.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import all_gather, pslice, unwrap, wrap
+from shardlib.errors import ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import bind
+from shardlib.optim.buckets import Buckets, Item, flatten
+from shardlib.optim.flat import slot_of
+from shardlib.placing import reshard, shard, unshard
+from shardlib.tensor import Place, ShardedTensor, typeof
+
+__all__ = ["load_state_dict", "state_dict"]
+
+
+def state_dict(state: Any) -> dict[str, Any]:
+    """The state as a flat mapping: name -> global tensor, or plain number.
+
+    ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it at
+    another world size, layout, stage or bucket size.  Tensors of buckets come split over the
+    buckets' axes as well, where a dimension divides: each rank holds about its part.
+    Moves each bucket once: (N-1)/N of its bytes, one at a time.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2, x=2):
+    ...     params = {"w": sl.shard(torch.ones(4, 6), "x .")}
+    ...     tx = sl.optim.zero(sl.optim.adamw(0.1), axis="data")
+    ...     kept = state_dict(tx.init(params))
+    >>> {name: x if isinstance(x, int) else sl.typeof(x) for name, x in kept.items()}
+    {'count': 0, 'mu.w': 'f32[4@x, 6@data]', 'nu.w': 'f32[4@x, 6@data]'}
+    """
+    out: dict[str, Any] = {}
+    for name, x in _nodes(state):
+        if isinstance(x, Buckets):
+            for path, value in _by_parameter(x):
+                out[f"{name}.{path}" if name else path] = value
+        elif x is not None:  # frozen
+            out[name] = x
+    return out
+
+
+def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
+    """``state`` with the values that ``state_dict`` gave, wherever they lay.
+
+    ``state``  as ``tx.init(params)`` makes it, on the mesh and in the layouts of now.
+    ``kept``   global tensors, plain or of any mesh and layout, and numbers.
+    Raises: ShardError where a name is missing or too many, or a size or dtype differs: then it is
+            the state of another model, or of another transform.
+
+    >>> import shardlib as sl
+    >>> tx, params = sl.optim.sgd(0.1, 0.9), {"w": torch.ones(4)}
+    >>> _, state = tx.update(params, tx.init(params), params)
+    >>> with sl.simulate(data=2):
+    ...     zero = sl.optim.zero(tx, axis="data")
+    ...     empty = zero.init({"w": sl.shard(torch.ones(4), ".")})
+    ...     again = load_state_dict(empty, state_dict(state))
+    >>> again.count, sl.unshard(state_dict(again)["trace.w"])
+    (1, tensor([1., 1., 1., 1.]))
+    """
+    nodes = _nodes(state)
+    wanted = {
+        f"{name}.{path}" if name and path else name or path
+        for name, x in nodes
+        for path in (x.paths_held if isinstance(x, Buckets) else [""])
+        if x is not None
+    }
+    missing, unknown = sorted(wanted - set(kept)), sorted(set(kept) - wanted)
+    if missing or unknown:
+        told = [
+            f"{what} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            for what, names in (("lacks", missing), ("has", unknown))
+            if names
+        ]
+        raise ShardError(
+            f"this is the state of another model or transform: it {' and '.join(told)}",
+            op="load_state_dict",
+            fix="state = tx.init(params)",
+        )
+    leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
+    with torch.no_grad():
+        new = [
+            _filled(x, name, kept) if isinstance(x, Buckets) else _like(x, name, kept.get(name))
+            for x, (name, _) in zip(leaves, nodes, strict=True)
+        ]
+    return optree.tree_unflatten(tree, new)
+
+
+def _is_buckets(x: Any) -> bool:
+    return isinstance(x, Buckets)
+
+
+def _nodes(state: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of a state; buckets are leaves here."""
+    paths, leaves, _ = optree.tree_flatten_with_accessor(
+        state, is_leaf=_is_buckets, none_is_leaf=True
+    )
+    names = [".".join(str(getattr(e, "field", e.entry)) for e in path) for path in paths]
+    return list(zip(names, leaves, strict=True))
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
+    out = []
+    for bucket in x.index.buckets:
+        with torch.no_grad(), bind(x.mesh):
+            flat = unwrap(all_gather(wrap(x[bucket.name].raw, x.mesh), x.axes, 0))
+            for slot in bucket.slots:
+                value = None
+                for i in slot.leaves:
+                    item = x.index.items[i]
+                    if value is None:
+                        value = _cut(slot_of(flat, slot.offset, slot.shape), item, x)
+                    out.append((item.path, value))
+    order = {path: i for i, path in enumerate(x.paths)}
+    return sorted(out, key=lambda pair: order[pair[0]])
+
+
+def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
+    """A block as a value, split over the buckets' axes too where a whole dimension divides."""
+    ways, dims = x.index.ways, list(item.layout.dims)
+    for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
+        plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
+        if (
+            ways > 1
+            and plain
+            and not item.layout.skew
+            and item.shape[d]
+            and not item.shape[d] % ways
+        ):
+            block = unwrap(pslice(wrap(block, x.mesh), x.axes, d))
+            dims[d] = Dim((*dim.axes, *x.axes))
+            break
+    layout = Layout(tuple(dims), (), item.layout.skew)
+    true = None if item.whole == item.tiled else torch.Size(item.whole)
+    place = Place(layout, torch.Size(item.tiled), x.mesh, true)
+    return ShardedTensor(block.clone(), place)
+
+
+def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
+    """Buckets like ``x`` with the values of these names."""
+    out = {}
+    for bucket in x.index.buckets:
+        old = x[bucket.name]
+        blocks: dict[int, Tensor] = {}
+        for slot in bucket.slots:
+            for n, i in enumerate(slot.leaves):
+                item = x.index.items[i]
+                key = f"{name}.{item.path}" if name else item.path
+                _check(key, kept[key], item.whole, old.raw.dtype)
+                value = _placed(kept[key], item.layout, x.mesh)
+                blocks[i] = value.local if n == 0 else value.local * 0
+        with bind(x.mesh):
+            flat = flatten(blocks, bucket)  # type: ignore[arg-type]
+            out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)).clone())
+    return x.like(out)
+
+
+def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:
+    if isinstance(value, ShardedTensor) and value.mesh is mesh and not value.is_padded:
+        try:
+            return reshard(value, layout)  # type: ignore[return-value]
+        except ShardError:
+            pass  # it does not divide there: it is padded below
+    whole = unshard(value) if isinstance(value, ShardedTensor) else value
+    return shard(whole, layout, mesh, pad=True)  # type: ignore[return-value]
+
+
+def _like(x: Any, name: str, value: Any) -> Any:
+    """A leaf that is in no bucket."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        if isinstance(value, Tensor) or (isinstance(x, int | float) and not _is_number(value)):
+            raise _other(name, repr(x), value)
+        return value
+    _check(name, value, tuple(x.shape), x.dtype)
+    if isinstance(x, ShardedTensor):
+        new = _placed(value, x.sharding, x.mesh)
+        return x.becomes(new.raw.clone())
+    return (unshard(value) if isinstance(value, ShardedTensor) else value).clone()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _check(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+        raise _other(name, f"{dtype} {list(shape)}", value)
+
+
+def _other(name: str, wanted: str, value: Any) -> ShardError:
+    kind = typeof(value) if isinstance(value, Tensor) else repr(value)
+    return ShardError(
+        f"{name!r} is of another kind in this state than in the one that was kept",
+        op="load_state_dict",
+        operands={"wanted": wanted, "kept": kind},
+        fix="state = tx.init(params)",
+    )
