@@ -32,6 +32,7 @@ from shardlib.collectives import (
     all_to_all,
     axis_index,
     axis_size,
+    check,
     expect_comm,
     pmax,
     pmean,
@@ -97,8 +98,8 @@ __all__ = [
     "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
     "init", "as_module", "save", "load", "latest",
     # choosing and seeing
-    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "choose", "probe",
-    "visualize",
+    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check", "choose",
+    "probe", "visualize",
     # errors, and the modules
     "ShardError", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
     "random", "recipes", "seeing", "testing",

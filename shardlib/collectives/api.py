@@ -304,6 +304,8 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 def _note(
     traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
 ) -> None:
+    for t in traces:
+        t.before(op.name, raw, mesh, axes, params)
     if op.moved is not None:
         n, p = _bytes(raw), mesh.axis_size(axes)
         # narrower than what is summed

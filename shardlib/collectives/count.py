@@ -46,6 +46,9 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
 
+    def before(self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple) -> None:
+        """Hear of a transfer that is about to begin."""
+
     @property
     def bytes(self) -> int | Fraction:
         return _whole(sum((e.bytes for e in self.events), Fraction(0)))

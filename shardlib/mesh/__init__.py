@@ -1,6 +1,6 @@
 """Named meshes of ranks, what is ambient, and starting processes."""
 
-from shardlib.mesh.failures import RECENT, current_job, lost, number
+from shardlib.mesh.failures import RECENT, Job, current_job, lost, number, spelled
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import (
     Link,
@@ -19,7 +19,7 @@ from shardlib.mesh.mesh import (
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 
 __all__ = [
-    "RECENT", "Entered", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
+    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
     "current_job", "current_mesh", "enter", "launch", "leave", "lost", "make_mesh", "number",
-    "rank_along", "record", "scope", "simulate", "unknown_axis", "use_mesh", "within",
+    "rank_along", "record", "scope", "simulate", "spelled", "unknown_axis", "use_mesh", "within",
 ]  # fmt: skip

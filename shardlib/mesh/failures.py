@@ -119,6 +119,9 @@ class Job:
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
+        # of check mode: transfers of each group, and what was called last on sharded tensors
+        self.turns: dict[str, int] = {}
+        self.calls: deque[tuple[int, str, str]] = deque(maxlen=KEPT)
         self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each group of axes; likewise
         self.failed = self.wrote = False
         self._known: dict[int, _Process] = {}
@@ -140,7 +143,27 @@ class Job:
 
     def report(self, what: str) -> str:
         """Say that this rank is the first cause; whose word came first is returned."""
-        return self._first(f"rank {self.rank} {what}")
+        return self.report_cause(f"rank {self.rank} {what}")
+
+    def report_cause(self, cause: str) -> str:
+        """Say a first cause; the one that was said first holds, and is returned."""
+        self._set(f"calls/{self.rank}", list(self.calls))
+        self.failed = True
+        try:
+            held = self.store.compare_set("first", "", cause).decode()
+            self.store.set("roll", "called")
+        except RuntimeError:
+            return f"{cause}; the store of the job is gone with rank 0"
+        self.write()
+        return held
+
+    def call_roll(self) -> None:
+        """Have every rank say where it stands, and what it called last."""
+        self._set("roll", "called")
+
+    def said(self, key: str) -> Any:
+        """What a rank said; None if it has not."""
+        return self._get(key)
 
     def raised(self, error: BaseException) -> None:
         """Say what ended this rank, but for what follows from another's end."""
@@ -175,7 +198,7 @@ class Job:
                 break
             time.sleep(0.05)
         if not first:
-            first = self._first(self._drawn(error, ranks))
+            first = self.report_cause(self._drawn(error, ranks))
         self.write()
         return RankFailed(
             first,
@@ -183,17 +206,6 @@ class Job:
             operands=self._standing(doing),
             fix=f"python -m shardlib desync {self.folder}",
         )
-
-    def _first(self, cause: str) -> str:
-        """Say a first cause; the one that was said first holds, and is returned."""
-        self.failed = True
-        try:
-            held = self.store.compare_set("first", "", cause).decode()
-            self.store.set("roll", "called")
-        except RuntimeError:
-            return f"{cause}; the store of the job is gone with rank 0"
-        self.write()
-        return held
 
     def _drawn(self, error: BaseException, ranks: Sequence[int]) -> str:
         """The first cause, from what the ranks answered.
@@ -270,6 +282,7 @@ class Job:
                 return
 
     def _answer(self) -> None:
+        self._set(f"calls/{self.rank}", list(self.calls))
         if self._has(f"at/{self.rank}"):
             return
         frame = sys._current_frames().get(self._main.ident or 0)

@@ -1,0 +1,231 @@
+"""Check mode: before each transfer, the ranks of its axis compare what they are about to do.
+
+A fingerprint says the operation, its axes, shape, dtype and arguments, the line of the user's code,
+and a digest of all that was called on sharded tensors before it, with the layouts, the Python
+numbers and the plain tensors that were given.  Who comes first to a transfer leaves the fingerprint
+in the job's store, and whoever finds another there raises, before anything moves: one round to the
+store for each transfer, and no wait.  What the ranks claim to hold alike goes into the digest.
+
+Under simulate one process runs all ranks, which cannot differ so; what varies along which axis is
+followed there always (varying.py).
+"""
+
+import os
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import backward_now
+from shardlib.collectives.backends import dist
+from shardlib.collectives.backends.backend import Axes
+from shardlib.collectives.count import Trace
+from shardlib.errors import RankFailed, user_line
+from shardlib.mesh import RECENT, Entered, Job, Mesh, current_job, enter, scope, spelled
+
+__all__ = ["check", "checking", "digest"]
+
+
+class Mode(Trace):
+    """What one ``with sl.check():`` has seen; told of each transfer, and of each call."""
+
+    def __init__(self) -> None:
+        super().__init__(deque(maxlen=0))  # type: ignore[arg-type]  # it counts nothing
+        self.calls = 0
+        self.seen = RECENT[-1][0] if RECENT else 0
+        self.crc = 0
+        self.claims: dict[tuple[str, ...], int] = {}  # axes along which values are alike -> digest
+        self.texts: dict[Any, str] = {}
+
+    # -------------------------------------------------------- calls
+
+    def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note a function called on sharded tensors, and run it."""
+        text = [getattr(func, "__name__", str(func))]
+        real = False
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            for part in x if type(x) in (list, tuple) else (x,):
+                place = getattr(part, "place", None)
+                if place is not None:
+                    real = real or place.mesh.device_mesh is not None
+                    text.append(self._placed(part.raw.dtype, place))
+                elif isinstance(part, Tensor):
+                    text.append(f"{part.dtype}{list(part.shape)}{digest(part)}")
+                else:
+                    text.append(_number(part))
+        if real:
+            self.note(f"{text[0]}({', '.join(text[1:])})")
+        return implementation(func, args, kwargs)
+
+    def chose(self, match: Any, product: bool = False) -> None:
+        """Follow what an operator chose: it follows from the layouts."""
+
+    def note(self, text: str) -> None:
+        """What every rank must have done alike before its next transfer."""
+        self.calls += 1
+        self.crc = zlib.crc32(text.encode(), self.crc)
+        if (job := current_job()) is not None:
+            job.calls.append((self.calls, text, _line()))
+
+    def claim(self, mesh: Mesh, copied: Sequence[str], what: str, value: Tensor) -> None:
+        """A value that every rank along these axes holds alike."""
+        if mesh.device_mesh is None or not copied:
+            return
+        text = f"{what} {value.dtype}{list(value.shape)} {digest(value)}"
+        if len(copied) == len(mesh.names):
+            self.note(text)
+        key = tuple(copied)
+        self.claims[key] = zlib.crc32(text.encode(), self.claims.get(key, 0))
+
+    def _placed(self, dtype: torch.dtype, place: Any) -> str:
+        key = dtype, place.layout, place.shape
+        found = self.texts.get(key)
+        if found is None:
+            name = str(dtype).removeprefix("torch.")
+            found = self.texts[key] = f"{name}{list(place.shape)} {place.layout}"
+        return found
+
+    # -------------------------------------------------------- transfers
+
+    def before(self, name: str, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> None:
+        """Compare this transfer with that of whoever came first.  Raises: RankFailed."""
+        job = current_job()
+        now = RECENT[-1] if RECENT else (0,)
+        unseen, self.seen = max(0, now[0] - self.seen - 1), now[0]
+        if job is None or mesh.device_mesh is None or name in _STAYING:
+            return
+        g = dist.group(mesh, axes)
+        line = _line()
+        RECENT[-1] = (*now[:5], line)
+        alike = [crc for copied, crc in sorted(self.claims.items()) if set(axes) <= set(copied)]
+        doing = spelled((0, name, axes, raw.shape, raw.dtype)).removesuffix(", operation 0")
+        given = "".join(f", {p!r}" for p in params if not isinstance(p, torch.dtype))
+        aside = f", with {unseen} unchecked before it" if unseen else ""
+        thread = _thread()
+        mine = f"{doing}{given}{thread}{aside}, at {line or 'no line of the user'}"
+        state = f"{self.crc:08x} {zlib.crc32(repr(alike).encode()):08x}"
+        group = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
+        n = job.turns[group] = job.turns.get(group, 0) + 1
+        said = job.store.compare_set(f"check/{group}/{n}", "", f"{job.rank}|{state}|{mine}")
+        if n > _KEEP and n % g.size == g.index:
+            job.store.delete_key(f"check/{group}/{n - _KEEP}")
+        first, their_state, theirs = said.decode().split("|", 2)
+        if (their_state, theirs) != (state, mine):
+            self._refuse(job, int(first), mine, theirs, their_state.split(" ") != state.split(" "))
+
+    def _refuse(self, job: Job, other: int, mine: str, theirs: str, before: bool) -> None:
+        cause = f"rank {job.rank} is at {mine}, and rank {other} at {theirs}"
+        if before:
+            cause = self._parted(job, other) or cause
+        if mine == theirs and "called" not in cause:
+            cause = (
+                f"values that the ranks claim to hold alike differ between rank {job.rank} and "
+                f"rank {other}, before {mine}"
+            )
+        first = job.report_cause(cause)
+        raise RankFailed(
+            first,
+            op="check",
+            operands={f"rank {job.rank}": mine, f"rank {other}": theirs},
+            fix=f"python -m shardlib desync {job.folder}",
+        )
+
+    def _parted(self, job: Job, other: int) -> str:
+        """The first call in which this rank and another differ."""
+        job.call_roll()
+        until = time.monotonic() + 3.0
+        while (theirs := job.said(f"calls/{other}")) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        ours = {n: (text, line) for n, text, line in job.calls}
+        for n, text, line in theirs or ():
+            if n in ours and ours[n] != (text, line):
+                return (
+                    f"rank {job.rank} called {ours[n][0]} at {ours[n][1]}, and rank {other} called "
+                    f"{text} at {line}"
+                )
+        return ""
+
+
+_STAYING = frozenset(["pslice", "place", "pvary"])
+_KEEP = 256
+
+
+def _thread() -> str:
+    """Where not the main thread: its name; autograd's threads are all one."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or backward_now() != -1:
+        return ""
+    return f", from thread {thread.name!r}"
+
+
+def _number(x: Any) -> str:
+    return repr(x) if isinstance(x, int | float | complex | str | None) else type(x).__name__
+
+
+def digest(x: Tensor) -> str:
+    """A number that tells a tensor's values from others, of 1024 of them at most.
+
+    Equal values give it alike; what differs by rounding alone gives it alike but rarely.
+    """
+    if x.is_meta or not x.numel() or x.is_sparse or x.is_quantized:
+        return ""
+    flat = x.detach().reshape(-1)
+    flat = flat[:: max(1, flat.numel() // 1024)]
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = flat.to(torch.float64)
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return f"{float((flat * weights.remainder(97.0)).sum()):.6g} {float(flat.sum()):.6g}"
+
+
+_INSIDE: dict[str, bool] = {}
+"""Whether a file is the library's or torch's; asked of every frame."""
+
+
+def _line() -> str:
+    """``user_line``, whose answer for a file is remembered."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        inside = _INSIDE.get(name)
+        if inside is None:
+            inside = _INSIDE[name] = not user_line(frame, only=True)
+        if not inside:
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class check(Entered):
+    """Compare, before each transfer, what the ranks of its axis are about to do.
+
+    The first difference (another operation, shape, dtype, layout, number, line; a value claimed to
+    be the same) makes the ranks raise RankFailed with both sides, before anything moves.
+    ``SHARDLIB_CHECK=1`` in the environment is the same for a whole program.  Outside, nothing is
+    compared and nothing is added.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2), sl.check():
+    ...     sl.unshard(sl.shard(torch.arange(4.0), "x") * 2)
+    tensor([0., 2., 4., 6.])
+    """
+
+    def __enter__(self) -> None:
+        mode = Mode()
+        enter(self, traces=(*scope().traces, mode), watcher=scope().watcher or mode)
+
+
+def checking() -> Mode | None:
+    """The check mode in force."""
+    traces = scope().traces
+    return next((t for t in traces if type(t) is Mode), None) if traces else None
+
+
+if os.environ.get("SHARDLIB_CHECK", "0") not in ("", "0"):
+    check().__enter__()
