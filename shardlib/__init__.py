@@ -26,7 +26,7 @@ from shardlib import (
 from shardlib import functions as functions  # what torch calls by name finds its stand-ins
 from shardlib import ops as ops  # every operator is registered
 from shardlib import recompute as recompute
-from shardlib.checkpoint import latest, load, save
+from shardlib.checkpoint import latest, load, load_hf, save, save_hf
 from shardlib.collectives import (
     all_gather,
     all_to_all,
@@ -96,7 +96,7 @@ __all__ = [
     "axis_index", "axis_size",
     # computing and training
     "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
-    "init", "as_module", "save", "load", "latest",
+    "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check", "choose",
     "probe", "visualize",

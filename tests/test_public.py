@@ -21,7 +21,7 @@ FACE = """
     Layout Row Col Layout2D Layout25D Layout3D Ring Replicated Partial LayoutLike
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
-    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load latest
+    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load latest save_hf load_hf
     algorithm saving implicit why explain trace expect_comm check choose probe visualize
     ShardError
 """.split()

@@ -222,7 +222,7 @@ def grid(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     dimensions are cut further where a strip, the tiles side by side, would be too long to copy.
 
     >>> grid((512, 512), 4), grid((1024, 4096, 4096), 2)
-    ((24, 8), (1024, 48, 24))
+    ((24, 24), (1024, 48, 48))
     """
     parts, inner = [1] * len(shape), math.prod(shape) * itemsize
     for d, n in enumerate(shape):

@@ -455,7 +455,8 @@ def fill(
     if turn is not None:
         shared = [shared[list(turn).index(d)] for d in range(len(turn))]
     rows = [
-        _groups(n, p, pairs) for n, p, pairs in zip(chunk.shape, chunk.parts, shared, strict=True)
+        _groups(n, p, pairs, chunk.crcs is not None)
+        for n, p, pairs in zip(chunk.shape, chunk.parts, shared, strict=True)
     ]
     for group in itertools.product(*rows):
         block = source[tuple(slice(c[0].start, c[-1].stop) for _, c, _ in group)]
@@ -508,7 +509,7 @@ Group = tuple[int, list[slice], list[Pair]]
 """Tiles side by side along one dimension: number of the first, their cuts, and what is wanted."""
 
 
-def _groups(n: int, parts: int, pairs: list[Pair]) -> list[Group]:
+def _groups(n: int, parts: int, pairs: list[Pair], checked: bool) -> list[Group]:
     """The tiles of a dimension that hold something wanted, as far as they are neighbours."""
     out: list[Group] = []
     for i, cut in enumerate(cuts(n, parts)):
@@ -518,7 +519,18 @@ def _groups(n: int, parts: int, pairs: list[Pair]) -> list[Group]:
             out[-1][1].append(cut)
         else:
             out.append((i, [cut], []))
-    return [(i, c, _inside(pairs, slice(c[0].start, c[-1].stop))) for i, c, _ in out]
+    groups = [(i, c, _inside(pairs, slice(c[0].start, c[-1].stop))) for i, c, _ in out]
+    if checked:
+        return groups
+    return [  # without what is not wanted: no checksum asks for it
+        (
+            i,
+            [slice(c[0].start + s.start, c[0].start + s.stop)],
+            [(slice(0, s.stop - s.start, s.step), t)],
+        )
+        for i, c, inside in groups
+        for s, t in inside
+    ]
 
 
 _TOGETHER = 16

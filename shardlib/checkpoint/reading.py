@@ -28,7 +28,7 @@ from shardlib.placing import padded_size
 from shardlib.tensor import Place as TensorPlace
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Target", "load", "read_into"]
+__all__ = ["Target", "check", "load", "read_into", "some"]
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 
@@ -345,13 +345,13 @@ def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
 def _differing(missing: list[str], extra: list[str]) -> str:
     words = []
     if missing:
-        words.append(f"it lacks {_some(missing)} (missing='keep' leaves them)")
+        words.append(f"it lacks {some(missing)} (missing='keep' leaves them)")
     if extra:
-        words.append(f"the tree has no place for {_some(extra)} (extra='skip' leaves them out)")
+        words.append(f"the tree has no place for {some(extra)} (extra='skip' leaves them out)")
     return "the checkpoint is of another tree: " + ", and ".join(words)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:6])) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 

@@ -7,7 +7,7 @@ what that code itself makes whole.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,47 @@ def init(
     return apply, params
 
 
+def restored(
+    module: nn.Module,
+    apply: Apply,
+    params: Mapping[str, ShardedTensor],
+    names: Sequence[str],
+    mesh: Mesh,
+) -> None:
+    """Give these parameters and buffers the values that the module's own code makes.
+
+    Of the others, which have theirs, that code writes to stand-ins.
+    Raises: UnknownParameter naming each that it does not write.
+    """
+    if not names:
+        return
+    apply.buffers |= {n: _blank(apply.buffers[n], mesh) for n in names if n in apply.buffers}
+    every = {**params, **apply.buffers}
+    tensors = {n: every[n] for n in names}
+    real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    aside = {n: torch.empty_like(x, device="meta") for n, x in real.items() if n not in tensors}
+    todo = _Unwritten(tensors, mesh)
+    with torch.no_grad(), _alike(mesh):
+        for run, owned in _code(module, apply.tied):
+            own = [n for n in owned if n in tensors]
+            if own:
+                _run(module, tensors, own, run, todo, mesh, aside)
+        for name in todo.names(tensors):
+            if not real[name].is_meta:
+                pad = tensors[name].is_padded
+                kept = shard(real[name].detach(), tensors[name].sharding, mesh, src=0, pad=pad)
+                tensors[name].raw.copy_(kept.raw)
+                todo.done(name)
+    if missing := todo.names(tensors):
+        raise UnknownParameter(
+            f"nothing gives a value to {', '.join(missing)}: no file, and no reset_parameters or "
+            "_init_weights writes there",
+            op="load_hf",
+            mesh=mesh,
+            fix=f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')",
+        )
+
+
 def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
     """A buffer of the meta device, here and without a value."""
     block = torch.zeros(tuple(b.padded_shape), dtype=b.dtype, device=mesh.device)
@@ -161,7 +202,7 @@ def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
 
 def _run(
     module: nn.Module, tensors: dict[str, ShardedTensor], names: list[str], code: Code, todo: "_Unwritten",
-    mesh: Mesh,
+    mesh: Mesh, aside: Mapping[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """One submodule's code.
     Where it needs a dimension whole that is split, another is split, or none.
@@ -170,7 +211,7 @@ def _run(
     most = max((len(tensors[n].shape) for n in names), default=0)
     for on in (None, *range(-1, -most - 1, -1), most):
         stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
-        state = {**tensors, **stand}
+        state = {**(aside or {}), **tensors, **stand}
         for n, t in stand.items():
             todo.stands(n, t)
         try:

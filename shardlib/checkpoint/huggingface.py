@@ -1,0 +1,632 @@
+"""Hugging Face directories: read into blocks without a whole tensor, written split by size.
+
+A directory of safetensors is a table of chunks, one whole tensor each and without checksums, so the
+reader is that of our own checkpoints.  A parameter that several tensors make (experts in one stack,
+a fused projection) has one chunk per tensor.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib._compat import is_dtensor
+from shardlib.border import from_dtensor
+from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.boxes import Box, Run, grid, size, whole
+from shardlib.checkpoint.files import (
+    Chunk,
+    Folder,
+    code_of,
+    dtype_of,
+    fill,
+    layout_of_file,
+    memory,
+    parsed,
+    write_all,
+)
+from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
+from shardlib.checkpoint.reading import Target, check, some
+from shardlib.checkpoint.tree import alone
+from shardlib.errors import BadArgument
+from shardlib.layouts import LayoutLike
+from shardlib.mesh import MeshLike, as_mesh
+from shardlib.modules.init import restored
+from shardlib.modules.parallelize import Apply, Rules, placed
+from shardlib.placing import unshard
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["load_hf", "save_hf"]
+
+Source = str | Sequence[str] | tuple[str, slice]
+Names = Mapping[str, Source] | Callable[[str], Source] | None
+Path = str | os.PathLike[str]
+
+_ONE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def load_hf(
+    directory: Path | Sequence[Path],
+    module: nn.Module,
+    rules: Rules,
+    *,
+    mesh: MeshLike | None = None,
+    axes: Mapping[str, str] | None = None,
+    inputs: Mapping[str, LayoutLike] | None = None,
+    pad: bool = False,
+    names: Names = None,
+    missing: str = "error",
+    extra: str = "error",
+    cast: bool = False,
+    timeout: float = 100.0,
+) -> tuple[Apply, dict[str, ShardedTensor]]:
+    """Make ``(apply, params)`` as ``parallelize`` does, with the values of a Hugging Face directory.
+
+    ``directory``  what ``save_pretrained`` wrote, in one file or several with their index, or a
+                   single ``.safetensors`` file.  Several, such as a model's and its adapter's, are
+                   read as one.
+    ``module``     best made on the meta device.  What no file has, as the tables of rotary
+                   positions, comes from the module's own code, or from a module that is real.
+    ``names``      a parameter's name -> the name in the files; a list of names, whose tensors make
+                   it along the first dimension; or (name, slice) of its rows.  A common prefix, peft's names
+                   and the conversions that transformers knows for a model are found by themselves.
+    ``missing``    "init": parameters that no file has are drawn by the module's own code.
+    ``extra``      "skip": tensors that the module has no place for are not read.
+    ``cast``       allow another dtype than the files have.
+    The rest is ``parallelize``'s.  Every rank calls; each reads the slices of its own blocks.
+    Raises: CheckpointError on every rank alike; RuleLint, UnevenSplit, ... as ``parallelize``.
+
+    >>> import tempfile, torch, shardlib as sl; from torch import nn
+    >>> from safetensors.torch import save_file
+    >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2):
+    ...     save_file({"weight": torch.eye(4), "bias": torch.ones(4)}, d + "/model.safetensors")
+    ...     with torch.device("meta"):
+    ...         model = nn.Linear(4, 4)
+    ...     apply, params = load_hf(d, model, [("weight", "x ."), ("bias", "x")])
+    >>> sl.typeof(params["weight"]), sl.unshard(apply(params, torch.zeros(1, 4)))
+    ('f32[4@x, 4]', tensor([[1., 1., 1., 1.]], grad_fn=<...>))
+    """
+    for word, value, other in (("missing", missing, "init"), ("extra", extra, "skip")):
+        if value not in ("error", other):
+            raise BadArgument(
+                f"{word}= is 'error' or {other!r}, not {value!r}",
+                op="load_hf",
+                fix=f"{word}={other!r}",
+            )
+    mesh = as_mesh(mesh)
+    apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
+    several = not isinstance(directory, str | os.PathLike)
+    places = [os.fspath(p) for p in directory] if several else [os.fspath(directory)]  # type: ignore[union-attr,arg-type]
+    group = Group("load_hf", timeout, mesh.device_mesh is None)
+    error, digest, lacking = None, "", []
+    read = 0
+    with contextlib.ExitStack() as stack:
+        try:
+            table: dict[str, tuple[Folder, Chunk]] = {}
+            for place in places:
+                folder, found = _tensors(place, group.progress)
+                stack.enter_context(folder)
+                if twice := sorted(set(found) & set(table)):
+                    raise ValueError(f"{twice[0]!r} is in two of the directories")
+                table |= {n: (folder, c) for n, c in found.items()}
+            about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, (_, c) in table.items()]
+            digest = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
+            plan, lacking = _plan(module, apply, params, table, names, missing, extra)
+            for name, chunks in plan.items():
+                x = params.get(name, apply.buffers.get(name))
+                assert x is not None, "only what the module has is planned"
+                check(name, x, x.shape, chunks[0][1].dtype, cast)
+                new = _filled(name, x, chunks, in_place=name in params)
+                if name not in params:
+                    apply.buffers[name] = new
+            read = sum({id(f): f.bytes_read for f, _ in table.values()}.values())
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
+            error = e
+    group.agree("reading", digest, error, _alike)
+    load_hf.bytes_read = read  # type: ignore[attr-defined]
+    blank = [n for n, b in apply.buffers.items() if b.raw.is_meta]
+    restored(module, apply, params, [*lacking, *blank], mesh)
+    return apply, params
+
+
+load_hf.bytes_read = 0  # type: ignore[attr-defined]
+
+
+def _alike(digests: list[str]) -> None:
+    odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+    if odd is not None:
+        raise ValueError(f"rank {odd} and rank 0 see different files")
+
+
+def _filled(
+    name: str, x: ShardedTensor, chunks: list[tuple[Folder, Chunk]], in_place: bool
+) -> ShardedTensor:
+    """The tensor with its values, in its own blocks or in new ones."""
+    target = Target.of(x)
+    raw = x.raw.detach() if in_place else target.empty()
+    if x.is_padded:
+        raw.zero_()
+    for box, block in target.blocks(raw):
+        count = sum(fill(block, box, chunk, folder) for folder, chunk in chunks)
+        if count != size(box):
+            raise ValueError(f"the files do not have all of {name!r}")
+    return x if in_place else x.becomes(raw)
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def _tensors(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
+    """Every tensor of a directory or a file, as one chunk.  Raises: ValueError, OSError."""
+    directory, only = path, ""
+    if not os.path.isdir(path):
+        directory, only = os.path.split(os.path.abspath(path))
+    folder = Folder(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), True, progress)
+    try:
+        there = os.listdir(directory)
+        index = None
+        if not only:
+            kinds = [_ONE, _ADAPTER, "diffusion_pytorch_model.safetensors"]
+            known = [n for k in kinds for n in (f"{k}.index.json", k) if n in there]
+            only = known[0] if known else ""
+        if not only:
+            raise ValueError(f"{path} holds no {_ONE}, no index of several and no {_ADAPTER}")
+        files = [only]
+        if only.endswith(".index.json"):
+            index = _index(folder, only)
+            files = sorted(set(index.values()))
+        found: dict[str, Chunk] = {}
+        for file in files:
+            table, _, begin = layout_of_file(folder.file(file), file)
+            for name, t in table.items():
+                if index is not None and index.get(name) != file:
+                    said = index.get(name)
+                    raise ValueError(f"{file} holds {name!r}, which the index puts in {said!r}")
+                found[name] = _whole(file, t, begin)
+        lost = sorted(set(index or {}) - set(found))
+        if lost:
+            raise ValueError(
+                f"{(index or {})[lost[0]]} lacks {lost[0]!r}, which the index puts there"
+            )
+        return folder, found
+    except BaseException:
+        folder.__exit__()
+        raise
+
+
+def _index(folder: Folder, name: str) -> dict[str, str]:
+    fd = folder.file(name)
+    said = parsed(os.pread(fd, min(os.fstat(fd).st_size, 1 << 28), 0), name)
+    index = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        raise ValueError(f"{name} has no weight_map of names to files")
+    return index
+
+
+def _whole(file: str, entry: Any, begin: int) -> Chunk:
+    """A whole tensor as a chunk."""
+    shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
+    dtype = dtype_of(entry["dtype"])
+    assert dtype is not None, "an unknown dtype was refused"
+    return Chunk(file, whole(shape), dtype, begin + a, b - a, (1,) * len(shape), None)
+
+
+# ---------------------------------------------------------------- which tensor is whose
+
+
+def _plan(
+    module: nn.Module,
+    apply: Apply,
+    params: Mapping[str, Tensor],
+    table: Mapping[str, tuple[Folder, Chunk]],
+    names: Names,
+    missing: str,
+    extra: str,
+) -> tuple[dict[str, list[tuple[Folder, Chunk]]], list[str]]:
+    """Ours -> the chunks that make it, and what no file has.  Raises: ValueError."""
+    aliases: dict[str, list[str]] = {n: [n] for n in params}
+    for alias, name in apply.tied.items():
+        aliases[name].append(alias)
+    ours = {**aliases, **{n: [n] for n in apply.buffers}}
+    wanted = {**params, **apply.buffers}
+    sources = _sources(module, ours, table, names)
+    plan = {n: _chunks(n, wanted[n], found, table) for n, found in sources.items()}
+    persistent = set(module.state_dict(keep_vars=True))
+    lacking = [n for n in ours if n not in plan and (n in params or n in persistent)]
+    buffers = [n for n in lacking if n in apply.buffers and not apply.buffers[n].raw.is_meta]
+    lacking = [n for n in lacking if n not in buffers]  # a real module has its own
+    if lacking and missing == "error":
+        raise ValueError(
+            f"no file has {some(lacking)} (missing='init' draws them); there are {some(sorted(table))}"
+        )
+    used = {t for found in sources.values() for t, _ in found}
+    spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
+    if spare and extra == "error":
+        raise ValueError(
+            f"the module has no place for {some(spare)} (extra='skip' leaves them out)"
+        )
+    return plan, [n for n in lacking if n in params]
+
+
+def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
+    """Whether a tensor may be there and is not needed: another name of one, a table of constants."""
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ends = [*apply.tied, *apply.buffers]
+    return any(
+        theirs == n or n.endswith(f".{theirs}") or theirs.endswith(f".{n}") for n in ends
+    ) or any(re.search(pattern, theirs) for pattern in ignored)
+
+
+Pieces = list[tuple[str, Any]]
+"""(their name, how it lies in ours): None the whole, an int a place in a stack, a slice its rows,
+("cat", dim) after the one before, ("stack", dim, index, dim of cat, which).
+"""
+
+
+def _sources(
+    module: nn.Module, ours: Mapping[str, list[str]], table: Mapping[str, Any], names: Names
+) -> dict[str, Pieces]:
+    """Ours -> the tensors that make it, where the files have them."""
+    out: dict[str, Pieces] = {}
+    given = names if callable(names) else (names or {}).get
+    for name in ours:
+        said = given(name) if names is not None else None
+        if said is not None:
+            out[name] = _said(name, said, table)
+    if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
+        raise ValueError(f"names= has {odd[0]!r}, which the module does not")
+    converted = _converted(module, table)
+    prefixes = _prefixes(ours, table)
+    for name, called in ours.items():
+        if name in out:
+            continue
+        if name in converted:
+            out[name] = converted[name]
+            continue
+        tries = (_bare(form, way) for way in prefixes for alias in called for form in _forms(alias))
+        found = next((t for t in tries if t in table), None)
+        if found is not None:
+            out[name] = [(found, None)]
+    return out
+
+
+def _said(name: str, said: Source, table: Mapping[str, Any]) -> Pieces:
+    if isinstance(said, str):
+        pieces: Pieces = [(said, None)]
+    elif len(said) == 2 and isinstance(said[1], slice):
+        pieces = [(said[0], said[1])]
+    else:
+        pieces = [(str(t), ("cat", 0)) for t in said]
+    if lost := [t for t, _ in pieces if t not in table]:
+        raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
+    return pieces
+
+
+def _forms(name: str) -> list[str]:
+    """A parameter's name, and what it is without an adapter around it."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return [name, re.sub(r"(\.(lora_\w+|modules_to_save))\.\w+(?=\.|$)", r"\1", name), plain]
+
+
+_PREFIXES = ("", "model.", "transformer.", "module.", "_orig_mod.", "base_model.model.")
+
+
+def _prefixes(ours: Mapping[str, Any], table: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(prefix of ours to drop, prefix of theirs to add), the ways that find most names first."""
+    ways = [("", ""), *(("", p) for p in _PREFIXES[1:]), *((p, "") for p in _PREFIXES[1:])]
+    return sorted(ways, key=lambda w: -sum(_bare(n, w) in table for n in ours))[:3]
+
+
+def _bare(name: str, way: tuple[str, str]) -> str:
+    return way[1] + name.removeprefix(way[0])
+
+
+def _converted(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Pieces]:
+    """What transformers knows of a model whose files have other names, or tensors in parts."""
+    if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
+        return {}
+    try:
+        known = importlib.import_module("transformers.conversion_mapping")
+        loading = importlib.import_module("transformers.core_model_loading")
+        mapping = known.get_model_conversion_mapping(module)
+    except (ImportError, AttributeError):  # transformers before 5 had one name for each tensor
+        return {}
+    renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
+    of = {p: c for c in converters for p in c.source_patterns}
+    state = module.state_dict(keep_vars=True)
+    out: dict[str, Pieces] = {}
+    parts: dict[str, dict[str, list[str]]] = {}
+    for theirs in sorted(table, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(
+            theirs, renamings, converters, module.base_model_prefix, state
+        )
+        if name not in state or theirs in state:
+            continue
+        if pattern is None:
+            out[name] = [(theirs, None)]
+        else:
+            parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
+    for name, by_pattern in parts.items():
+        converter = of[next(iter(by_pattern))]
+        ways = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+        patterns = [p for p in converter.source_patterns if p in by_pattern]
+        out[name] = _joined(name, ways, [by_pattern[p] for p in patterns])
+    return out
+
+
+def _joined(name: str, ways: list[Any], lists: list[list[str]]) -> Pieces:
+    """Tensors that transformers stacks and concatenates."""
+    kinds = [kind for kind, _ in ways]
+    if kinds == ["MergeModulelist"] and len(lists) == 1:
+        return [(t, ("stack", ways[0][1], i, 0, 0)) for i, t in enumerate(lists[0])]
+    if kinds == ["MergeModulelist", "Concatenate"]:
+        return [
+            (t, ("stack", ways[0][1], i, ways[1][1], k))
+            for k, some_of in enumerate(lists)
+            for i, t in enumerate(some_of)
+        ]
+    if kinds == ["Concatenate"]:
+        return [(t, ("cat", ways[0][1])) for some_of in lists for t in some_of]
+    raise ValueError(
+        f"{name!r} is made by {' and '.join(kinds)}, which is not done here: load the module with "
+        "from_pretrained, and parallelize that"
+    )
+
+
+def _chunks(
+    name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, Chunk]]
+) -> list[tuple[Folder, Chunk]]:
+    """Their tensors as boxes of ours.  Raises: ValueError where they do not make up its shape."""
+    out, filled, at = [], 0, 0
+    for theirs, how in pieces:
+        folder, chunk = table[theirs]
+        shape, start = list(chunk.shape), [0] * x.ndim
+        if isinstance(how, slice):
+            first, last, _ = how.indices(shape[0] if shape else 0)
+            start[0], inside = -first, [last - first, *shape[1:]]
+        else:
+            inside = shape
+        if isinstance(how, tuple) and how[0] == "cat":
+            start[how[1]], at = at, at + shape[how[1]]
+        elif isinstance(how, tuple):
+            _, dim, index, along, which = how
+            shape.insert(dim, 1)
+            start[dim] = index
+            start[along] += which * shape[along] if along != dim else 0
+            inside = shape
+        fits = len(shape) == x.ndim and all(
+            max(s, 0) + n <= m for s, n, m in zip(start, inside, x.shape, strict=False)
+        )
+        if not fits or len({chunk.dtype, *(c.dtype for _, c in out)}) > 1:
+            raise ValueError(_misfit(name, x, theirs, chunk))
+        filled += math.prod(inside)
+        box: Box = tuple((Run(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True))
+        out.append(
+            (folder, replace(chunk, box=box, parts=grid(tuple(shape), chunk.dtype.itemsize)))
+        )
+    if filled != x.numel():
+        raise ValueError(_misfit(name, x, *((pieces[0][0], table[pieces[0][0]][1]))))
+    return out
+
+
+def _misfit(name: str, x: Tensor, theirs: str, chunk: Chunk) -> str:
+    return f"{theirs!r} has shape {list(chunk.shape)} in the file, {name!r} {list(x.shape)} in the module"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save_hf(
+    directory: Path,
+    params: Mapping[str, Tensor],
+    module: Any = None,
+    *,
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    max_bytes: int = 5 << 30,
+    overwrite: bool = False,
+    timeout: float = 100.0,
+) -> None:
+    """Write whole tensors as ``from_pretrained`` reads them, split by size; every rank calls.
+
+    ``params``     name -> tensor, sharded or plain.
+    ``module``     a model of transformers, whose configuration is written too, or of peft: then the
+                   adapter alone is written, with its own.
+    ``names``      a parameter's name -> the name in the files.
+    ``max_bytes``  of one file; a larger tensor has a file to itself.  Files go to ranks in turn.
+    ``overwrite``  replace a directory that is there.
+    One whole tensor at a time is held by every rank.  The directory appears whole or not at all.
+    Raises: CheckpointError on every rank alike.
+
+    >>> import tempfile, shardlib as sl
+    >>> from safetensors.torch import load_file
+    >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2):
+    ...     save_hf(d + "/m", {"w": sl.shard(torch.arange(4), "x")})
+    ...     load_file(d + "/m/model.safetensors")
+    {'w': tensor([0, 1, 2, 3])}
+    """
+    tensors = {n: from_dtensor(x) if is_dtensor(x) else x for n, x in params.items()}
+    group = Group("save_hf", timeout, alone(list(tensors.values())))
+    target, error = os.path.abspath(os.fspath(directory)), None
+    work: Work | None = None
+    hold, files, digest = -1, [], ""
+    try:
+        tensors = _called(tensors, module, names)
+        files = _split(tensors, max_bytes)
+        said = [(n, tuple(x.shape), str(x.dtype)) for held in files for n, x in held]
+        digest = hashlib.sha256(repr((target, said)).encode()).hexdigest()
+    except (ValueError, TypeError) as e:
+        error = e
+
+    def begin(digests: list[str]) -> str:
+        nonlocal hold
+        odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+        if odd is not None:
+            raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
+        parent, base = os.path.split(target)
+        os.makedirs(parent, exist_ok=True)
+        clean(parent, re.escape(base))
+        if os.path.lexists(target) and not overwrite:
+            raise FileExistsError(f"{target} exists; overwrite=True replaces it")
+        name, hold = Work.make(target)
+        return name
+
+    name = group.agree("the tree", digest, error, begin)
+    titles = _titles(len(files), _ADAPTER if hasattr(module, "peft_config") else _ONE)
+    try:
+        try:
+            work = Work(target, name)
+        except OSError as e:
+            error = e
+        group.agree("opening", None, error)  # from here on all take part in what is gathered
+        assert work is not None, "its error was raised"
+        for i, held in enumerate(files):
+            mine = i % group.world == group.rank and error is None
+            error = _stream(work.fd, titles[i], held, mine, group.progress) or error
+
+        def commit(_: Any) -> None:
+            assert work is not None, "checked above"
+            _describe(work, module, files, titles)
+            write_manifest(work.fd, {"format": FORMAT + " of Hugging Face", "id": work.id})
+            os.unlink("lock", dir_fd=work.fd)
+            work.commit(overwrite)
+
+        group.agree("writing", None, error, commit)
+    except BaseException:
+        if work is None or not work.committed():
+            raise
+    finally:
+        if hold >= 0:
+            os.close(hold)
+        if work is not None:
+            work.close()
+
+
+def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
+    """What is written, under the names of the files."""
+    if hasattr(module, "peft_config"):
+        adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
+        tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
+    to = names if callable(names) else lambda n: (names or {}).get(n, n)
+    out = {to(n): x for n, x in tensors.items()}
+    if len(out) < len(tensors):
+        raise ValueError("names= calls two tensors by one name")
+    for n, x in out.items():
+        code = code_of(x.dtype)
+        if n == "__metadata__" or code is None or " " in code:
+            raise ValueError(f"{n!r} of {x.dtype} cannot stand in a safetensors file")
+    return out
+
+
+def _split(tensors: Mapping[str, Tensor], most: int) -> list[list[tuple[str, Tensor]]]:
+    files: list[list[tuple[str, Tensor]]] = [[]]
+    at = 0
+    for n, x in sorted(tensors.items()):
+        nbytes = x.numel() * x.dtype.itemsize
+        if files[-1] and at + nbytes > most:
+            files.append([])
+            at = 0
+        files[-1].append((n, x))
+        at += nbytes
+    return files
+
+
+def _titles(count: int, one: str) -> list[str]:
+    if count == 1:
+        return [one]
+    stem = one.removesuffix(".safetensors")
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _stream(
+    folder: int, title: str, held: Iterable[tuple[str, Tensor]], mine: bool, progress: Any
+) -> OSError | None:
+    """Gather one tensor after the other; one rank writes.  An error does not end the gathering,
+    in which all take part.
+    """
+    error, fd = None, -1
+    try:
+        if mine:
+            table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            at = 0
+            for n, x in held:
+                nbytes = x.numel() * x.dtype.itemsize
+                table[n] = {
+                    "dtype": code_of(x.dtype),
+                    "shape": list(x.shape),
+                    "data_offsets": [at, at + nbytes],
+                }
+                at += nbytes
+            text = json.dumps(table).encode()
+            text += b" " * (-len(text) % 8)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = os.open(title, flags, 0o666, dir_fd=folder)
+            write_all(fd, memoryview(len(text).to_bytes(8, "little") + text))
+    except OSError as e:
+        error = e
+    for _, x in held:
+        full = _gathered(x)
+        if mine and error is None:
+            try:
+                write_all(fd, memory(full.cpu().contiguous()))
+            except OSError as e:
+                error = e
+        del full
+        progress()
+    if fd >= 0:
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            error = error or e
+        os.close(fd)
+    return error
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """The whole tensor, whatever its dtype: bits are moved."""
+    with torch.no_grad():
+        x = x.detach()
+        if not isinstance(x, ShardedTensor):
+            return x.resolve_conj().resolve_neg()
+        if x.dtype.is_complex:
+            return unshard(x)
+        bits = x.becomes(x.raw.view(_BITS[x.dtype.itemsize]))
+        return unshard(bits).contiguous().view(x.dtype)
+
+
+def _describe(work: Work, module: Any, files: Any, titles: list[str]) -> None:
+    """The index and the configuration, beside the files."""
+    if len(files) > 1:
+        total = sum(x.numel() * x.dtype.itemsize for held in files for _, x in held)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {n: t for t, held in zip(titles, files, strict=True) for n, _ in held},
+        }
+        stem = re.sub(r"-\d{5}-of-\d{5}", "", titles[0])
+        fd = os.open(
+            f"{stem}.index.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=work.fd
+        )
+        try:
+            write_all(fd, memoryview(json.dumps(index, indent=1).encode()))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    if hasattr(module, "peft_config"):
+        for config in module.peft_config.values():
+            config.save_pretrained(work.path)
+        return
+    for config in (getattr(module, "config", None), getattr(module, "generation_config", None)):
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(work.path)

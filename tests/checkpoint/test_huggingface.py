@@ -1,0 +1,264 @@
+"""Models of transformers come from their files shard by shard, and go back; adapters too."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(tied: bool = True, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **changes
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=96)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
+    )
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def meta(model: Any) -> Any:
+    with torch.device("meta"):
+        return type(model)(model.config).eval()
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def logits(apply: Any, params: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return sl.unshard(apply(params, input_ids=IDS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: llama(False), gpt2], ids=["tied", "apart", "gpt2"])
+@pytest.mark.parametrize("recipe", ["megatron1d", "optimus2d"])
+def test_a_model_comes_from_its_files_and_goes_back(make: Any, recipe: str, tmp_path: Path) -> None:
+    dense = make()
+    dense.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+    mesh = {"x": 4} if recipe == "megatron1d" else {"x": 2, "y": 2}
+    with sl.simulate(**mesh):
+        model = meta(dense)
+        rules = getattr(sl.recipes, recipe)(model)
+        apply, params = sl.load_hf(tmp_path / "in", model, rules)
+        held = dict(dense.named_parameters())
+        assert params.keys() == held.keys()
+        for n, p in held.items():
+            assert torch.equal(sl.unshard(params[n]), p) and params[n].requires_grad
+        assert sl.load_hf.bytes_read <= 1.1 * sum(p.raw.nbytes for p in params.values())  # type: ignore[attr-defined]
+        with torch.no_grad():
+            want = dense(input_ids=IDS, use_cache=False).logits
+        torch.testing.assert_close(logits(apply, params), want, rtol=1e-4, atol=1e-5)
+        sl.save_hf(tmp_path / "out", params, dense, max_bytes=20_000)
+    again = type(dense).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not again[1]["missing_keys"] and not again[1]["unexpected_keys"]
+    for n, p in again[0].named_parameters():
+        assert torch.equal(p, held[n])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {
+        p.name for p in (tmp_path / "out").glob("*.safetensors")
+    }
+
+
+def test_experts_in_files_of_their_own_are_one_stack(tmp_path: Path) -> None:
+    dense = mixtral()
+    dense.save_pretrained(tmp_path / "in", max_shard_size="30KB")
+    names = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(".experts.3.w1.weight" in n for n in names), "the files have one tensor per expert"
+    with sl.simulate(x=2, y=2):
+        rules = [("*.experts.*", "x ..."), ("*_proj.weight", "y x"), ("*", "...")]
+        _, params = sl.load_hf(tmp_path / "in", meta(dense), rules)
+        for n, p in dense.named_parameters():
+            assert torch.equal(sl.unshard(params[n]), p), n
+        sl.save_hf(tmp_path / "out", params, dense)
+    again = type(dense).from_pretrained(tmp_path / "out")
+    for n, p in again.named_parameters():
+        assert torch.equal(p, dict(dense.named_parameters())[n])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_come_and_go(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = llama(False)
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    dense = peft.get_peft_model(base, config)
+    dense.save_pretrained(tmp_path / "adapter")
+    held = dict(dense.named_parameters())
+    with sl.simulate(x=2, y=2):
+        with torch.device("meta"):
+            blank = peft.get_peft_model(meta(llama(False)), config)
+        rules = [
+            ("*embed_tokens.weight", "x y"),
+            ("*layers.0.*base_layer.weight", "y x"),
+            ("*", "..."),
+        ]
+        _, params = sl.load_hf([tmp_path / "base", tmp_path / "adapter"], blank, rules)
+        assert params.keys() == held.keys()
+        assert all(torch.equal(sl.unshard(params[n]), p) for n, p in held.items())
+        sl.save_hf(tmp_path / "out", params, dense)
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {
+        "adapter_model.safetensors", "adapter_config.json",
+    }  # fmt: skip
+    one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("adapter", "out"))
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    again = peft.PeftModel.from_pretrained(llama(False), tmp_path / "out")
+    assert all(torch.equal(p, held[n]) for n, p in again.named_parameters())
+
+
+class Block(nn.Module):
+    """A fused projection, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if hasattr(self, "table"):
+            self.table.copy_(torch.arange(5.0))
+
+
+def block_files(path: Path) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    files = {n: torch.randn(8, 8, generator=g) for n in ("q", "k", "v")}
+    files |= {"bias": torch.randn(30, generator=g)}
+    files |= {f"norm.{n}": t + 1 for n, t in nn.BatchNorm1d(4).state_dict().items()}
+    path.mkdir()
+    save_file(files, path / "model.safetensors")
+    return files
+
+
+def test_names_fuse_and_cut_and_buffers_are_restored(tmp_path: Path) -> None:
+    files = block_files(tmp_path / "in")
+    names = {"qkv.weight": ["q", "k", "v"], "qkv.bias": ("bias", slice(3, 27))}
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            block = Block()
+        before = {n: t.clone() for n, t in block.state_dict().items()}
+        with sl.simulate(x=2, y=2):
+            rules = [("qkv.weight", "(3 x) y"), ("qkv.bias", "(3 x)"), ("*", "...")]
+            apply, params = sl.load_hf(tmp_path / "in", block, rules, names=names)
+            fused = torch.cat([files[n] for n in "qkv"])
+            assert torch.equal(sl.unshard(params["qkv.weight"]), fused)
+            assert torch.equal(sl.unshard(params["qkv.bias"]), files["bias"][3:27])
+            assert torch.equal(sl.unshard(apply.buffers["table"]), torch.arange(5.0))
+            mean = sl.unshard(apply.buffers["norm.running_mean"])
+            assert torch.equal(mean, files["norm.running_mean"])
+        for n, t in block.state_dict().items():
+            assert t.is_meta or torch.equal(t, before[n]), "the module is read, never changed"
+
+
+def test_what_is_missing_is_named_or_drawn(tmp_path: Path) -> None:
+    dense = llama(False)
+    dense.save_pretrained(tmp_path / "in")
+    held = load_file(tmp_path / "in" / "model.safetensors")
+    del held["lm_head.weight"]
+    save_file({**held, "spare": torch.ones(3)}, tmp_path / "in" / "model.safetensors")
+    with sl.simulate(x=2):
+        rules = [("*", "...")]
+        with pytest.raises(CheckpointError, match=r"no file has 'lm_head.weight'"):
+            sl.load_hf(tmp_path / "in", meta(dense), rules)
+        with pytest.raises(CheckpointError, match=r"no place for 'spare'"):
+            sl.load_hf(tmp_path / "in", meta(dense), rules, missing="init")
+        apply, params = sl.load_hf(
+            tmp_path / "in", meta(dense), rules, missing="init", extra="skip"
+        )
+        head = sl.unshard(params["lm_head.weight"])
+        assert 0.01 < head.std() < 0.03 and logits(apply, params).isfinite().all()
+        embed = sl.unshard(params["model.embed_tokens.weight"])
+        assert torch.equal(embed, dense.get_parameter("model.embed_tokens.weight"))
+
+
+def test_a_cast_is_asked_for_and_padding_is_zero(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(21.0).reshape(7, 3).bfloat16()}, tmp_path / "one.safetensors")
+    with torch.device("meta"):
+        module = nn.Linear(3, 7, bias=False)
+    with sl.simulate(x=4):
+        rules = [("weight", "x .")]
+        with pytest.raises(CheckpointError, match="BF16"):
+            sl.load_hf(tmp_path / "one.safetensors", module, rules, pad=True)
+        _, params = sl.load_hf(tmp_path / "one.safetensors", module, rules, pad=True, cast=True)
+        weight = params["weight"]
+        assert weight.dtype == torch.float32
+        assert torch.equal(sl.unshard(weight).detach(), torch.arange(21.0).reshape(7, 3))
+        assert weight.raw[-1, -1].count_nonzero() == 0
+
+
+def test_directories_that_do_not_hold_together_are_refused(tmp_path: Path) -> None:
+    dense = llama(False)
+    dense.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    name, file = next(iter(said["weight_map"].items()))
+
+    def refused(weight_map: Any, why: str) -> None:
+        index.write_text(json.dumps({**said, "weight_map": weight_map}))
+        with sl.simulate(x=2), pytest.raises(CheckpointError, match=why):
+            sl.load_hf(tmp_path / "in", meta(dense), [("*", "...")])
+
+    other = next(f for f in said["weight_map"].values() if f != file)
+    refused({**said["weight_map"], name: other}, "which the index puts")
+    refused({**said["weight_map"], "ghost": file}, "lacks 'ghost'")
+    refused({**said["weight_map"], name: "../secret.safetensors"}, "no file of this directory")
+    refused({**said["weight_map"], name: "/etc/passwd"}, "no file of this directory")
+    refused([1], "no weight_map")
+    with sl.simulate(x=2), pytest.raises(CheckpointError, match=r"holds no model\.safetensors"):
+        sl.load_hf(tmp_path, meta(dense), [("*", "...")])
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(4, 4), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with sl.simulate(x=2), pytest.raises(CheckpointError, match=r"'bias' has shape \[3\]"):
+        sl.load_hf(tmp_path, nn.Linear(4, 4), [("*", "...")])
+
+
+def both(path: str) -> list[Any]:
+    dense = llama()
+    model = meta(dense)
+    apply, params = sl.load_hf(path + "/in", model, sl.recipes.optimus2d(model))
+    same = all(torch.equal(sl.unshard(params[n]), p) for n, p in dense.named_parameters())
+    sl.save_hf(path + "/out", params, dense, max_bytes=20_000)
+    try:
+        sl.load_hf(path + ("/in" if sl.axis_index("x") else "/none"), model, [("*", "...")])
+        told = "ok"
+    except CheckpointError as e:
+        told = e.message
+    return [same, logits(apply, params).sum().item(), told]
+
+
+def test_four_processes_read_and_write_a_model(pool: Any, tmp_path: Path) -> None:
+    dense = llama()
+    dense.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    said = pool.run(both, str(tmp_path), x=2, y=2)
+    assert said == [said[0]] * 4 and said[0][0]
+    assert said[0][2].startswith("rank 0")
+    again = type(dense).from_pretrained(tmp_path / "out")
+    held = dict(dense.named_parameters())
+    assert all(torch.equal(p, held[n]) for n, p in again.named_parameters())
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
