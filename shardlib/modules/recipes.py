@@ -40,6 +40,7 @@ from torch import nn
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
+from shardlib.modules.atoms import leaves
 from shardlib.modules.dimensions import trace_dimensions
 from shardlib.modules.experts import stacks
 from shardlib.modules.parallelize import Suggested
@@ -50,6 +51,7 @@ __all__ = [
     "cube3d",
     "ddp",
     "fsdp",
+    "matrices",
     "megatron1d",
     "optimus2d",
     "ring",
@@ -525,6 +527,27 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
         (n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))
     ]
     return {n: _role(n, m, tokens, widest) for n, m in holding}
+
+
+def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
+    """Name the weights that multiply activations between two others: what Muon is for.
+
+    Embeddings, heads (what comes out is read by no other weight), norms and biases are not among
+    them.  ``inputs``  as a recipe's, for modules that need others than their signature tells.
+
+    >>> matrices(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)))
+    ['0.weight', '2.weight']
+    """
+    found = trace_dimensions(model, inputs)
+    by_name = dict(model.named_parameters())
+    products = [r for r in found.reads if r.kind == "product" and r.inputs and r.outputs]
+    read = {id(a) for r in products for d in r.inputs for a in leaves(found.params[r.name][d])}
+    apart = {r.name for r in found.reads if r.kind == "lookup"}
+    for r in products:
+        if not any(id(a) in read for d in r.outputs for a in leaves(found.params[r.name][d])):
+            apart.add(r.name)
+    names = dict.fromkeys(r.name for r in products)
+    return [n for n in names if n not in apart and by_name[n].ndim > 1]
 
 
 def widening(model: nn.Module) -> set[str]:

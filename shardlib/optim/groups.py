@@ -7,8 +7,9 @@ import optree
 import torch
 
 from shardlib.errors import ShardError
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.select import Labels, Mask, flags, labels, merged, only
-from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.transform import TRAITS, Step, Transform, run_in_place
 from shardlib.optim.trees import EmptyState, each, settled, trainable
 
 __all__ = ["masked", "partition", "set_to_zero"]
@@ -44,7 +45,7 @@ def masked(tx: Transform, mask: Mask) -> Transform:
     def groups(params: Any) -> list[str]:
         return ["on" if on else "off" for on in meant(params).values()]
 
-    return Transform(init, update, "tree", groups=groups)
+    return Transform(init, update, tx.trait, groups=groups)
 
 
 class PartitionState(NamedTuple):
@@ -96,7 +97,7 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     def init(params: Any) -> PartitionState:
         found = split(params)
         unused = set(transforms) - set(found.values())
-        if unused:
+        if unused and not isinstance(params, Buckets):  # which lack what is frozen
             raise ShardError(
                 f"no parameter is labelled {', '.join(map(repr, sorted(unused)))}",
                 op="partition",
@@ -134,7 +135,8 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
             for i, label in enumerate(found.values())
         ]
 
-    return Transform(init, update, "tree", donate, groups=words)
+    trait = max((t.trait for t in transforms.values()), key=TRAITS.index, default="elementwise")
+    return Transform(init, update, trait, donate, groups=words)
 
 
 def set_to_zero() -> Transform:

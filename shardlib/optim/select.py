@@ -18,7 +18,7 @@ from shardlib.modules.parallelize import Pattern, matches
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.trees import each
 
-__all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named", "only"]
+__all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named", "one_each", "only"]
 
 Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
 """Globs or regexes of the paths that are meant; or a tree of bools; or a function of the tree."""
@@ -37,12 +37,8 @@ def named(tree: Any) -> dict[str, Any]:
     ['a.b', 'a.c', 'd.0']
     """
     if isinstance(tree, Buckets):
-        return {
-            path: torch.empty(slot.shape, device="meta")
-            for bucket in tree.index
-            for slot in bucket.slots
-            for path in (tree.paths[i] for i in slot.leaves)
-        }
+        items = [tree.index.items[i] for b in tree.index for s in b.slots for i in s.leaves]
+        return {item.path: torch.empty(item.whole, device="meta") for item in items}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     names = [".".join(map(str, path)) for path in paths]
     if len(set(names)) < len(names):
@@ -53,6 +49,15 @@ def named(tree: Any) -> dict[str, Any]:
             fix="params = dict(module.named_parameters())",
         )
     return dict(zip(names, leaves, strict=True))
+
+
+def one_each(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of each tensor, of tied ones in ``Buckets`` once: the order of ``totals``."""
+    if not isinstance(tree, Buckets):
+        return list(named(tree).items())
+    known = named(tree)
+    paths = [tree.index.items[s.leaves[0]].path for b in tree.index for s in b.slots]
+    return [(path, known[path]) for path in paths]
 
 
 def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
@@ -135,7 +140,7 @@ def _of_buckets(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
     """Bucket name -> the value of its parameters."""
     out = {}
     for bucket in tree.index:
-        found = {values[tree.paths[i]] for slot in bucket.slots for i in slot.leaves}
+        found = {values[tree.index.items[i].path] for slot in bucket.slots for i in slot.leaves}
         assert len(found) == 1, "Transform.groups keeps parameters of two values apart"
         out[bucket.name] = found.pop()
     return out

@@ -81,7 +81,7 @@ def _alike(params: Any, grads: Any) -> None:
         same = isinstance(g, Tensor) and p.shape == g.shape
         if isinstance(p, ShardedTensor):
             same = same and isinstance(g, ShardedTensor) and g.mesh is p.mesh
-            same = same and g.sharding == p.sharding.bare
+            same = same and g.sharding.bare == p.sharding.bare  # a pending sum is for tx to refuse
         if not same:
             raise ShardError(
                 "a gradient lies otherwise than its parameter",

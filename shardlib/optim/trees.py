@@ -73,8 +73,11 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update")
 def trainable(params: Any) -> Any:
     """The tree with None for each frozen leaf: one that requires no grad where another does."""
     leaves, tree = optree.tree_flatten(params)
+    held = frozen(leaves)
+    if not any(held):
+        return params
     return optree.tree_unflatten(
-        tree, [None if f else x for x, f in zip(leaves, frozen(leaves), strict=True)]
+        tree, [None if f else x for x, f in zip(leaves, held, strict=True)]
     )
 
 

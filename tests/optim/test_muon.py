@@ -1,0 +1,349 @@
+"""Muon: torch's own, and the same values whatever the layout and wherever matrices are computed."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.optim.muon import _case_of
+from tests.ops.cases import close, r
+from tests.optim.test_clip import pend
+
+o = sl.optim
+PARAMS = {
+    "q": r(8, 12),
+    "k": r(4, 12, seed=1),
+    "o": r(12, 8, seed=2),
+    "up": r(24, 12, seed=3),
+    "e": r(4, 8, 12, seed=4),
+}
+
+
+def gradients(params: Any, i: int) -> Any:
+    return {
+        k: (p * 0.3 + (i % 3 - 1) + r(*p.shape, seed=i)) * (1 + i) for k, p in fixed(params).items()
+    }
+
+
+def fixed(params: Any) -> Any:
+    """Gradients that do not hang on the layout."""
+    return {k: PARAMS[k] for k in params}
+
+
+def written_down(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The iteration as torch.optim.Muon has it, in the dtype given."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        s = x @ x.T
+        x = a * x + (b * s + c * s @ s) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+def paper(
+    params: Any, count: int, lr: float = 0.05, momentum: float = 0.9, decay: float = 0.1
+) -> Any:
+    """Stacks of matrices one by one."""
+    x, buf = (
+        {k: p.clone() for k, p in params.items()},
+        {k: torch.zeros_like(p) for k, p in params.items()},
+    )
+    for i in range(count):
+        g = gradients(x, i)
+        for k in x:
+            buf[k] = buf[k].lerp(g[k], 1 - momentum)
+            way = g[k].lerp(buf[k], momentum)
+            mats = way.reshape(-1, *way.shape[-2:])
+            done = torch.stack([written_down(m) for m in mats]).reshape(way.shape)
+            m, n = way.shape[-2:]
+            x[k] = x[k] * (1 - lr * decay) - lr * math.sqrt(max(1, m / n)) * done
+    return x
+
+
+def run(tx: Any, params: Any, count: int, how: Any = lambda g: g) -> Any:
+    state = tx.init(params)
+    for i in range(count):
+        grads = gradients(params, i)
+        lie = {
+            k: sl.shard(g, params[k].sharding, pad=params[k].is_padded)
+            if isinstance(params[k], sl.ShardedTensor)
+            else g
+            for k, g in grads.items()
+        }
+        updates, state = tx.update(how(lie), state, params)
+        params = o.apply_updates(params, updates)
+    return params
+
+
+TX = o.muon(0.05, 0.9, weight_decay=0.1)
+
+
+def test_muon_is_torchs() -> None:
+    """In bfloat16, as torch computes it; and in fp64 the same lines written down."""
+    theirs = {k: p.float().clone().requires_grad_() for k, p in PARAMS.items() if p.ndim == 2}
+    ours = {k: p.detach().clone() for k, p in theirs.items()}
+    for how, adjust in (({}, "original"), ({"adjust_lr_fn": "match_rms_adamw"}, "match_rms_adamw")):
+        optimizer = torch.optim.Muon(list(theirs.values()), 0.05, 0.1, 0.9, **how)
+        tx = o.muon(0.05, 0.9, weight_decay=0.1, adjust=adjust, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        state = tx.init(ours)
+        for i in range(4):
+            g = {k: v.float() for k, v in gradients(ours, i).items()}
+            for k, p in theirs.items():
+                p.grad = g[k].clone()
+            optimizer.step()
+            updates, state = tx.update(g, state, ours)
+            ours = o.apply_updates(ours, updates)
+        for k in ours:
+            close(ours[k], theirs[k].detach(), 2e-3)
+    want = paper(PARAMS, 4)
+    for k, p in run(TX, PARAMS, 4).items():
+        close(p, want[k], 1e-12)
+
+
+LAYOUTS = {  # by mesh: parallelism -> layout of a matrix stored (out, in)
+    "1D": ({"x": 4}, {"q": "x .", "k": "x .", "o": ". x", "up": "x .", "e": "x . ."}),
+    "2D": ({"x": 2, "y": 2}, {"q": "y x", "k": "x y", "o": "y x", "up": "y x", "e": ". x y"}),
+    "2.5D": (
+        {"d": 2, "x": 2, "y": 2},
+        {"q": "y x", "k": "y x", "o": "y x", "up": "(3 y) x", "e": "d x y"},
+    ),
+    "3D": (
+        {"x": 2, "y": 2, "z": 2},
+        {"q": "z (x y)", "k": "y (z x)", "o": "(z x) y", "up": "y (z x)", "e": "z x y"},
+    ),
+    "data": ({"data": 3}, {"q": "...", "k": "...", "o": "...", "up": "...", "e": "..."}),
+}
+
+
+@pytest.mark.parametrize("way", ["", "gathered", "owners", "blocks"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_muon_is_one_devices_on_every_layout(name: str, way: str) -> None:
+    mesh, layouts = LAYOUTS[name]
+    given = {
+        k: p for k, p in PARAMS.items() if not (way == "blocks" and (p.ndim > 2 or name == "data"))
+    }
+    want = paper(given, 3)
+    with sl.simulate(**mesh):
+        params = {k: sl.shard(p, layouts[k]) for k, p in given.items()}
+        if way and given:
+            with sl.algorithm(muon=way):
+                got = run(TX, params, 3)
+        else:
+            got = run(TX, params, 3)
+        for k in given:
+            close(sl.unshard(got[k]), want[k], 1e-12)
+
+
+@pytest.mark.parametrize("way", ["", "gathered", "owners", "blocks"])
+def test_padded_matrices(way: str) -> None:
+    whole = {"a": r(7, 11), "b": r(13, 5, seed=1)}
+
+    def grads(i: int) -> Any:
+        return {k: r(*p.shape, seed=20 + i) for k, p in whole.items()}
+
+    def go(params: Any) -> Any:
+        state = TX.init(params)
+        for i in range(2):
+            g = {
+                k: sl.shard(v, params[k].sharding, pad=True)
+                if isinstance(params[k], sl.ShardedTensor)
+                else v
+                for k, v in grads(i).items()
+            }
+            updates, state = TX.update(g, state, params)
+            params = o.apply_updates(params, updates)
+        return params
+
+    want = go(whole)
+    with sl.simulate(x=2, y=2 if way == "blocks" else 3):
+        placed = {k: sl.shard(p, "x y", pad=True) for k, p in whole.items()}
+        if way:
+            with sl.algorithm(muon=way):
+                got = go(placed)
+        else:
+            got = go(placed)
+        for k in want:
+            close(sl.unshard(got[k]), want[k], 1e-12)
+
+
+SIDES = [("q", 2), ("up", 3), ("o", (1, 2))]
+
+
+@pytest.mark.parametrize("way", ["", "gathered", "owners"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_matrices_side_by_side_are_made_orthogonal_apart(name: str, way: str) -> None:
+    tx = o.muon(0.05, 0.9, weight_decay=0.0, side=SIDES)
+    split = {
+        f"{k}{i}": m for k, n in (("q", 2), ("up", 3)) for i, m in enumerate(PARAMS[k].chunk(n))
+    }
+    split |= {f"o{i}": m for i, m in enumerate(PARAMS["o"].chunk(2, 1))}
+    given = {k: PARAMS[k] for k in ("q", "up", "o")}
+    state, want = tx.init(given), tx.update(given, tx.init(given), given)[0]
+    alone = o.muon(0.05, 0.9, weight_decay=0.0)
+    apart = alone.update(split, alone.init(split), split)[0]
+    close(want["q"], torch.cat([apart["q0"], apart["q1"]]), 1e-12)
+    close(want["up"], torch.cat([apart[f"up{i}"] for i in range(3)]), 1e-12)
+    close(want["o"], torch.cat([apart["o0"], apart["o1"]], 1), 1e-12)
+    mesh, layouts = LAYOUTS[name]
+    with sl.simulate(**mesh):
+        params = {k: sl.shard(p, layouts[k]) for k, p in given.items()}
+        if way:
+            with sl.algorithm(muon=way):
+                got = tx.update(params, tx.init(params), params)[0]
+        else:
+            got = tx.update(params, tx.init(params), params)[0]
+        for k in want:
+            close(sl.unshard(got[k]), want[k], 1e-12)
+    assert state.count == 0
+
+
+def test_whole_heads_and_experts_stay_where_they_are() -> None:
+    """Heads split over x are whole matrices of their rank, and so are experts: nothing moves."""
+    tx = o.muon(0.05, side=[("q", 4)])
+    with sl.simulate(x=4), sl.trace() as t:
+        params = {"q": sl.shard(r(8, 12), "x ."), "e": sl.shard(r(4, 8, 12), "x . .")}
+        tx.update(params, tx.init(params), params)
+    assert not t.events
+
+
+@pytest.mark.parametrize("way", ["gathered", "owners", "blocks"])
+@pytest.mark.parametrize("name", ["1D", "2D", "2.5D", "3D"])
+def test_prices_are_what_moves(name: str, way: str) -> None:
+    mesh, layouts = LAYOUTS[name]
+    with sl.simulate(**mesh), sl.algorithm(muon=way):
+        params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items() if p.ndim == 2}
+        told = dict(sl.why("muon", params).verdicts)[way]
+        assert not isinstance(told, str), told
+        tx = o.muon(0.05)
+        with sl.trace() as t:
+            tx.update(params, tx.init(params), params)
+        assert t.bytes == told.forward.bytes
+
+
+def test_why_names_the_ways() -> None:
+    with sl.simulate(x=2, y=2):
+        w = sl.shard(r(64, 64), "x y")
+        text = str(sl.why("muon", {"w": w}))
+    assert all(
+        n in text for n in ("local", "gathered", "owners", "blocks", "GF", "a matrix is split")
+    )
+
+
+def test_owners_move_half_of_what_gathering_does() -> None:
+    with sl.simulate(x=2, y=2):
+        params = {str(i): sl.shard(r(16, 16, seed=i), "x y") for i in range(8)}
+        told = dict(sl.why("muon", params).verdicts)
+    assert told["owners"].forward.bytes == Fraction(told["gathered"].forward.bytes) / 2  # type: ignore[union-attr]
+
+
+def test_a_matrix_no_rank_should_hold_is_computed_on_blocks() -> None:
+    with sl.simulate(x=2, y=2):
+        params = {"w": sl.shard(r(16, 16), "x y")}
+        tx = o.muon(0.05, most_mb=16 * 16 * 8 / 2**20 - 1e-6)
+        with sl.trace() as t:
+            got = tx.update(params, tx.init(params), params)[0]
+        assert "ragged_all_to_all" not in t.by_kind() and "all_gather" not in t.by_kind()
+    want = tx.update({"w": r(16, 16)}, tx.init({"w": r(16, 16)}), {"w": r(16, 16)})[0]
+    close(sl.unshard(got["w"]), want["w"], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["1D", "2D", "3D"])
+def test_muon_under_zero_is_muon(name: str) -> None:
+    """With its rest, clipped, in buckets that are cut anywhere: by owners."""
+    mesh, layouts = LAYOUTS[name]
+    given = PARAMS | {"b": r(12, seed=9)}
+    inner = o.chain(
+        o.clip_by_global_norm(1.0),
+        o.muon(0.05, 0.9, rest=o.adamw(0.05), matrices=["q", "k", "o", "up", "e"], side=SIDES),
+    )
+
+    def grads(i: int) -> Any:
+        return {k: r(*p.shape, seed=30 + i) for k, p in given.items()}
+
+    want, state = given, inner.init(given)
+    for i in range(3):
+        updates, state = inner.update(grads(i), state, want)
+        want = o.apply_updates(want, updates)
+    tx = o.zero(inner, "data", bucket_mb=1e-3)
+    with sl.simulate(data=2, **mesh):
+        layouts = layouts | {"b": "..."}
+        params = {k: sl.shard(p, layouts[k]) for k, p in given.items()}
+        kept = {k: p.clone() for k, p in params.items()}
+        state, after = tx.init(params), tx.init(kept)
+        for i in range(3):
+            g = {k: pend(sl.shard(v, layouts[k]), "data") for k, v in grads(i).items()}
+            updates, state = tx.update(g, state, params)
+            params = o.apply_updates(params, updates)
+            kept, after, _ = o.step(tx, kept, g, after)
+        for k in want:
+            close(sl.unshard(params[k]), want[k], 1e-12)
+            close(sl.unshard(kept[k]), want[k], 1e-12)
+
+
+MISTAKES = [
+    (lambda: o.muon(0.1).init({"b": torch.ones(3)}), "b of 1 dimensions is no matrix"),
+    (lambda: o.muon(0.1, rest=o.sgd(0.1)), "says which parameters are Muon's"),
+    (
+        lambda: o.muon(0.1, side=[("w", 3)]).update(
+            {"w": torch.ones(4, 4)},
+            o.muon(0.1).init({"w": torch.ones(4, 4)}),
+            {"w": torch.ones(4, 4)},
+        ),
+        "not 3 x 1 matrices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES)
+def test_what_is_no_matrix_is_refused(call: Any, says: str) -> None:
+    with pytest.raises(sl.ShardError, match=says):
+        call()
+
+
+def on_ranks(name: str) -> dict[str, float]:
+    layouts = LAYOUTS[name][1]
+    want, out = paper(PARAMS, 2), {}
+    for way in ("", "gathered", "owners", "blocks"):
+        given = {k: p for k, p in PARAMS.items() if way != "blocks" or p.ndim == 2}
+        params = {k: sl.shard(p, layouts[k]) for k, p in given.items()}
+        if way:
+            with sl.algorithm(muon=way):
+                got = run(TX, params, 2)
+        else:
+            got = run(TX, params, 2)
+        out[way] = max(float((sl.unshard(got[k]) - want[k]).abs().max()) for k in given)
+    params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()}
+    case = _case_of([p for p in params.values() if p.ndim == 2], [(1, 1)] * 4, None, math.inf)
+    return out | {"sizes": float(len(case.spreads))}
+
+
+@pytest.mark.parametrize("name", ["1D", "2D"])
+def test_muon_on_real_ranks(pool: Any, name: str) -> None:
+    for answers in pool.run(on_ranks, name, **LAYOUTS[name][0]):
+        assert all(e < 1e-11 for k, e in answers.items() if k != "sizes"), answers
+
+
+def test_a_recipe_names_what_lies_between_weights() -> None:
+    """Embeddings, tied or not, heads, norms and biases are left to the rest."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=32, **small))
+    layer = "model.layers.0"
+    want = [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
+    want += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    assert sl.recipes.matrices(llama) == want
+    bert = transformers.BertForSequenceClassification(
+        transformers.BertConfig(intermediate_size=32, **small)
+    )
+    found = sl.recipes.matrices(bert)
+    assert len(found) == 7 and not [n for n in found if "embeddings" in n or "classifier" in n]
+    tx = o.muon(0.02, rest=o.adamw(1e-3), matrices=sl.recipes.matrices(llama))
+    params = {n: p.detach() for n, p in llama.named_parameters()}
+    state = tx.init(params)
+    held = {n for n, m in state.inner["muon"].trace.items() if m is not None}
+    assert held == set(want)
