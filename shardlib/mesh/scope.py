@@ -216,7 +216,11 @@ class bind:
                 )
             )  # fmt: skip
         elif now.mesh is not given or now.held:
-            _NOW.set(_new(Scope, (given, *scope()[1:_HELD], (), None, None)))
+            outer = scope()
+            if outer is _NOTHING:  # the usual case costs a third of the other
+                _NOW.set(_new(Scope, (given,) + _NO_MESH))  # noqa: RUF005
+            else:
+                _NOW.set(_new(Scope, (given, *outer[1:_HELD], (), None, None)))
         return given
 
     def __exit__(self, *_: object) -> None:
@@ -225,3 +229,4 @@ class bind:
 
 _new = tuple.__new__  # a third of the time of _replace
 _HELD = Scope._fields.index("held")
+_NO_MESH = _NOTHING[1:]

@@ -21,6 +21,7 @@ __all__ = [
     "nothing",
     "panels",
     "partial_product",
+    "plus_product",
     "post",
     "rounded",
     "summed_product",
@@ -85,6 +86,17 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
         c.addmm_(a, b)
     else:
         c.add_(a @ b)
+
+
+def plus_product(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Add a @ b to c, or begin a sum with it: one pass less over c than adding to zeros.
+
+    a [.., M, K], b [.., K, N], c [.., M, N].
+    """
+    if c is None:
+        return partial_product(a, b)
+    add_product(c, a, b)
+    return c
 
 
 def partial_product(a: Tensor, b: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
 from shardlib.ops.matmul.panels import (
     Panels,
     accumulator,
-    add_product,
     ahead,
     cut,
     nothing,
     panels,
     partial_product,
+    plus_product,
     rounded,
 )
 from shardlib.ops.registry import Match, algorithm
@@ -59,14 +59,16 @@ def summa_ab(
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = cuts
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
-    c, send_a, send_b = accumulator(a, *a.shape[:-1], b.shape[-1]), broadcasts(col), broadcasts(row)
+    send_a, send_b = broadcasts(col), broadcasts(row)
+    c: Tensor | None = None
 
     def post(k: int) -> tuple:
         a_owner, i, b_owner, j = steps[k]
         return send_a(a_cut[i], a_owner), send_b(b_cut[j], b_owner)
 
     for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
-        add_product(c, a_k, b_k)
+        c = plus_product(c, a_k, b_k)
+    assert c is not None, "there is a panel"
     return rounded(c, a.dtype, over, bias=bias)
 
 
