@@ -91,7 +91,7 @@ def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _product(a: Any, b: Any) -> "DTensor | None":
-    """a @ b by our rules, or None where none fits."""
+    """Multiply a @ b by our algorithms; None where none fits."""
     if not (is_dtensor(a) and is_dtensor(b)):
         return None
     try:
