@@ -20,7 +20,7 @@ PARTS = [  # module and arguments, what takes least first
     "matmul --sizes 512 --repetitions 3",
     "attention --length 2048 --repetitions 1",
     "tensor_parallel --layers 2 --repeats 2 --length 64",
-    "overlap --repeats 1",
+    "overlap --repeats 1 --rate 200",
     "family --ranks 4 --repeats 2",
     "sequence_paper",
     "models --modules gpt2,bert",

@@ -4,11 +4,13 @@ memory, CPU time and its balance, elapsed time.
 Forward and backward of one attention.  Memory is the growth of a rank's high-water mark (the
 largest over ranks), beside what ``plan.peak`` says on paper; CPU time is a rank's own, so it tells
 of balance however busy the machine is; elapsed times are medians of per-repetition ratios,
-interleaved in one run. torch's own context_parallel runs where it does, else its reason is printed.
-Last, where namespaces are to be had, causal attention with two heads of keys for eight of queries
-behind links of 50 Mbit/s (benchmarks/rig.py), where time follows bytes.
+interleaved in one run.  Last, where namespaces are to be had, causal attention with two heads of
+keys for eight of queries behind links of 50 Mbit/s (benchmarks/rig.py), where time follows bytes.
 
-    python -m benchmarks.attention [--length 8192] [--heads 4] [--size 64] [--repetitions 5]
+``--torch`` adds torch's own context_parallel where it runs, else its reason; on CPUs torch 2.13
+searches for a sharding of its attention for minutes.
+
+    python -m benchmarks.attention [--length 8192] [--heads 4] [--size 64] [--repetitions 5] [--torch]
 """
 
 import argparse
@@ -113,7 +115,9 @@ def _torchs(length: int, heads: int, size: int, causal: bool) -> Callable[[], An
     return work
 
 
-def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, Any]:
+def measure(
+    length: int, heads: int, size: int, repetitions: int, with_torch: bool
+) -> dict[str, Any]:
     """On one rank: {case: {growth, paper, cpu, seconds}} and why
     torch's own does not run, where it does not.
     """
@@ -127,7 +131,7 @@ def measure(length: int, heads: int, size: int, repetitions: int) -> dict[str, A
         out[case[0]]["paper"] = _paper(case, length, heads, size)
         rig.say(f"on rank 0: {case[0]:<28} peak {out[case[0]]['growth'] / 1e6:8.1f} MB")
     out["reasons"] = {}
-    for name, causal in (("torch, full", False), ("torch, causal", True)):
+    for name, causal in (("torch, full", False), ("torch, causal", True)) if with_torch else ():
         try:
             _torchs(256, heads, size, causal)()
             works[name], out[name] = (
@@ -206,6 +210,7 @@ def main() -> None:
     )
     for name, default in (("length", 8192), ("heads", 4), ("size", 64), ("repetitions", 5)):
         arguments.add_argument(f"--{name}", type=int, default=default)
+    arguments.add_argument("--torch", action="store_true", help="torch's context_parallel, too")
     arguments.add_argument("--out", type=Path, default=Path("out"))
     args = arguments.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed tensors leave the process
@@ -215,7 +220,7 @@ def main() -> None:
         flush=True,
     )
     ranks = sl.launch(
-        measure, args.length, args.heads, args.size, args.repetitions, s=4, timeout=1200
+        measure, args.length, args.heads, args.size, args.repetitions, args.torch, s=4, timeout=1200
     )
     rows = []
     print(

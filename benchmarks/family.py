@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardlib as sl
 from benchmarks import rig
-from shardlib.planning import Grid3, factorizations
+from shardlib.planning.grids import Grid3, factorizations
 
 __all__ = ["contest", "main"]
 

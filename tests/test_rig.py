@@ -1,11 +1,13 @@
 """The rig: its arithmetic anywhere, its links where namespaces are to be had."""
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 
 import shardlib as sl
+from benchmarks import all as bench
 from benchmarks import rig
 
 
@@ -15,6 +17,11 @@ def test_a_ratio_pairs_repetitions() -> None:
         for n, s in (("a", 1.0), ("b", 2.0), ("a", 9.0), ("b", 3.0), ("a", 4.0), ("b", 2.0))
     ]
     assert rig.ratio(rows, "a", "b") == 2.0 and rig.ratio(rows, "b", "a", "sent") == 0.5
+
+
+@pytest.mark.parametrize("part", bench.PARTS)
+def test_a_part_of_make_bench_can_be_loaded(part: str) -> None:
+    assert importlib.import_module(f"benchmarks.{part.split()[0]}").main
 
 
 def traffic() -> list[float]:

@@ -53,19 +53,40 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def identity() -> Transform:
-    """Updates are the gradients."""
+    """Leave updates as they are.
+
+    >>> import torch
+    >>> tx, g = identity(), {"w": torch.ones(2)}
+    >>> tx.update(g, tx.init(g))[0]["w"]
+    tensor([1., 1.])
+    """
     return Transform(lambda params: EmptyState(), lambda grads, state, params=None: (grads, state))
 
 
 def scale(factor: float) -> Transform:
-    """Multiply updates by a number."""
+    """Multiply updates by a number.
+
+    >>> import torch
+    >>> tx, g = scale(-0.1), {"w": torch.ones(2)}
+    >>> tx.update(g, tx.init(g))[0]["w"]
+    tensor([-0.1000, -0.1000])
+    """
     return Transform(
         lambda params: EmptyState(), lambda g, s, p=None: (each(lambda x: x * factor, g), s)
     )
 
 
 def scale_by_schedule(schedule: Schedule) -> Transform:
-    """Multiply updates by ``schedule(step)``, steps counted from 0."""
+    """Multiply updates by ``schedule(step)``, steps counted from 0.
+
+    >>> import torch
+    >>> tx, g = scale_by_schedule(lambda step: 1 / (1 + step)), {"w": torch.ones(2)}
+    >>> state = tx.init(g)
+    >>> for _ in range(3):
+    ...     updates, state = tx.update(g, state)
+    >>> updates["w"], state
+    (tensor([0.3333, 0.3333]), 3)
+    """
     return Transform(
         lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1)
     )

@@ -21,6 +21,14 @@ class Info(NamedTuple):
     ``norm``     the gradients' global norm before clipping, where clipping or ``norm=True`` asked.
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state stayed as they were.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     w, g = ({"w": sl.shard(x, "x")} for x in (torch.zeros(4), torch.ones(4)))
+    ...     tx = sl.optim.sgd(0.1)
+    ...     *_, info = sl.optim.step(tx, w, g, tx.init(w), norm=True)
+    >>> float(info.norm), info.lr, info.skipped
+    (2.0, 0.1, False)
     """
 
     norm: Tensor | None

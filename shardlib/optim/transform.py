@@ -53,7 +53,9 @@ class Step:
 
 
 class Transform(NamedTuple):
-    """``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
+    """How an optimizer steps: ``init(params) -> state``, ``update(grads, state, params)``.
+
+    ``update`` gives (updates, state) and changes nothing.
 
     ``trait``    what an update of one element depends on, see ``TRAITS``: how ``zero`` keeps it
                  exact.
@@ -64,6 +66,18 @@ class Transform(NamedTuple):
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
     ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
+
+    >>> import torch, shardlib as sl
+    >>> tx = sl.optim.Transform(
+    ...     lambda params: 0,  # the state: how many steps were made
+    ...     lambda grads, n, params=None: ({k: -g / (1 + n) for k, g in grads.items()}, n + 1),
+    ... )
+    >>> with sl.simulate(x=2):
+    ...     w = {"w": sl.shard(torch.ones(4), "x")}
+    ...     both = sl.optim.chain(tx, sl.optim.scale(0.5))
+    ...     updates, state = both.update(w, both.init(w), w)
+    >>> sl.typeof(updates["w"]), sl.unshard(updates["w"]), state[0]
+    ('f32[4@x]', tensor([-0.5000, -0.5000, -0.5000, -0.5000]), 1)
     """
 
     init: Callable[[Any], Any]

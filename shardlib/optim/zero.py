@@ -39,6 +39,14 @@ class ZeroState(NamedTuple):
     """State of the inner transform, and what makes half precision parameters exact.
 
     ``master``  the parameters' parts in fp32, or 16 bits that the parameters lack of them.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     w = {"w": sl.shard(torch.zeros(4, dtype=torch.bfloat16), "...")}
+    ...     tx = sl.optim.zero(sl.optim.adamw(1e-3), axis="data", master="fp32")
+    ...     state = tx.init(w)
+    >>> [sl.typeof(bucket) for bucket in state.master.values()]  # a half of each on every rank
+    ['f32[128@data]']
     """
 
     inner: Any
