@@ -41,6 +41,7 @@ from shardlib.collectives import (
     psum_scatter,
     trace,
 )
+from shardlib.data import data, from_local
 from shardlib.errors import ShardError
 from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import (
@@ -84,7 +85,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     # placing values
-    "shard", "unshard", "reshard", "constrain", "shard_sequence", "typeof", "layout_of",
+    "shard", "unshard", "reshard", "constrain", "from_local", "data", "shard_sequence", "typeof", "layout_of",
     "ShardedTensor",
     # layouts
     "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial",

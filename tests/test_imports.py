@@ -36,6 +36,7 @@ ORDER = [  # each may import from those before it
     "placing",
     "shard_map",
     "sequence",
+    "data",
     "functions",
     "ops.registry",
     "ops.padding",

@@ -69,7 +69,7 @@ def load_hf(
     cast: bool = False,
     timeout: float = 100.0,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Make ``(apply, params)`` as ``parallelize`` does, with the values of a Hugging Face directory.
+    """Make ``(apply, params)`` as ``parallelize`` does, with values of a Hugging Face directory.
 
     ``directory``  what ``save_pretrained`` wrote, in one file or several with their index, or a
                    single ``.safetensors`` file.  Several, such as a model's and its adapter's, are

@@ -26,6 +26,7 @@ from shardlib.collectives import holds_values, played
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
+from shardlib.optim.buckets import Buckets
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Leaves", "alone", "blocks", "place_of", "rank_of", "said_of", "spoken", "unspoken"]
@@ -45,7 +46,9 @@ class Leaves:
     @staticmethod
     def of(tree: Any, op: str) -> "Leaves":
         """Raises: ShardError for two leaves of one name, and for what cannot be saved."""
-        paths, leaves, spec = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+        paths, leaves, spec = optree.tree_flatten_with_accessor(
+            tree, is_leaf=lambda x: isinstance(x, Buckets), none_is_leaf=True
+        )
         names = ["/".join(_escaped(_key(e)) for e in path) for path in paths]
         if len(set(names)) < len(names):
             twice = next(n for i, n in enumerate(names) if n in names[:i])
@@ -89,6 +92,12 @@ def _check(name: str, x: Any, op: str) -> None:
         name.encode()
     except UnicodeError:
         raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
+    if isinstance(x, Buckets):
+        raise Unsupported(
+            f"{name!r} is a state in buckets, whose order of elements is that of one mesh",
+            op=op,
+            fix="tree = {'params': params, 'state': sl.optim.state_dict(state)}",
+        )
     if not isinstance(x, Tensor):
         if not isinstance(x, Value):
             raise Unsupported(

@@ -76,7 +76,7 @@ class Mesh(Mapping[str, int]):
         self.device_mesh = device_mesh
         self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
         self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
-        self.coord: dict[str, int] | None = None
+        self._coord: dict[str, int] | None = None
         # the group of all ranks when the mesh was made; not kept alive
         self.world: Callable[[], Any] = lambda: None
         if device_mesh is not None:
@@ -84,12 +84,33 @@ class Mesh(Mapping[str, int]):
                 self.world = weakref.ref(dist.group.WORLD)
             here = device_mesh.get_coordinate()
             if here is not None:
-                self.coord = dict(zip(self.names, here, strict=True))
+                self._coord = dict(zip(self.names, here, strict=True))
         self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
         self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
         # what operators found out about operands laid out so; likewise
         self.plans: dict[Any, Any] = {}
         self.stream: Any = None  # of random draws; filled by random.py
+
+    @property
+    def coord(self) -> dict[str, int] | None:
+        """This rank's place: axis -> index; None where this process is not in the mesh.
+
+        Where one process plays all ranks no one place is its own: within what ``sl.from_local`` is
+        given to read with, it is that of the rank whose part is read, on every kind of mesh; else
+        None.  Local code asks ``sl.axis_index``.
+
+        >>> import shardlib as sl
+        >>> with sl.simulate(data=2) as mesh:
+        ...     sl.from_local(lambda: torch.tensor([mesh.coord["data"]]), "data").local
+        data=0: tensor([0])
+        data=1: tensor([1])
+        """
+        read = scope().reading
+        return read[1] if read is not None and read[0] is self else self._coord
+
+    @coord.setter
+    def coord(self, value: dict[str, int] | None) -> None:
+        self._coord = value
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:
         """Give the size of an axis, or the product of several.

@@ -1,0 +1,325 @@
+"""Batches: global tensors of what each data rank read, in an order that no number of ranks changes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from shardlib.collectives import Stacked, holds_values, lead, played, storage
+from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
+from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.mesh import Mesh, MeshLike, as_mesh, within
+from shardlib.random import branch, mixed
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = ["Batches", "data", "from_local"]
+
+
+def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
+    """Make a global tensor of the blocks that the ranks hold; nothing moves.
+
+    ``local``   this rank's block, or a function that reads it, which is called for each rank that
+                this process plays: once in a job, for every rank in turn under ``sl.simulate``.
+                ``mesh.coord`` says whose.  Or a pytree of blocks.
+    ``layout``  how the blocks lie, or a tree of layouts as the blocks' tree.
+    Shapes: [n, ...] -> [n * size(axes), ...] along each dimension that is split.  Ranks that differ
+    only in axes that the layout does not name must give the same block.
+    Raises: MeshError where one process plays several ranks and is given one block; RankMismatch
+    where their blocks differ in shape or dtype.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2, x=2) as mesh:
+    ...     x = from_local(lambda: torch.full((2, 3), mesh.coord["data"]), "data .")
+    ...     sl.typeof(x), sl.unshard(x)[:, 0]
+    ('i64[4@data, 3]', tensor([0, 0, 1, 1]))
+    """
+    m = as_mesh(mesh)
+    if m.device_mesh is not None and m.coord is None:
+        raise MeshError(
+            "this process is not in the mesh", op="from_local", mesh=m, fix="sl.make_mesh(x=-1)"
+        )
+    if callable(local) and not isinstance(local, Tensor):
+        parts = []
+        for coord in played(m):
+            with within(reading=(m, coord)):
+                parts.append(local())
+    else:
+        parts = _one_given(local, m)
+    flat = [optree.tree_flatten(part) for part in parts]
+    leaves, spec = flat[0]
+    if any(other != spec for _, other in flat):
+        raise RankMismatch("the ranks read trees that differ", op="from_local", mesh=m, fix="x")
+    layouts = (
+        [layout] * len(leaves) if isinstance(layout, LayoutLike) else spec.flatten_up_to(layout)
+    )
+    made = [_joined([blocks[i] for blocks, _ in flat], layouts[i], m) for i in range(len(leaves))]
+    return optree.tree_unflatten(spec, made)
+
+
+def _one_given(local: Any, m: Mesh) -> list[Any]:
+    """The parts of the ranks played here, of a block that is given."""
+    count = len(played(m))
+    if count == 1:
+        return [local]
+    leaves, spec = optree.tree_flatten(local)
+    if not all(isinstance(x, Stacked) for x in leaves):
+        raise MeshError(
+            "one block is given, and this process plays several ranks",
+            op="from_local",
+            mesh=m,
+            fix="sl.from_local(lambda: local, layout)  # called for each rank; mesh.coord says which",
+        )
+    return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
+
+
+def _joined(blocks: list[Any], layout: Any, m: Mesh) -> ShardedTensor:
+    blocks = [b if isinstance(b, Tensor) else torch.as_tensor(b) for b in blocks]
+    first = blocks[0]
+    odd = next((b for b in blocks if b.shape != first.shape or b.dtype != first.dtype), None)
+    if odd is not None:
+        raise RankMismatch(
+            f"the ranks read blocks that differ: {list(first.shape)} of {first.dtype} and "
+            f"{list(odd.shape)} of {odd.dtype}",
+            op="from_local",
+            mesh=m,
+            fix="sl.data(dataset, 32, ignore={'labels': -100})  # which fills the last batch up",
+        )
+    fix = "sl.from_local(local, {})"
+    lay = as_layout(layout, "from_local", fix, shape=first.shape, mesh=m).resolve(first.ndim)
+    shape = torch.Size(n * m.axis_size(d.axes) for n, d in zip(first.shape, lay.dims, strict=True))
+    lay.check(tuple(shape), m, op="from_local")
+    if not holds_values(m):
+        raw = torch.empty(first.shape, dtype=first.dtype, device="meta")
+    else:
+        raw = storage([b.detach() for b in blocks], m).to(m.device)
+        raw = raw if lead(m) else raw.contiguous()
+    return ShardedTensor(raw, Place(lay, shape, m))
+
+
+# ---------------------------------------------------------------- a dataset, batch by batch
+
+
+def data(
+    dataset: Any,
+    batch: int,
+    layout: Any = "data ...",
+    *,
+    mesh: MeshLike | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    last: str = "fill",
+    ignore: Mapping[Any, float] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    workers: int = 0,
+    state: Mapping[str, int] | None = None,
+) -> "Batches":
+    """Deal a torch Dataset to the data ranks: iterate over it for global batches.
+
+    ``dataset``  has ``len`` and ``[i]``: a tensor, number or nest of them.
+    ``batch``    rows of a global batch.   ``layout``  of each tensor [batch, ...], or a tree of them.
+    ``shuffle``  in an order drawn from ``seed`` and the epoch, the same for any number of ranks.
+    ``last``     of an epoch that does not divide: "fill" it up with rows whose labels do not count,
+                 or "drop" it.  ``ignore``  key of a field -> what its filled rows hold, by default
+                 ``{"labels": -100}``; other fields are filled with zeros.
+    ``collate``  makes one nest of tensors of a list of rows; torch's own by default.
+    ``workers``  processes per rank that read ahead.
+    ``state``    of a run that is resumed, on this number of ranks or another; see ``Batches.state``.
+    Each rank reads its own rows alone.
+    Raises: UnevenSplit where a batch does not divide over the ranks; BadArgument.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     rows = data([{"ids": torch.tensor(i), "labels": i} for i in range(5)], 4, shuffle=False)
+    ...     [sl.unshard(b["labels"]).tolist() for b in rows]
+    [[0, 1, 2, 3], [4, -100, -100, -100]]
+    """
+    m = as_mesh(mesh)
+    return Batches(dataset, batch, layout, m, shuffle, seed, last, ignore, collate, workers, state)
+
+
+class Batches:
+    """The batches of a dataset; each iteration is the rest of an epoch.
+
+    ``epoch``  which pass this is, from 0.   ``row``  rows of it that were given already.
+    """
+
+    def __init__(
+        self, dataset: Any, batch: int, layout: Any, mesh: Mesh, shuffle: bool, seed: int, last: str,
+        ignore: Mapping[Any, float] | None, collate: Any, workers: int, state: Mapping[str, int] | None,
+    ) -> None:  # fmt: skip
+        if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
+            raise BadArgument(
+                f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}",
+                op="data",
+                fix="sl.data(dataset, 32, last='drop')",
+            )
+        try:
+            self.length = len(dataset)
+        except TypeError:
+            self.length = 0
+        if not self.length:
+            raise BadArgument(
+                "a dataset has a length and rows", op="data", fix="sl.data(list(dataset), 32)"
+            )
+        self.dataset, self.batch, self.layout, self.mesh = dataset, batch, layout, mesh
+        self.shuffle, self.seed, self.last, self.collate = shuffle, seed, last, collate
+        self.ignore = {"labels": -100} if ignore is None else dict(ignore)
+        self.workers, self.epoch, self.row = workers, 0, 0
+        if state is not None:
+            self._resume(state)
+        self._rows_of = [self._dealt(coord) for coord in played(mesh)]
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.length // self.batch if self.last == "drop" else -(-self.length // self.batch)
+
+    def state(self) -> dict[str, int]:
+        """Say in plain numbers which batch comes next; save it beside the model.
+
+        >>> import shardlib as sl
+        >>> with sl.simulate(data=2):
+        ...     rows = sl.data(list(range(8)), 2)
+        ...     _ = next(iter(rows))
+        ...     rows.state()
+        {'epoch': 0, 'row': 2, 'seed': 0, 'shuffle': 1, 'length': 8}
+        """
+        return {
+            "epoch": self.epoch,
+            "row": self.row,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "length": self.length,
+        }
+
+    def _resume(self, state: Mapping[str, int]) -> None:
+        if set(state) != {"epoch", "row", "seed", "shuffle", "length"}:
+            raise BadArgument(
+                f"this is no state of batches: {dict(state)!r}", op="data", fix="state=rows.state()"
+            )
+        if state["length"] != self.length:
+            raise BadArgument(
+                f"the state is of a dataset of {state['length']} rows, this one has {self.length}",
+                op="data",
+                fix="state=None",
+            )
+        self.epoch, self.row = int(state["epoch"]), int(state["row"])
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+
+    def order(self) -> list[int]:
+        """List the rows of this epoch in their order."""
+        if not self.shuffle:
+            return list(range(self.length))
+        key = branch(mixed(self.seed), self.epoch) >> 1
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(key)).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order()
+        ends = range(self.row + self.batch, self.length + self.batch, self.batch)
+        stops = [e for e in ends if self.last == "fill" or e <= self.length]
+        if not stops:  # the epoch had ended
+            self._next_epoch()
+            return
+        rows = [order[e - self.batch : e] for e in stops]
+        rows[-1] += [-1] * (self.batch - len(rows[-1]))
+        parts = list(dict.fromkeys(self._rows_of))  # ranks that hold the same rows read them once
+        todo = [[batch[i] for i in part] for batch in rows for part in parts]
+        loader = DataLoader(
+            _Rows(self.dataset, self.ignore),
+            batch_sampler=todo,  # type: ignore[arg-type]
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # of its own: torch's is the user's
+        )
+        reading = iter(loader)
+        for stop in stops:
+            read = {part: next(reading) for part in parts}
+            held = iter([read[part] for part in self._rows_of])
+            coords = iter(played(self.mesh))
+            out = from_local(
+                lambda held=held, coords=coords: self._cut(next(held), next(coords)),
+                self.layout,
+                self.mesh,
+            )
+            self.row = stop
+            if stop == stops[-1]:
+                self._next_epoch()
+            yield out
+
+    def _next_epoch(self) -> None:
+        self.epoch, self.row = self.epoch + 1, 0
+
+    def _layouts(self, tree: Any) -> tuple[list[Tensor], Any, list[Layout]]:
+        leaves, spec = optree.tree_flatten(tree)
+        leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
+        one = isinstance(self.layout, LayoutLike)
+        given = [self.layout] * len(leaves) if one else spec.flatten_up_to(self.layout)
+        fix = "sl.data(dataset, 32, {})"
+        found = [
+            as_layout(g, "data", fix, shape=x.shape, mesh=self.mesh).resolve(x.ndim)
+            for g, x in zip(given, leaves, strict=True)
+        ]
+        return leaves, spec, found
+
+    def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
+        """Which rows of a batch a rank reads."""
+        one = isinstance(self.layout, LayoutLike)
+        some = self.layout if one else next(iter(optree.tree_leaves(self.layout)), "...")
+        first = as_layout(some, "data", "sl.data(dataset, 32, {})", mesh=self.mesh)
+        dims = first.dims[:1] if first.ellipsis != 0 else ()
+        rows = Layout(dims or Layout.parse(".").dims)
+        rows.check((self.batch,), self.mesh, op="data")
+        return tuple(rows.indices((self.batch,), self.mesh, coord)[0])
+
+    def _cut(self, read: Any, coord: Mapping[str, int]) -> Any:
+        """Of whole rows, what a rank holds along the other dimensions."""
+        leaves, spec, layouts = self._layouts(read)
+        return optree.tree_unflatten(
+            spec, [self._block(x, lay, coord) for x, lay in zip(leaves, layouts, strict=True)]
+        )
+
+    def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
+        if not x.ndim:
+            raise ShardError(
+                "a batch is of tensors [batch, ...]", op="data", mesh=self.mesh, fix="collate=None"
+            )
+        layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
+        where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
+        for d, held in enumerate(where[1:], 1):
+            if len(held) != x.shape[d]:
+                x = x.index_select(d, torch.tensor(list(held)))
+        return x
+
+
+class _Rows(Dataset[Any]):
+    """A dataset whose row -1 counts for nothing."""
+
+    def __init__(self, dataset: Any, ignore: Mapping[Any, float]) -> None:
+        self.dataset, self.ignore = dataset, ignore
+
+    def __getitem__(self, i: int) -> Any:
+        if i >= 0:
+            return self.dataset[i]
+        like = self.dataset[0]
+        paths, leaves, spec = optree.tree_flatten_with_path(like)
+        if not any(p and p[-1] in self.ignore for p in paths):
+            raise BadArgument(
+                "the last batch is to be filled up, and no field is called "
+                f"{' or '.join(map(repr, self.ignore))}",
+                op="data",
+                operands={"fields": ", ".join("/".join(map(str, p)) or "the row" for p in paths)},
+                fix="sl.data(dataset, 32, last='drop')  # or say ignore={1: -100}",
+            )
+        return optree.tree_unflatten(
+            spec,
+            [
+                _filler(x, self.ignore.get(p[-1], 0) if p else 0)
+                for p, x in zip(paths, leaves, strict=True)
+            ],
+        )
+
+
+def _filler(x: Any, value: float) -> Any:
+    return torch.full_like(x, value) if isinstance(x, Tensor) else type(x)(value)
