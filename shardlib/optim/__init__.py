@@ -15,6 +15,7 @@ from shardlib.optim.lamb import lamb
 from shardlib.optim.momentum import lion, sgd
 from shardlib.optim.muon import muon
 from shardlib.optim.names import load_state_dict, state_dict
+from shardlib.optim.precision import Precision, mixed
 from shardlib.optim.schedules import constant, cosine, joined, linear, warmup_cosine, wsd
 from shardlib.optim.step import Info, step
 from shardlib.optim.transform import Transform
@@ -23,10 +24,10 @@ from shardlib.optim.wrap import averaged, ema, inject_hyperparams, multi_steps
 from shardlib.optim.zero import ZeroState, zero
 
 __all__ = [
-    "Info", "Transform", "ZeroState", "adagrad", "adam", "adamw", "apply_updates", "averaged",
-    "chain", "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "constant",
-    "cosine", "ema", "global_norm", "identity", "inject_hyperparams", "is_finite", "joined",
-    "lamb", "linear", "lion", "load_state_dict", "loss_scale", "masked", "multi_steps", "muon",
-    "partition", "rmsprop", "scale", "scale_by_schedule", "set_to_zero", "sgd",
-    "skip_nonfinite", "state_dict", "step", "warmup_cosine", "wsd", "zero",
+    "Info", "Precision", "Transform", "ZeroState", "adagrad", "adam", "adamw", "apply_updates",
+    "averaged", "chain", "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value",
+    "constant", "cosine", "ema", "global_norm", "identity", "inject_hyperparams", "is_finite",
+    "joined", "lamb", "linear", "lion", "load_state_dict", "loss_scale", "masked", "mixed",
+    "multi_steps", "muon", "partition", "rmsprop", "scale", "scale_by_schedule", "set_to_zero",
+    "sgd", "skip_nonfinite", "state_dict", "step", "warmup_cosine", "wsd", "zero",
 ]  # fmt: skip

@@ -1,0 +1,198 @@
+"""Mixed precision as a value: in which dtype parameters lie, are computed with, reduced and kept.
+
+Half precision has 8 bits (bfloat16) or 11 of a number, and an update is often less than 1/256 of
+its weight: added in half precision it changes nothing.  So an fp32 copy is kept, the master, or
+only the 16 bits that a bfloat16 lacks of it; the parameters are its rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.optim.transform import Step, Transform, pieces, run_in_place
+from shardlib.optim.trees import HALF, each, need, trainable, wide
+from shardlib.optim.zero import halves, joined
+
+__all__ = ["Precision", "mixed"]
+
+Master = Literal["fp32", "bf16+rem"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training run.
+
+    ``param``    in which parameters lie, and are gathered.
+    ``compute``  in which the model computes; None: the parameters'.
+    ``reduce``   in which gradients are summed over ranks; None: as they come, half ones in fp32.
+    ``state``    in which moments are kept; None: fp32 (fp64 for fp64).
+    ``master``   "fp32": 4 more bytes per parameter; "bf16+rem": 2 more bytes, the same values;
+                 None: parameters are rounded at every step.
+
+    Bytes per parameter with Adam, of which the gradient is 2: with "fp32" 16, with "bf16+rem" 14.
+    Raises: ShardError for what is no floating point dtype, and for "bf16+rem" of other parameters.
+
+    >>> policy = Precision(master="bf16+rem")
+    >>> policy.to_param({"w": torch.ones(2)})
+    {'w': tensor([1., 1.], dtype=torch.bfloat16)}
+    >>> policy.for_zero()
+    {'master': 'bf16+rem', 'reduce_dtype': torch.float32}
+    """
+
+    param: torch.dtype = torch.bfloat16
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = torch.float32
+    state: torch.dtype | None = None
+    master: Master | None = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute", "reduce", "state"):
+            dtype = getattr(self, name)
+            if dtype is None and name != "param":
+                continue
+            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ShardError(
+                    f"{name}={dtype!r} is no floating point dtype",
+                    op="Precision",
+                    fix=f"sl.optim.Precision({name}=torch.bfloat16)",
+                )
+        if self.master not in (None, "fp32", "bf16+rem"):
+            raise ShardError(
+                f"master={self.master!r} is none of 'fp32', 'bf16+rem', None",
+                op="Precision",
+                fix='sl.optim.Precision(master="fp32")',
+            )
+        if self.master == "bf16+rem" and self.param != torch.bfloat16:
+            raise ShardError(
+                f"16 bits more make fp32 of bfloat16, not of {self.param}",
+                op="Precision",
+                fix='sl.optim.Precision(param=torch.bfloat16, master="bf16+rem")',
+            )
+
+    def to_param(self, tree: Any) -> Any:
+        """The tree's floating point leaves in the parameters' dtype."""
+        return _cast(tree, self.param)
+
+    def to_compute(self, tree: Any) -> Any:
+        """The same in the dtype to compute with; gradients come back in the leaves' own.
+
+        ``loss(policy.to_compute(params), policy.to_compute(batch))``
+        """
+        return _cast(tree, self.compute or self.param)
+
+    def for_zero(self) -> dict[str, Any]:
+        """What ``zero`` is told: ``zero(tx, "data", **policy.for_zero())``; it keeps the master."""
+        return {"master": self.master, "reduce_dtype": self.reduce}
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return optree.tree_map(one, tree)
+
+
+class MixedState(NamedTuple):
+    """The master (fp32, or int16 remainders), and the transform's state."""
+
+    master: Any
+    inner: Any
+
+
+def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
+    """Run ``tx`` on an fp32 master of half precision parameters, which are its rounding.
+
+    Without ``zero``, which keeps the master itself, in parts.  Parameters in other dtypes are their
+    own master.  ``precision.state`` is the dtype in which the state is kept between steps.
+
+    >>> import shardlib as sl
+    >>> tx = mixed(sl.optim.sgd(1.0))
+    >>> params = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}
+    >>> state = tx.init(params)
+    >>> for _ in range(4):  # each step is a quarter of what bfloat16 can tell at 256
+    ...     grads = {"w": torch.full((1,), -0.5, dtype=torch.bfloat16)}
+    ...     updates, state = tx.update(grads, state, params)
+    ...     params = sl.optim.apply_updates(params, updates)
+    >>> params["w"].item(), state.master["w"].item()
+    (258.0, 258.0)
+    """
+    how = precision or Precision()
+    rest = how.master == "bf16+rem"
+
+    def exact(params: Any, master: Any) -> Any:
+        """The parameters as they are kept: half ones in fp32, the others themselves."""
+        return each(joined if rest else lambda p, m: m, trainable(params), master)
+
+    def apart(new: Any, params: Any) -> tuple[Any, Any]:
+        """Half parameters as they become, and what is kept of them."""
+        half = _half(params)
+        if rest:
+            high = each(lambda p, n: halves(n)[0], half, new)
+            return high, each(lambda p, n: halves(n)[1], half, new)
+        return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
+
+    def init(params: Any) -> MixedState:
+        if how.master is None:
+            return MixedState((), _to(tx.init(params), how.state))
+        begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float
+        master = each(lambda p: begin(p.detach()), _half(params))
+        return MixedState(master, _to(tx.init(exact(params, master)), how.state))
+
+    def update(grads: Any, state: MixedState, params: Any = None) -> tuple[Any, MixedState]:
+        need(params, "mixed")
+        inner = _back(state.inner, how.state)
+        if how.master is None:
+            updates, inner = tx.update(grads, inner, params)
+            return updates, MixedState((), _to(inner, how.state))
+        before = exact(params, state.master)
+        updates, inner = tx.update(_widened(grads), inner, before)
+        new = each(lambda p, u: (p + u).to(p.dtype), before, updates)
+        high, master = apart(new, params)
+        # in fp64, so that p + u is the rounding itself, whatever their sizes
+        steps = each(lambda p, h: h.double() - p.double(), _half(params), high)
+        updates = optree.tree_map(
+            lambda u, step: u if step is None else step, updates, steps, none_is_leaf=True
+        )
+        return updates, MixedState(master, _to(inner, how.state))
+
+    def donate(grads: Any, state: MixedState, params: Any, step: Step) -> MixedState:
+        inner = _back(state.inner, how.state)
+        if how.master is None:
+            return MixedState((), _to(run_in_place(tx, grads, inner, params, step), how.state))
+        before = exact(params, state.master)
+        inner = run_in_place(tx, _widened(grads), inner, before, step)
+        high, low = apart(before, params)
+        for old, now in ((_half(params), high), (state.master, low)):
+            for o, n in zip(*pieces(old, now), strict=True):
+                if o is not n:
+                    o.copy_(n)
+        return MixedState(state.master, _to(inner, how.state))
+
+    return Transform(init, update, tx.trait, donate, groups=tx.groups)
+
+
+def _half(params: Any) -> Any:
+    """The tree with None for all but trained leaves in half precision."""
+    return optree.tree_map(
+        lambda p: p if isinstance(p, Tensor) and p.dtype in HALF else None, trainable(params)
+    )
+
+
+def _widened(grads: Any) -> Any:
+    return each(lambda g: g.to(wide(g.dtype)), grads)
+
+
+def _to(state: Any, dtype: torch.dtype | None) -> Any:
+    """The state's tensors in the dtype in which they are kept."""
+    if dtype is None:
+        return state
+    return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
+
+
+def _back(state: Any, dtype: torch.dtype | None) -> Any:
+    """The same as they are computed with."""
+    return state if dtype is None else _to(state, wide(dtype))
