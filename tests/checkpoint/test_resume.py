@@ -1,0 +1,142 @@
+"""A run that stops, saves and goes on, here or on other ranks, is the run that never stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from examples.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(ctx=8, layers=1, heads=4, embed=16, dropout=0.2, vocab=32)
+
+
+def windows() -> list[dict[str, Any]]:
+    text = torch.randint(32, (41, 9), generator=torch.Generator().manual_seed(7))
+    return [{"idx": t[:-1], "labels": t[1:]} for t in text]
+
+
+def run(
+    path: str, steps: int, *, recipe: str, stage: int = 1, resume: bool = False, wait: bool = True
+) -> list[float]:
+    """Losses of ``steps`` steps, from a checkpoint or from the start; a checkpoint at the end."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    rules = getattr(sl.recipes, recipe)(model)
+    apply, params = sl.parallelize(model, rules)
+    clipped = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(1e-2))
+    tx = sl.optim.zero(clipped, axis="data", stage=stage)
+    state, done = tx.init(params), 0
+    rows = sl.data(windows(), 8, {"idx": rules.tokens, "labels": rules.labels}, seed=1)
+    torch.manual_seed(5)
+
+    def everything(done: int) -> dict[str, Any]:
+        kept = {"params": params, "state": sl.optim.state_dict(state), "step": done}
+        return kept | {"data": rows.state(), "key": sl.random.get_state()}
+
+    if resume:
+        found = sl.load(path, everything(0))
+        params, done = found["params"], found["step"]
+        state = sl.optim.load_state_dict(state, found["state"])
+        rows = sl.data(windows(), 8, rows.layout, state=found["data"])
+        sl.random.set_state(found["key"])
+    grads_of = sl.value_and_grad(
+        lambda p, b: apply(p, b["idx"], targets=b["labels"]), pending="data"
+    )
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in rows:
+            loss, grads = grads_of(params, batch)
+            updates, state = tx.update(grads, state, params)
+            params = sl.optim.apply_updates(params, updates)
+            losses.append(loss.item())
+            if len(losses) == steps:
+                break
+    sl.save(path, everything(done + steps), step=done + steps, wait=wait).wait()
+    return losses
+
+
+WHOLE = {"recipe": "megatron1d"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: Any) -> tuple[list[float], dict[str, Any]]:
+    path = str(tmp_path_factory.mktemp("whole"))
+    with sl.simulate(data=2, x=2):
+        losses = run(path, 20, **WHOLE)  # type: ignore[arg-type]
+    return losses, sl.load(path)
+
+
+def test_it_goes_on_bit_for_bit(uninterrupted: Any, tmp_path: Path) -> None:
+    losses, end = uninterrupted
+    path = str(tmp_path)
+    with sl.simulate(data=2, x=2):
+        first = run(path, 10, wait=False, **WHOLE)  # type: ignore[arg-type]
+    with sl.simulate(data=2, x=2):
+        rest = run(path, 10, resume=True, **WHOLE)  # type: ignore[arg-type]
+    assert first + rest == losses
+    found = sl.load(path)
+    assert found["step"] == 20 and found["data"] == end["data"] and found["key"] == end["key"]
+    for part in ("params", "state"):
+        for n, x in end[part].items():
+            same = (
+                torch.equal(found[part][n], x)
+                if isinstance(x, torch.Tensor)
+                else found[part][n] == x
+            )
+            assert same, n
+
+
+@pytest.mark.parametrize(
+    ("axes", "other"),
+    [
+        ({"data": 4, "x": 1}, {"recipe": "megatron1d", "stage": 2}),
+        ({"data": 1, "x": 4}, {"recipe": "megatron1d"}),
+        ({"data": 2, "x": 2, "y": 2}, {"recipe": "optimus2d", "stage": 2}),
+        ({"data": 8}, {"recipe": "ddp"}),
+    ],
+    ids=["data4", "x4", "2d", "ddp"],
+)
+def test_it_goes_on_elsewhere(uninterrupted: Any, tmp_path: Path, axes: Any, other: Any) -> None:
+    losses, end = uninterrupted
+    path = str(tmp_path)
+    with sl.simulate(data=2, x=2):
+        first = run(path, 10, **WHOLE)  # type: ignore[arg-type]
+    with sl.simulate(**axes):
+        rest = run(path, 10, resume=True, **other)
+    torch.testing.assert_close(
+        torch.tensor(first + rest), torch.tensor(losses), rtol=2e-6, atol=1e-6
+    )
+    found = sl.load(path)
+    assert found["step"] == 20 and found["data"] == end["data"] and found["key"] == end["key"]
+
+
+def test_processes_go_on_where_simulated_ranks_stopped_and_back(
+    pool: Any, uninterrupted: Any, tmp_path: Path
+) -> None:
+    losses, _ = uninterrupted
+    path = str(tmp_path)
+    with sl.simulate(data=2, x=2):
+        found = run(path, 5, **WHOLE)  # type: ignore[arg-type]
+    for axes, more in (({"data": 2, "x": 2}, 5), ({"data": 4}, 5)):
+        said = pool.run(_resumed, path, more, **axes)
+        assert said == [said[0]] * 4
+        found += said[0]
+    with sl.simulate(data=2, x=2):
+        found += run(path, 5, resume=True, **WHOLE)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=2e-6, atol=1e-6)
+
+
+def _resumed(path: str, steps: int) -> list[float]:
+    recipe = "megatron1d" if "x" in sl.current_mesh().axes else "ddp"
+    return run(path, steps, recipe=recipe, resume=True)
+
+
+def test_a_state_in_buckets_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:
+    with sl.simulate(data=2):
+        tx = sl.optim.zero(sl.optim.adamw(0.1), axis="data")
+        state = tx.init({"w": sl.shard(torch.ones(8), ".")})
+        with pytest.raises(sl.ShardError, match="in buckets"):
+            sl.save(tmp_path / "c", {"state": state})
+        sl.save(tmp_path / "c", {"state": sl.optim.state_dict(state)})
