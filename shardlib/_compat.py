@@ -621,6 +621,15 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def storage_users(x: torch.Tensor) -> int:
+    """How many tensors look at the memory of ``x``, itself included.
+
+    ``torch._C._storage_Use_Count`` seen in 2.11 and 2.13, where torch's compiler uses it; asking
+    counts as one.  When it goes: gathered buckets get new memory each time.
+    """
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
+
+
 def after_backward(run: Callable[[], None]) -> None:
     """Have ``run`` called when this thread's backward pass is through; not if it fails.
 

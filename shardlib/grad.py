@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import ShardError
 from shardlib.tensor import ShardedTensor, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
@@ -254,14 +254,6 @@ def _leaf(x: Any, axes: tuple[str, ...]) -> Tensor:
     for a in axes:
         x.mesh.axis_size(a)  # raises where there is none
     apart = frozenset(a for a in axes if a not in x.sharding.axes)
-    if apart and x.is_padded:
-        raise Unsupported(
-            "a padded parameter's gradient cannot be left pending",
-            op="value_and_grad",
-            operands={"parameter": typeof(x)},
-            mesh=x.mesh,
-            fix="sl.value_and_grad(loss)(params)",
-        )
     return ShardedTensor(x.raw.detach().requires_grad_(), x.place._replace(deferred=apart))
 
 

@@ -125,6 +125,10 @@ class Apply:
 
         Runs on the mesh of ``params``, which may be another than the one it was made for.
         """
+        opened = getattr(params, "opened", None)
+        if opened is not None:  # parts of flat buckets, which are gathered while they are read
+            with opened() as whole:
+                return self(whole, *args, **kwargs)
         self.check(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
@@ -233,7 +237,9 @@ class Apply:
         are prefetched in the last call's order.
         """
         weights = {
-            n: p.raw for n, p in params.items() if isinstance(p, ShardedTensor) and p.ndim == 2
+            n: p.raw
+            for n, p in params.items()
+            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.read is None
         }
         where = tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
@@ -457,7 +463,7 @@ def giving(weight: Tensor, layout: Layout) -> Tensor:
     """Take the same weight as one whose products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
         return weight
-    return ShardedTensor(weight.raw, weight.place._replace(out_layout=layout))
+    return weight.at(weight.place._replace(out_layout=layout))
 
 
 def match_rules(

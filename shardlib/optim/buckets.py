@@ -21,10 +21,11 @@ from torch import Tensor
 from shardlib.collectives import blocks, played
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along
+from shardlib.optim.memory import Room
 
 __all__ = [
     "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Slot", "flatten", "index", "parts",
-    "unflatten",
+    "register", "unflatten",
 ]  # fmt: skip
 
 ALIGN = 64
@@ -91,6 +92,8 @@ class Index:
     ``items``    the leaves, in the order of their tree.    ``buckets``  as they fill in backward.
     ``axes``     cut over these, major first, into ``ways`` parts.
     ``whole``    where these are some of its buckets: the index of all.
+    ``hops``     the axes of each collective that takes a bucket to its parts, in order.
+    ``keep``     whether gathered buckets stay for backward.
     """
 
     items: tuple[Item, ...]
@@ -98,6 +101,8 @@ class Index:
     axes: tuple[str, ...]
     ways: int
     whole: "Index | None" = None
+    hops: tuple[tuple[str, ...], ...] = ()
+    keep: bool = False
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -126,9 +131,14 @@ class Index:
         if names not in self._subsets:
             chosen = tuple(b for b in self.buckets if b.name in names)
             self._subsets[names] = Index(
-                self.items, chosen, self.axes, self.ways, self.whole or self
+                self.items, chosen, self.axes, self.ways, self.whole or self, self.hops, self.keep
             )
         return self._subsets[names]
+
+    @cached_property
+    def room(self) -> Room:
+        """The memory that all readings of such buckets share."""
+        return self.whole.room if self.whole is not None else Room()
 
     @cached_property
     def _subsets(self) -> dict[tuple[str, ...], "Index"]:
@@ -145,7 +155,7 @@ class Index:
         return hash(self.buckets)
 
     def __reduce__(self) -> Any:
-        return Index, (*self._key, self.whole)
+        return Index, (*self._key, self.whole, self.hops, self.keep)
 
 
 @lru_cache(maxsize=256)
@@ -286,7 +296,7 @@ class Buckets(dict[str, Any]):
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Those of these names, in the same memory."""
-        out = Buckets({n: self[n] for n in names}, self.index.subset(names), self.mesh)
+        out = type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
         if "pieces" in self.__dict__:
             rows = zip(self.held, self.pieces, strict=True)
             out.__dict__["pieces"] = [p for (bucket, _, _), p in rows if bucket.name in out]
@@ -294,7 +304,7 @@ class Buckets(dict[str, Any]):
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
         """Other values under the same index."""
-        return Buckets(values, self.index, self.mesh)
+        return type(self)(values, self.index, self.mesh)
 
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:
@@ -308,7 +318,7 @@ class Buckets(dict[str, Any]):
         return [ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held]
 
     def __reduce__(self) -> Any:
-        return Buckets, (dict(self), self.index, self.mesh)
+        return type(self), (dict(self), self.index, self.mesh)
 
 
 def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
@@ -327,14 +337,19 @@ def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:
     return [tree[n] for n in names], (tree.index, tree.mesh), names
 
 
-def _unflat(where: tuple[Index, Mesh], children: Iterable[Any]) -> Buckets:
-    names = [b.name for b in where[0].buckets]
-    return Buckets(zip(names, children, strict=True), *where)
+def register(kind: type[Buckets]) -> None:
+    """Make a class of buckets a node of trees."""
+
+    def unflat(where: tuple[Index, Mesh], children: Iterable[Any]) -> Buckets:
+        names = [b.name for b in where[0].buckets]
+        return kind(zip(names, children, strict=True), *where)
+
+    optree.register_pytree_node(
+        kind,
+        _flat,  # type: ignore[arg-type]
+        unflat,  # type: ignore[arg-type]
+        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+    )
 
 
-optree.register_pytree_node(
-    Buckets,
-    _flat,  # type: ignore[arg-type]
-    _unflat,  # type: ignore[arg-type]
-    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
-)
+register(Buckets)

@@ -13,10 +13,11 @@ from shardlib.collectives import blocks, gather_into, lead, played, psum, scatte
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.optim.buckets import Bucket, Buckets, Index
+from shardlib.optim.memory import Memory
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "Hops", "Memory", "adopt", "gather", "own", "own_parts", "put_back",
+    "Hops", "adopt", "gather", "gather_later", "own", "own_parts", "put_back",
     "scatter", "shard_place", "slot_of",
     "stack", "whole_place",
 ]  # fmt: skip
@@ -24,34 +25,6 @@ __all__ = [
 Hops = tuple[tuple[str, ...], ...]
 """The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
 and an outer one."""
-
-
-class Memory:
-    """Vectors that are used again: fresh pages cost as much as a sum over them."""
-
-    def __init__(self) -> None:
-        self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self.lent: set[int] = set()
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A contiguous tensor that holds anything; give it back when nobody reads it any more."""
-        n = math.prod(shape)
-        rows = self.free.setdefault((dtype, device), [])
-        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
-        base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
-        if base is None:
-            base = torch.empty(n, dtype=dtype, device=device)
-        self.lent.add(base.data_ptr())
-        return base[:n].view(shape)
-
-    def give(self, *taken: Tensor) -> None:
-        """Take back what ``take`` gave; what came from elsewhere is left alone."""
-        for t in taken:
-            base = t if t._base is None else t._base
-            if base.data_ptr() not in self.lent or base.ndim != 1:
-                continue
-            self.lent.remove(base.data_ptr())
-            self.free.setdefault((base.dtype, base.device), []).append(base)
 
 
 def stack(mesh: Mesh) -> tuple[int, ...]:
@@ -151,26 +124,29 @@ def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
 
 def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
     """All-gather whole buckets in place, all of them posted at once."""
-    if len(hops) == 2:
-        inner, outer = hops
-        size = mesh.axis_size(inner)
-        places = [rank_along(inner, c, mesh.axes) for c in played(mesh)]
-        parts, later = [], []
-        for flat in flats:
-            n = flat.shape[-1] // size
-            views = [
-                b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)
-            ]
-            part = torch.stack(views) if lead(mesh) else views[0]
-            parts.append((views, part))
-            later.append(gather_into(part, mesh, outer))
-        for finish, (views, part) in zip(later, parts, strict=True):
-            finish()
-            for view, block in zip(views, blocks(part, mesh), strict=True):
-                if lead(mesh):
-                    view.copy_(block)
-    for finish in [gather_into(flat, mesh, hops[0]) for flat in flats]:
+    for finish in [gather_later(flat, mesh, hops) for flat in flats]:
         finish()
+
+
+def gather_later(flat: Tensor, mesh: Mesh, hops: Hops) -> Callable[[], object]:
+    """Post the all-gather of a whole bucket in place; of two hops the second one when it is finished."""
+    if len(hops) == 1:
+        return gather_into(flat, mesh, hops[0])
+    inner, outer = hops
+    n = flat.shape[-1] // mesh.axis_size(inner)
+    places = [rank_along(inner, c, mesh.axes) for c in played(mesh)]
+    views = [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
+    part = torch.stack(views) if lead(mesh) else views[0]
+    first = gather_into(part, mesh, outer)
+
+    def finish() -> None:
+        first()
+        if lead(mesh):
+            for view, block in zip(views, blocks(part, mesh), strict=True):
+                view.copy_(block)
+        gather_into(flat, mesh, inner)()
+
+    return finish
 
 
 def scatter(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Index
-from shardlib.optim.flat import Hops, Memory, scatter, shard_place, slot_of, stack, whole_place
+from shardlib.optim.flat import Hops, scatter, shard_place, slot_of, stack, whole_place
+from shardlib.optim.memory import Memory
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["Sink"]

@@ -66,6 +66,7 @@ class Transform(NamedTuple):
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
     ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
+    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero``.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -87,6 +88,7 @@ class Transform(NamedTuple):
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
+    shard: Callable[[Any], Any] | None = None
 
 
 def pieces(first: Any, *others: Any) -> list[list[Tensor]]:

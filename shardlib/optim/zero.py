@@ -11,7 +11,9 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -25,7 +27,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, Item, flatten, index, unflatten
 from shardlib.optim.clip import global_norm
-from shardlib.optim.flat import Hops, Memory, adopt, gather, own, put_back, shard_place
+from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place
+from shardlib.optim.gathered import Parts
+from shardlib.optim.memory import Memory
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, Transform, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
@@ -63,6 +67,7 @@ def zero(
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
     inner: str | None = None,
+    keep: bool = False,
 ) -> Transform:
     """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
 
@@ -70,6 +75,8 @@ def zero(
     ``axis``    one mesh axis or several, the first of them major.
     ``stage``   1: the state is split.  2: gradients too: ``value_and_grad(loss, into=tx)``
                 reduce-scatters each bucket while backward still runs, and keeps parts alone.
+                3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
+                ``value_and_grad`` gather them group by group while they are read.
     ``bucket_mb``     the most MiB in one bucket, unless one parameter has more.
     ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
                       the 16 bits that a bfloat16 parameter lacks of fp32.
@@ -77,6 +84,8 @@ def zero(
     ``gather_dtype``  in which parameters travel, else their own; a narrower one needs a master.
     ``inner``         a second axis, of faster links: parts lie over both, gradients are first
                       reduced over ``inner``, so that over ``axis`` only 1/inner of them travels.
+
+    ``keep``    of stage 3: gathered parameters stay for backward, instead of being gathered again.
 
     Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
     in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
@@ -98,6 +107,7 @@ def zero(
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
     memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20), tx.groups)
+    apart = _Seen(cut, 1 << 62, tx.groups, _group, hops, keep)
 
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
@@ -132,9 +142,12 @@ def zero(
         return sink.finish()
 
     def init(params: Any) -> Any:
-        leaves = _trained(params)
-        where, mesh = seen.index(params, leaves)
-        parts = _parts(leaves, where, mesh)
+        if stage == 3:
+            parts = _own(_parted(params))
+        else:
+            leaves = _trained(params)
+            where, mesh = seen.index(params, leaves)
+            parts = _parts(leaves, where, mesh)
         if master is None:
             return tx.init(parts)
         full = _cast(parts, torch.float32)
@@ -154,6 +167,10 @@ def zero(
                 op="zero",
                 fix="params, state, info = sl.optim.step(tx, params, grads, state)",
             )
+        if stage == 3:
+            mine, given = _alike_parts(params, grads, state)
+            updates, state = tx.update(given, state, mine)
+            return _with_frozen(params, updates), state
         leaves = _trained(params)
         where, mesh = seen.index(params, leaves, state)
         given, held, tree = _split(params, leaves, grads)
@@ -168,7 +185,21 @@ def zero(
         out = iter([p.becomes(unwrap(blocks[i])) for i, p in enumerate(leaves)])
         return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
 
+    def step_on_parts(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        mine, given = _alike_parts(params, grads, state)
+        seen.keep_pieces(given)
+        if step.ask and step.norm is None:
+            step.norm = global_norm(given)
+        if master is None:
+            state = run_in_place(tx, given, state, mine, step)
+        else:
+            state = _with_master(tx, given, state, mine, step, master, memory)
+        params.index.room.memory.give(*(g.raw for g in given.values()))
+        return state
+
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        if stage == 3:
+            return step_on_parts(grads, state, params, step)
         leaves = _trained(params)
         where, mesh = seen.index(params, leaves, state)
         given, _, _ = _split(params, leaves, grads)
@@ -204,7 +235,10 @@ def zero(
             flat.copy_(small)
         memory.give(*narrow)
 
-    def sink(params: Any) -> Sink:
+    def sink(params: Any) -> Sink | None:
+        if stage == 3:  # the gradient of a part is reduced where the part was gathered
+            _parted(params)
+            return None
         leaves = _trained(params)
         where, mesh = seen.index(params, leaves)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
@@ -213,19 +247,44 @@ def zero(
             return Sink(where, mesh, hops, memory, dtypes, device=like[0].device, scattered=False)
         return sink_for(where, mesh, like, memory)
 
-    return Transform(init, update, tx.trait, donate=donate, sink=sink)
+    def shard(params: Any) -> Parts:
+        if isinstance(params, Parts):
+            return params
+        leaves = optree.tree_leaves(params)
+        held = frozen(leaves)
+        asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
+        every = optree.tree_map(lambda x: x.detach() if any(held) else x, params)
+        where, mesh = apart.index(every, optree.tree_leaves(every), None, held)
+        out = Parts(dict(_parts(optree.tree_leaves(every), where, mesh)), where, mesh)
+        for bucket in where.buckets:
+            flags = {asked[i] for s in bucket.slots for i in s.leaves}
+            out[bucket.name].raw.requires_grad_(flags == {True})
+        return out
+
+    return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard)
 
 
 class _Seen:
     """What zero found out about the trees that it saw: their index, and lists of views."""
 
-    def __init__(self, axes: tuple[str, ...], most_bytes: int, groups: Any) -> None:
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        most_bytes: int,
+        groups: Any,
+        apart: Callable[[str], str] | None = None,
+        hops: Hops = (),
+        keep: bool = False,
+    ) -> None:
         self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
+        self.apart, self.hops, self.keep = apart, hops, keep
         self.found: dict[tuple[Item, ...], Index] = {}
         self.last: tuple[Any, ...] = ()
         self.lists: dict[str, tuple[Any, Any]] = {}
 
-    def index(self, params: Any, leaves: list[Any], state: Any = None) -> tuple[Index, Mesh]:
+    def index(
+        self, params: Any, leaves: list[Any], state: Any = None, held: Sequence[bool] = ()
+    ) -> tuple[Index, Mesh]:
         """The index of these leaves; ``state``'s own, which must be one of them.
 
         Gradients arrive about in the opposite order of the modules.
@@ -235,6 +294,10 @@ class _Seen:
         if self.last and self.last[0] == key and (theirs is None or theirs is self.last[3]):
             return self.last[3], self.last[2]
         paths, order, words = _named(params, self.groups)
+        if self.apart is not None:
+            words = [f"{self.apart(p)} {w}".strip() for p, w in zip(paths, words, strict=True)]
+        if any(held):
+            words = [f"{w} frozen" if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.axes)
         if theirs is not None:
             if theirs.items != items:
@@ -242,7 +305,10 @@ class _Seen:
             self.found[items] = theirs
         if items not in self.found:
             ways, arrive = mesh.axis_size(self.axes), order[::-1]
-            self.found[items] = index(items, self.axes, ways, self.most_bytes, arrive)
+            made = index(items, self.axes, ways, self.most_bytes, arrive)
+            if self.hops:
+                made = replace(made, hops=self.hops, keep=self.keep)
+            self.found[items] = made
         # the places are kept, so that their ids stay theirs
         self.last = (key, [p.place for p in leaves], mesh, self.found[items])
         return self.found[items], mesh
@@ -277,9 +343,9 @@ def _check(
     inner: str | None,
 ) -> None:
     name = repr(axes[0] if len(axes) == 1 else axes)
-    if stage not in (1, 2):
-        raise Unsupported(
-            f"stage {stage} is not built; stages 1 and 2 are",
+    if stage not in (1, 2, 3):
+        raise ShardError(
+            f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
             op="zero",
             fix=f"sl.optim.zero(tx, axis={name}, stage=2)",
         )
@@ -308,12 +374,85 @@ def _check(
             op="zero",
             fix=f'sl.optim.zero(tx, axis={name}, master="fp32", gather_dtype={gather_dtype})',
         )
+    if gather_dtype is not None and stage == 3:
+        raise Unsupported(
+            "the parts of stage 3 are gathered in their own dtype",
+            op="zero",
+            fix=f'sl.optim.zero(tx, axis={name}, stage=3, master="fp32")  # of bfloat16 parameters',
+        )
     if inner is not None and inner in axes:
         raise ShardError(
             f"inner={inner!r} is in axis= already",
             op="zero",
             fix=f"sl.optim.zero(tx, axis={name})",
         )
+
+
+# ---------------------------------------------------------------- stage 3
+
+
+def _group(path: str) -> str:
+    """The block of a module that a parameter is gathered with: its path up to the first number.
+
+    >>> [_group(p) for p in ("h.0.attn.weight", "h.1.mlp.bias", "ln_f.weight")]
+    ['h.0', 'h.1', 'ln_f']
+    """
+    found = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
+    return found.group(1) if found else path.partition(".")[0]
+
+
+def _parted(params: Any) -> Parts:
+    if not isinstance(params, Parts):
+        raise ShardError(
+            "stage 3 trains parts of parameters, and these are whole",
+            op="zero",
+            fix="params = tx.shard(params)",
+        )
+    return params
+
+
+def _own(params: Buckets) -> Buckets:
+    """The buckets that are trained."""
+    held = frozen(list(params.values()))
+    if not any(held):
+        return params
+    return params.subset(tuple(n for n, f in zip(params, held, strict=True) if not f))
+
+
+def _alike_parts(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]:
+    """Parameters and gradients, of the buckets that are trained."""
+    mine = _own(_parted(params))
+    theirs = _index_of(state)
+    ours = mine.index.whole or mine.index
+    if theirs is not None and theirs is not ours and theirs.items != ours.items:
+        raise _changed(theirs.items, ours.items, mine.mesh)
+    if not isinstance(grads, Buckets) or any(not g.keys() >= mine.keys() for g in (grads,)):
+        raise ShardError(
+            "the gradients are another tree than the parameters",
+            op="zero",
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        )
+    whole = grads.index.whole or grads.index
+    _same_index(whole, ours, mine.mesh)
+    given = mine.like({n: grads[n] for n in mine})
+    _summed(given)
+    return mine, given
+
+
+def _summed(grads: Buckets) -> None:
+    odd = next((g for g in grads.values() if g.sharding.partial), None)
+    if odd is not None:
+        raise PartialEscape(
+            "the gradient of a part is summed already, and this one is pending",
+            op="zero",
+            operands={"gradient": typeof(odd)},
+            mesh=odd.mesh,
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        )
+
+
+def _with_frozen(params: Parts, updates: Buckets) -> Parts:
+    return params.like({n: updates.get(n) for n in params})  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- trees and their index

@@ -129,6 +129,7 @@ class ShardedTensor(torch.Tensor):
     place: Place
     node: Any = None
     made: Any = None
+    read: Callable[[], Tensor] | None = None
 
     @staticmethod
     def __new__(cls: type, raw: Tensor, place: Place) -> "ShardedTensor":
@@ -139,6 +140,30 @@ class ShardedTensor(torch.Tensor):
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    @staticmethod
+    def when_read(
+        place: Place, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]
+    ) -> "ShardedTensor":
+        """A value whose block comes from ``read()``, each time that it is asked for."""
+        shape = place.shape if place.true_shape is None else place.true_shape
+        make = torch.Tensor._make_wrapper_subclass
+        self = make(ShardedTensor, shape, dtype=dtype, device=device)
+        self.place, self.read = place, read
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached where an attribute is missing, as ``raw`` is until it is read."""
+        read = self.__dict__.get("read")
+        if name == "raw" and read is not None:
+            return read()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def at(self, place: Place) -> "ShardedTensor":
+        """The same blocks at another place, unread if they are."""
+        if self.read is None:
+            return ShardedTensor(self.raw, place)
+        return ShardedTensor.when_read(place, self.dtype, self.device, self.read)
 
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
@@ -207,11 +232,11 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.raw.dtype
+        return self.raw.dtype if self.read is None else torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return self.raw.requires_grad
+        return self.raw.requires_grad if self.read is None else True
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

@@ -4,7 +4,7 @@ import torch
 
 import shardlib as sl
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.flat import Memory, adopt, own, put_back
+from shardlib.optim.flat import adopt, own, put_back
 from tests.ops.cases import r
 
 
@@ -49,15 +49,3 @@ def test_own_pieces_are_the_ranks_parts_in_place() -> None:
     put_back(flats, mine)
     for x in leaves:  # each element was in the piece of one rank along data, of each rank along x
         assert (x.raw == 5).sum() == x.raw.numel() / 3
-
-
-def test_memory_is_used_again_once_it_is_given_back() -> None:
-    memory, cpu = Memory(), torch.device("cpu")
-    a = memory.take((4, 8), torch.float32, cpu)
-    b = memory.take((32,), torch.float32, cpu)
-    assert a.data_ptr() != b.data_ptr()
-    at = a.data_ptr()
-    memory.give(a, torch.zeros(32))  # what it never lent is left alone
-    assert memory.take((30,), torch.float32, cpu).data_ptr() == at
-    assert memory.take((30,), torch.float32, cpu).data_ptr() != at
-    assert memory.take((32,), torch.float64, cpu).data_ptr() != at

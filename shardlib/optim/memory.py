@@ -1,0 +1,59 @@
+"""Memory that is used again: fresh pages cost as much as a sum over them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import storage_users
+
+__all__ = ["Memory", "Room"]
+
+
+class Memory:
+    """Vectors that are used again: fresh pages cost as much as a sum over them."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self.lent: set[int] = set()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous tensor that holds anything; give it back when nobody reads it any more."""
+        n = math.prod(shape)
+        rows = self.free.setdefault((dtype, device), [])
+        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
+        base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
+        if base is None:
+            base = torch.empty(n, dtype=dtype, device=device)
+        self.lent.add(base.data_ptr())
+        return base[:n].view(shape)
+
+    def give(self, *taken: Tensor) -> None:
+        """Take back what ``take`` gave; what came from elsewhere is left alone."""
+        for t in taken:
+            base = t if t._base is None else t._base
+            if base.data_ptr() not in self.lent or base.ndim != 1:
+                continue
+            self.lent.remove(base.data_ptr())
+            self.free.setdefault((base.dtype, base.device), []).append(base)
+
+
+class Room:
+    """Memory that readings of one index share, and the order in which the last one read buckets."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.order: list[str] = []
+        self.buffers: list[Tensor] = []
+
+    def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory of an earlier gather that no tensor looks at any more, or new."""
+        n = math.prod(shape)
+        for t in self.buffers:
+            fits = n <= t.numel() <= 2 * n and (t.dtype, t.device) == (like.dtype, like.device)
+            if fits and storage_users(t) == 1:
+                return t[:n].view(shape)
+        self.buffers = [t for t in self.buffers if storage_users(t) > 1 or t.numel() >= n]
+        self.buffers.append(torch.empty(n, dtype=like.dtype, device=like.device))
+        return self.buffers[-1][:n].view(shape)

@@ -1,0 +1,25 @@
+import torch
+
+from shardlib.optim.memory import Memory, Room
+
+
+def test_memory_is_used_again_once_it_is_given_back() -> None:
+    memory, cpu = Memory(), torch.device("cpu")
+    a = memory.take((4, 8), torch.float32, cpu)
+    b = memory.take((32,), torch.float32, cpu)
+    assert a.data_ptr() != b.data_ptr()
+    at = a.data_ptr()
+    memory.give(a, torch.zeros(32))  # what it never lent is left alone
+    assert memory.take((30,), torch.float32, cpu).data_ptr() == at
+    assert memory.take((30,), torch.float32, cpu).data_ptr() != at
+    assert memory.take((32,), torch.float64, cpu).data_ptr() != at
+
+
+def test_a_buffer_is_used_again_once_no_tensor_looks_at_it() -> None:
+    room, like = Room(), torch.empty(0)
+    a = room.buffer((4, 8), like)
+    view, at = a[1:].mT, a.data_ptr()
+    del a
+    assert room.buffer((32,), like).data_ptr() != at
+    del view
+    assert room.buffer((32,), like).data_ptr() == at
