@@ -13,6 +13,7 @@ from shardlib.collectives import (
     all_gather,
     all_to_all,
     axis_index,
+    checking,
     each_rank,
     holds_values,
     lead,
@@ -25,6 +26,7 @@ from shardlib.collectives import (
     start_ppermutes,
     storage,
     unwrap,
+    verify,
     wrap,
 )
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
@@ -78,7 +80,8 @@ def shard(
     """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
 
     ``layout``  a Layout, its text, or a pytree of them that matches x.
-    ``src``     rank 0's values count and the others' are ignored (they give shape and dtype).
+    ``src``     0: rank 0's values count and the others' are ignored (they give shape and dtype).
+                Without it the ranks verify, once for each line, that copies are the same.
     In a pytree numbers and None, such as an optimizer's step count, stay as they are.
     ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
                 ``unshard`` strips it; functions that would read it refuse.
@@ -124,6 +127,15 @@ def shard(
             fix=f"sl.reshard(x, {str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
     lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
+    placed = place_whole(x, lay, m, src=src, pad=pad)
+    if src is None and m.device_mesh is not None:
+        fix = f"sl.shard(x, {str(lay)!r}, src=0)"
+        verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
+    return placed
+
+
+def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:
+    """``shard`` of one tensor, whose blocks are not compared with those of the other ranks."""
     size = padded_size(lay, x, m) if pad else x.shape
     lay.check(tuple(size), m, op="shard")
     if src is not None:
@@ -132,10 +144,12 @@ def shard(
         widths = [
             w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)
         ]
-        return ShardedTensor(
-            _placed(torch.nn.functional.pad(x, widths), lay, m), Place(lay, size, m, x.shape)
-        )
-    return ShardedTensor(_placed(x, lay, m), Place(lay, x.shape, m))
+        raw = _placed(torch.nn.functional.pad(x, widths), lay, m)
+    else:
+        raw = _placed(x, lay, m)
+    if (mode := checking()) is not None:
+        mode.tag(raw)
+    return ShardedTensor(raw, Place(lay, size, m, x.shape if size != x.shape else None))
 
 
 def _per_leaf(tree: Any, layouts: Any) -> list[Any]:

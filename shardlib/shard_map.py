@@ -14,10 +14,20 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Stacked, Varies, differing, held, lead, real, wrap
+from shardlib.collectives import (
+    Stacked,
+    Varies,
+    checking,
+    differing,
+    held,
+    lead,
+    real,
+    verify,
+    wrap,
+)
 from shardlib.errors import RankMismatch, ShardError, WrongAxes
 from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.mesh import MeshLike, as_mesh, bind
+from shardlib.mesh import MeshLike, as_mesh, bind, simulate, within
 from shardlib.tensor import Place, ShardedTensor, _Share, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
@@ -78,6 +88,8 @@ def shard_map(
             if type(block) is Stacked:
                 block.varies = Varies(real(m, (*want.axes, *want.partial)))
             blocks.append(block)
+        if not lead(m) and checking() is not None:
+            _rehearse(f, ins, result, blocks, m)
         with bind(m):
             out = f(*blocks)
         single = isinstance(out, Tensor)
@@ -127,11 +139,44 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
     ]
     if lead(mesh):
         _check_axes(block, layout, mesh, copied, i)
+    elif copied and checking() is not None:
+        fix = f"return sl.psum(result, {copied[0]!r})  # or name {copied[0]!r} in out_layouts"
+        verify("shard_map", mesh, {f"result {i}": (raw, layout)}, fix)
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
         raw = _Share.apply(raw, copies)
     raw = to_pending(raw, mesh, (*layout.partial, *copied))  # type: ignore[arg-type]
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
+
+
+def _rehearse(
+    f: Callable[..., Any], ins: Sequence[Layout], outs: Sequence[Layout], blocks: Any, mesh: Any
+) -> None:
+    """Run a body of real ranks on the shapes of simulated ones, where what varies is followed.
+
+    Raises: WrongAxes.  A body that needs values cannot be judged so, and is not.
+    """
+    stage, state = simulate(**mesh.axes), torch.random.get_rng_state()
+    given = []
+    for block, layout in zip(blocks, ins, strict=True):
+        raw = torch.empty((stage.size, *block.shape), dtype=block.dtype, device="meta")
+        seen = wrap(raw, stage)
+        seen.varies = Varies(real(stage, (*layout.axes, *layout.partial)))  # type: ignore[attr-defined]
+        given.append(seen)
+    try:
+        with bind(stage), within(traces=(), watcher=None), torch.no_grad():
+            leaves = optree.tree_leaves(f(*given))
+        outs = list(outs) * len(leaves) if len(outs) == 1 else outs
+        for i, (leaf, layout) in enumerate(zip(leaves, outs, strict=False)):
+            layout = layout.resolve(leaf.ndim)
+            copied = [a for a in stage.names if a not in layout.axes and a not in layout.partial]
+            _check_axes(leaf, layout, stage, copied, i)
+    except WrongAxes:
+        raise
+    except Exception:
+        return
+    finally:
+        torch.random.set_rng_state(state)
 
 
 def _check_axes(block: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:

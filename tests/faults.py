@@ -93,9 +93,16 @@ class Steps:
         d = sl.unshard(self.w @ self.w)
         order = reversed(self.params) if self.is_("reordered") else iter(self.params)
         e = [sl.unshard(self.params[n]) for n in order]
+        self.set_up()
         factor = 1.0 + self.is_("other number")
         f = sl.unshard((self.w * factor).sum())
         return [float(t.double().sum()) for t in (a, b, c, d, *e, f)]
+
+    def set_up(self) -> None:
+        """What is verified without check too: weights, and values that are copied."""
+        torch.manual_seed(7 + 100 * self.is_("unseeded weights"))
+        sl.parallelize(torch.nn.Linear(8, 8), [("weight", "x y"), ("bias", ".")])
+        sl.shard(torch.full((8,), 1.0 + self.is_("another batch")), "x")
 
 
 def _kill(how: int) -> Callable[[Steps], None]:
@@ -134,6 +141,8 @@ FAULTS: dict[str, Fault] = {
     "other layout": Fault(_nothing, "and rank", None, aborts=True),
     "other number": Fault(_nothing, r"mul.*2\.0", None),
     "reordered": Fault(_nothing, "and rank", None),
+    "unseeded weights": Fault(_nothing, "hold different values of bias", "same"),
+    "another batch": Fault(_nothing, "hold different values of the f32", "same"),
     "raise": Fault(_raise, "rank {who} raised ZeroDivisionError: of this rank, at faults.py", "same"),
     "exit": Fault(lambda s: sys.exit(0), r"rank {who} left by SystemExit\(0\)|rank {who} left", "same"),
     "gone": Fault(lambda s: os._exit(0), "rank {who} died: its process is gone", "same", True),
@@ -144,6 +153,9 @@ FAULTS: dict[str, Fault] = {
     "a thread": Fault(_threaded, "thread|and rank", None),
 }  # fmt: skip
 
+
+SET_UP = ("unseeded weights", "another batch")
+"""Faults of the first step: what is verified once."""
 
 # ---------------------------------------------------------------- processes
 
@@ -235,6 +247,7 @@ def _rank(
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    atexit._clear()  # what the process that forked this one does at its end is not ours to do
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.stdout = _Marks(pipe)  # type: ignore[assignment]
     sys.stderr = io.StringIO()  # what the ranks print is not what is tested
@@ -298,7 +311,8 @@ def main() -> int:
     failed, slowest = 0, 0.0
     for i in range(given.count):
         fault = names[i % len(names)]
-        who, when = draw.randrange(WORLD), draw.randrange(1, STEPS)
+        who = draw.randrange(WORLD)
+        when = 0 if fault in SET_UP else draw.randrange(1, STEPS)
         check = modes[(i // len(names)) % len(modes)] if len(modes) > 1 else modes[0]
         told = play(fault, who, when, check=check)
         bad = wrong(fault, who, told, check=check)

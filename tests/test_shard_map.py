@@ -184,3 +184,27 @@ def test_a_body_returns_one_tensor_for_each_layout(body: Any) -> None:
         sl.shard_map(body, in_layouts="x", out_layouts=("x", "x", "x"))(
             sl.shard(torch.ones(4), "x")
         )
+
+
+def test_real_ranks_refuse_the_same_mistakes_under_check(pool: Any) -> None:
+    assert pool.run(_mistaken, x=2, y=2) == [[m[0] for m in MISTAKES]] * 4
+
+
+def _mistaken() -> list[str]:
+    """The mistakes that are refused, of which none has moved anything."""
+    refused = []
+    state = torch.random.get_rng_state()
+    for name, body, where, out, axis in MISTAKES:
+        v = sl.shard(torch.ones(4), where)
+        with sl.check():
+            try:
+                sl.shard_map(body, in_layouts=where, out_layouts=out)(v)
+            except WrongAxes as e:
+                refused += [name] if axis in str(e) else []
+        for right, ins, there in RIGHT:
+            given = [sl.shard(torch.ones(4, 4), layout) for layout in ins]
+            if right in (_softmax, _cannon, _counted) and not refused[1:]:
+                with sl.check():
+                    sl.shard_map(right, in_layouts=ins, out_layouts=there)(*given)
+    assert torch.equal(state, torch.random.get_rng_state())
+    return refused

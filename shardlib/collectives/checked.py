@@ -4,7 +4,7 @@ A fingerprint says the operation, its axes, shape, dtype and arguments, the line
 and a digest of all that was called on sharded tensors before it, with the layouts, the Python
 numbers and the plain tensors that were given.  Who comes first to a transfer leaves the fingerprint
 in the job's store, and whoever finds another there raises, before anything moves: one round to the
-store for each transfer, and no wait.  What the ranks claim to hold alike goes into the digest.
+store for each transfer, and no wait.
 
 Under simulate one process runs all ranks, which cannot differ so; what varies along which axis is
 followed there always (varying.py).
@@ -16,7 +16,6 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardlib.collectives.count import Trace
 from shardlib.errors import RankFailed, user_line
 from shardlib.mesh import RECENT, Entered, Job, Mesh, current_job, enter, scope, spelled
 
-__all__ = ["check", "checking", "digest"]
+__all__ = ["check", "checking", "digest", "line_of_user"]
 
 
 class Mode(Trace):
@@ -41,7 +40,7 @@ class Mode(Trace):
         self.calls = 0
         self.seen = RECENT[-1][0] if RECENT else 0
         self.crc = 0
-        self.claims: dict[tuple[str, ...], int] = {}  # axes along which values are alike -> digest
+        self.made = 0
         self.texts: dict[Any, str] = {}
 
     # -------------------------------------------------------- calls
@@ -55,7 +54,7 @@ class Mode(Trace):
                 place = getattr(part, "place", None)
                 if place is not None:
                     real = real or place.mesh.device_mesh is not None
-                    text.append(self._placed(part.raw.dtype, place))
+                    text.append(self._placed(part.raw.dtype, place) + _tagged(part.raw))
                 elif isinstance(part, Tensor):
                     text.append(f"{part.dtype}{list(part.shape)}{digest(part)}")
                 else:
@@ -72,17 +71,12 @@ class Mode(Trace):
         self.calls += 1
         self.crc = zlib.crc32(text.encode(), self.crc)
         if (job := current_job()) is not None:
-            job.calls.append((self.calls, text, _line()))
+            job.calls.append((self.calls, text, line_of_user()))
 
-    def claim(self, mesh: Mesh, copied: Sequence[str], what: str, value: Tensor) -> None:
-        """A value that every rank along these axes holds alike."""
-        if mesh.device_mesh is None or not copied:
-            return
-        text = f"{what} {value.dtype}{list(value.shape)} {digest(value)}"
-        if len(copied) == len(mesh.names):
-            self.note(text)
-        key = tuple(copied)
-        self.claims[key] = zlib.crc32(text.encode(), self.claims.get(key, 0))
+    def tag(self, raw: Tensor) -> None:
+        """Number a value that is made, so that another one in its place is seen."""
+        self.made += 1
+        setattr(raw, _TAG, self.made)
 
     def _placed(self, dtype: torch.dtype, place: Any) -> str:
         key = dtype, place.layout, place.shape
@@ -102,15 +96,14 @@ class Mode(Trace):
         if job is None or mesh.device_mesh is None or name in _STAYING:
             return
         g = dist.group(mesh, axes)
-        line = _line()
+        line = line_of_user()
         RECENT[-1] = (*now[:5], line)
-        alike = [crc for copied, crc in sorted(self.claims.items()) if set(axes) <= set(copied)]
         doing = spelled((0, name, axes, raw.shape, raw.dtype)).removesuffix(", operation 0")
         given = "".join(f", {p!r}" for p in params if not isinstance(p, torch.dtype))
         aside = f", with {unseen} unchecked before it" if unseen else ""
         thread = _thread()
-        mine = f"{doing}{given}{thread}{aside}, at {line or 'no line of the user'}"
-        state = f"{self.crc:08x} {zlib.crc32(repr(alike).encode()):08x}"
+        mine = f"{doing}{_tagged(raw)}{given}{thread}{aside}, at {line or 'no line of the user'}"
+        state = f"{self.crc:08x}"
         group = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
         n = job.turns[group] = job.turns.get(group, 0) + 1
         said = job.store.compare_set(f"check/{group}/{n}", "", f"{job.rank}|{state}|{mine}")
@@ -118,17 +111,12 @@ class Mode(Trace):
             job.store.delete_key(f"check/{group}/{n - _KEEP}")
         first, their_state, theirs = said.decode().split("|", 2)
         if (their_state, theirs) != (state, mine):
-            self._refuse(job, int(first), mine, theirs, their_state.split(" ") != state.split(" "))
+            self._refuse(job, int(first), mine, theirs, their_state != state)
 
     def _refuse(self, job: Job, other: int, mine: str, theirs: str, before: bool) -> None:
         cause = f"rank {job.rank} is at {mine}, and rank {other} at {theirs}"
         if before:
             cause = self._parted(job, other) or cause
-        if mine == theirs and "called" not in cause:
-            cause = (
-                f"values that the ranks claim to hold alike differ between rank {job.rank} and "
-                f"rank {other}, before {mine}"
-            )
         first = job.report_cause(cause)
         raise RankFailed(
             first,
@@ -153,6 +141,15 @@ class Mode(Trace):
         return ""
 
 
+_TAG = "shardlib_made"
+
+
+def _tagged(raw: Tensor) -> str:
+    """Which of the values that were made this is, where it is one."""
+    n = getattr(raw, _TAG, 0)
+    return f" (value {n})" if n else ""
+
+
 _STAYING = frozenset(["pslice", "place", "pvary"])
 _KEEP = 256
 
@@ -170,9 +167,9 @@ def _number(x: Any) -> str:
 
 
 def digest(x: Tensor) -> str:
-    """A number that tells a tensor's values from others, of 1024 of them at most.
+    """Tell a tensor's values from others: their sum, and a weighted one of 1024 of them.
 
-    Equal values give it alike; what differs by rounding alone gives it alike but rarely.
+    Equal values give it alike, and so does what differs by rounding alone but at rare borders.
     """
     if x.is_meta or not x.numel() or x.is_sparse or x.is_quantized:
         return ""
@@ -181,14 +178,16 @@ def digest(x: Tensor) -> str:
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     flat = flat.to(torch.float64)
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
-    return f"{float((flat * weights.remainder(97.0)).sum()):.6g} {float(flat.sum()):.6g}"
+    whole = x.detach().sum() if x.is_complex() else x.detach().sum(dtype=torch.float64)
+    whole = whole.abs() if whole.is_complex() else whole
+    return f"{float((flat * weights.remainder(97.0)).sum()):.6g} {float(whole):.6g}"
 
 
 _INSIDE: dict[str, bool] = {}
 """Whether a file is the library's or torch's; asked of every frame."""
 
 
-def _line() -> str:
+def line_of_user() -> str:
     """``user_line``, whose answer for a file is remembered."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -205,8 +204,9 @@ def _line() -> str:
 class check(Entered):
     """Compare, before each transfer, what the ranks of its axis are about to do.
 
-    The first difference (another operation, shape, dtype, layout, number, line; a value claimed to
-    be the same) makes the ranks raise RankFailed with both sides, before anything moves.
+    The first difference (another operation, shape, dtype, layout, number, value or line) makes the
+    ranks raise RankFailed with both sides, before anything moves.  Values that a layout says are
+    copies are compared wherever they are placed, and at the end of ``shard_map``.
     ``SHARDLIB_CHECK=1`` in the environment is the same for a whole program.  Outside, nothing is
     compared and nothing is added.
 

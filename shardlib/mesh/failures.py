@@ -119,7 +119,7 @@ class Job:
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
-        # of check mode: transfers of each group, and what was called last on sharded tensors
+        # how often each group has compared; in check mode, what was called last on sharded tensors
         self.turns: dict[str, int] = {}
         self.calls: deque[tuple[int, str, str]] = deque(maxlen=KEPT)
         self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each group of axes; likewise

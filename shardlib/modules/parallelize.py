@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import uncompiled
-from shardlib.collectives import holds_values, lead
+from shardlib.collectives import holds_values, lead, verify
 from shardlib.errors import (
     AxisReused,
     LayoutSyntax,
@@ -40,7 +40,7 @@ from shardlib.modules.experts import divided, standing_in
 from shardlib.modules.remat import Remat, regions, remembering
 from shardlib.modules.skeleton import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
-from shardlib.placing import padded_size, shard, unshard
+from shardlib.placing import padded_size, place_whole, shard, unshard
 from shardlib.random import Plain
 from shardlib.tensor import Place, ShardedTensor, promoting, replicated
 
@@ -583,7 +583,7 @@ def _lint(
 
 
 def _place_parameter(
-    p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool
+    p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool, src: int | None = None
 ) -> ShardedTensor:
     if (p.is_meta or blank) and holds_values(mesh):
         size = padded_size(layout, p, mesh) if pad else p.shape
@@ -594,7 +594,7 @@ def _place_parameter(
             p.requires_grad
         )
         return ShardedTensor(raw, Place(layout, size, mesh, p.shape if size != p.shape else None))
-    placed = shard(p.detach(), layout, mesh, pad=pad)
+    placed = place_whole(p.detach(), layout, mesh, src=src, pad=pad)
     placed.requires_grad_(p.requires_grad)
     return placed
 
@@ -608,6 +608,7 @@ def parallelize(
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
+    src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)``, each parameter laid out by the first rule it matches.
 
@@ -624,13 +625,14 @@ def parallelize(
                 the results of products and attention, ``"host"`` moves what is kept to host memory,
                 ``"all"`` keeps it where it is.  A rule takes the outermost modules that match, a
                 module the first rule that takes it.  Gradients are the same, bit for bit.
+    ``src``     0: rank 0's values count.  Without it the ranks verify that theirs are the same.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed:
     ``apply`` runs on a copy of its tree that has no weights, so they are freed where the module is
     dropped.  Hooks, configurations and tensors in plain attributes are shared; what led back to the
     module, such as a bound method, leads to the copy.  Parameters on the meta device get blocks of
     NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them, and buffers, anew.
-    Raises: RuleLint, UnevenSplit, UnknownAxis.
+    Raises: RuleLint, UnevenSplit, UnknownAxis; RankFailed where copies of a parameter differ.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2, y=2):
@@ -639,7 +641,8 @@ def parallelize(
     >>> sl.typeof(params["weight"]), sl.typeof(out)
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
-    return placed(module, rules, mesh=as_mesh(mesh), axes=axes, inputs=inputs, pad=pad, remat=remat)
+    given: dict[str, Any] = {"axes": axes, "inputs": inputs, "pad": pad, "remat": remat}
+    return placed(module, rules, mesh=as_mesh(mesh), src=src, **given)
 
 
 _UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, RuleLint)
@@ -688,6 +691,7 @@ def placed(
     pad: bool = False,
     remat: Remat = (),
     blank: bool = False,
+    src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
     named = dict(module.named_parameters())
@@ -710,5 +714,8 @@ def placed(
     params = {}
     for n, p in named.items():
         with _naming(n, rules, named):
-            params[n] = _place_parameter(p, layouts[n], mesh, pad, blank)
+            params[n] = _place_parameter(p, layouts[n], mesh, pad, blank, src)
+    if src is None and not blank:
+        filled = {n: (p.raw, p.sharding) for n, p in params.items() if not named[n].is_meta}
+        verify("parallelize", mesh, filled, "sl.parallelize(module, rules, src=0)")
     return Apply(module, layouts, tied, given, mesh, out_layouts, policies), params

@@ -1,0 +1,91 @@
+"""Verify, once at set-up, that the ranks hold the same where a layout says so.
+
+Each rank leaves a digest of its blocks in the job's store, or finds that of another rank which
+holds the same blocks, and compares: a few bytes for each value, and no wait.  A difference is
+raised by whoever finds it, and by the others at their next transfer.  In check mode it is looked
+at every time.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shardlib.collectives.checked import checking, digest, line_of_user
+from shardlib.errors import RankFailed
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, current_job
+
+__all__ = ["verify"]
+
+
+def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix: str) -> None:
+    """Compare blocks with those of the ranks that a layout gives the same ones.
+
+    ``values``  name -> (this rank's block, its layout).
+    Once for each line that calls ``op``; every time in check mode.
+    Raises: RankFailed with the first name that differs.
+    """
+    if mesh.device_mesh is None or mesh.coord is None or mesh.size == 1:
+        return
+    job = current_job()
+    if job is None:
+        return
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, (raw, layout) in values.items():
+        copied = tuple(a for a in _alike(mesh, layout))
+        if copied and not raw.is_meta:
+            groups.setdefault(copied, []).append(name)
+    if not groups:
+        return
+    always = checking() is not None
+    line = line_of_user()
+    for copied, names in groups.items():
+        kinds = [(n, str(values[n][1]), values[n][0].shape, values[n][0].dtype) for n in names]
+        site = f"{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
+        apart = {a: mesh.coord[a] for a in mesh.names if a not in copied}
+        key = f"alike/{mesh}/{apart}/{site}"
+        n = job.turns[key] = job.turns.get(key, 0) + 1
+        if n > 1 and not always:
+            continue
+        if n > _KEEP:
+            job.store.delete_key(f"{key}/{n - _KEEP}")
+        key = f"{key}/{n}"
+        mine = [f"{zlib.crc32(digest(values[n][0]).encode()):08x}" for n in names]
+        said = job.store.compare_set(key, "", json.dumps([job.rank, mine])).decode()
+        other, theirs = json.loads(said)
+        if mine != theirs:
+            _refuse(op, mesh, names, mine, theirs, other, fix)
+
+
+_KEEP = 16
+
+
+def _alike(mesh: Mesh, layout: Layout) -> Sequence[str]:
+    """The axes of more than one rank along which a layout gives every rank the same block."""
+    return [
+        a
+        for a in mesh.names
+        if mesh.axes[a] > 1 and a not in layout.axes and a not in layout.partial
+    ]
+
+
+def _refuse(
+    op: str,
+    mesh: Mesh,
+    names: Sequence[str],
+    mine: Sequence[str],
+    theirs: Sequence[str],
+    other: int,
+    fix: str,
+) -> None:
+    job = current_job()
+    assert job is not None
+    wrong = [n for n, a, b in zip(names, mine, theirs, strict=True) if a != b]
+    more = f" and of {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    cause = (
+        f"rank {job.rank} and rank {other} hold different values of {wrong[0]}{more}, which the "
+        f"layout says are the same; {op} was called at {line_of_user()}"
+    )
+    raise RankFailed(job.report_cause(cause), op=op, mesh=mesh, fix=fix)
