@@ -22,8 +22,8 @@ PARTS = [  # module and arguments, what takes least first
     "tensor_parallel --layers 2 --repeats 2 --length 64",
     "overlap --repeats 1 --rate 200",
     "family --ranks 4 --repeats 2",
-    "sequence_paper",
     "models --modules gpt2,bert",
+    "sequence_paper",
 ]
 
 
