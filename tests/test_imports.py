@@ -68,6 +68,7 @@ ORDER = [  # each may import from those before it
     "modules.roles",
     "modules.recipes",
     "modules",
+    "optim.memory",
     "optim.buckets",
     "optim.transform",
     "optim.trees",

@@ -11,6 +11,7 @@ from shardlib.optim.clip import (
 from shardlib.optim.combine import chain, identity, scale, scale_by_schedule
 from shardlib.optim.groups import masked, partition, set_to_zero
 from shardlib.optim.guard import loss_scale, skip_nonfinite
+from shardlib.optim.interop import as_torch, from_torch
 from shardlib.optim.lamb import lamb
 from shardlib.optim.momentum import lion, sgd
 from shardlib.optim.muon import muon
@@ -25,9 +26,10 @@ from shardlib.optim.zero import ZeroState, zero
 
 __all__ = [
     "Info", "Precision", "Transform", "ZeroState", "adagrad", "adam", "adamw", "apply_updates",
-    "averaged", "chain", "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value",
-    "constant", "cosine", "ema", "global_norm", "identity", "inject_hyperparams", "is_finite",
-    "joined", "lamb", "linear", "lion", "load_state_dict", "loss_scale", "masked", "mixed",
-    "multi_steps", "muon", "partition", "rmsprop", "scale", "scale_by_schedule", "set_to_zero",
-    "sgd", "skip_nonfinite", "state_dict", "step", "warmup_cosine", "wsd", "zero",
+    "as_torch", "averaged", "chain", "clip_by_global_norm", "clip_by_parameter_norm",
+    "clip_by_value", "constant", "cosine", "ema", "from_torch", "global_norm", "identity",
+    "inject_hyperparams", "is_finite", "joined", "lamb", "linear", "lion", "load_state_dict",
+    "loss_scale", "masked", "mixed", "multi_steps", "muon", "partition", "rmsprop", "scale",
+    "scale_by_schedule", "set_to_zero", "sgd", "skip_nonfinite", "state_dict", "step",
+    "warmup_cosine", "wsd", "zero",
 ]  # fmt: skip

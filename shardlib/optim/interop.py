@@ -1,0 +1,244 @@
+"""torch's optimizers as transforms, and transforms as one of torch's optimizers."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError, Unsupported
+from shardlib.optim.names import load_state_dict, state_dict
+from shardlib.optim.schedules import at_step
+from shardlib.optim.transform import Step, Transform, divide, pieces, run_in_place
+from shardlib.optim.trees import each, need, ready, trainable
+from shardlib.optim.wrap import InjectState
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["as_torch", "from_torch"]
+
+ELEMENTWISE = frozenset(
+    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+
+
+class TorchState(NamedTuple):
+    """Steps taken, and by name what torch keeps: a tree like the parameters', or one tensor for all.
+
+    Before the first step its values mean nothing.
+    """
+
+    count: int
+    kept: dict[str, Any]
+
+
+def from_torch(
+    optimizer: Callable[..., torch.optim.Optimizer], *, trait: str | None = None, **how: Any
+) -> Transform:
+    """Make a transform of a torch.optim class, or any like it: ``from_torch(torch.optim.NAdam, lr=1e-3)``.
+
+    It runs on the sharded values themselves, so what it computes goes through their operators:
+    updates of single elements run on blocks, others move what they say (``with sl.implicit():``
+    where they would gather).
+    ``lr``     a number or a schedule.
+    ``trait``  see ``Transform``; known of torch's own elementwise ones, others are refused by
+               ``zero`` unless it is said.
+    Raises: Unsupported for one that needs a closure.
+
+    >>> tx = from_torch(torch.optim.SGD, lr=0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+    {'w': tensor([-0.5000, -0.5000])}
+    """
+    name = getattr(optimizer, "__name__", "optimizer")
+    lr = how.get("lr")
+    if name in ("LBFGS", "SparseAdam"):
+        raise Unsupported(
+            f"{name} evaluates the loss itself"
+            if name == "LBFGS"
+            else f"{name} is for sparse gradients",
+            op="from_torch",
+            fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
+        )
+    known = name in ELEMENTWISE and getattr(torch.optim, name, None) is optimizer
+
+    def stepped(
+        params: list[Tensor], grads: list[Tensor], kept: list[dict[str, Any]] | None, count: int
+    ) -> list[dict[str, Any]]:
+        """One step on these tensors, in place; what the optimizer keeps of each."""
+        rate = {"lr": at_step(lr, count)} if lr is not None else {}
+        leaves = [p.detach().requires_grad_() for p in params]
+        for p, g in zip(leaves, grads, strict=True):
+            p.grad = g.detach()
+        made = optimizer(leaves, **(how | rate))
+        for p, state in zip(leaves, kept or [], strict=False):
+            made.state[p] = state
+        made.step()
+        return [dict(made.state[p]) for p in leaves]
+
+    def init(params: Any) -> TorchState:
+        rows, tree = _rows(trainable(params))
+        held = [i for i, p in enumerate(rows) if isinstance(p, Tensor)]
+        copies = [rows[i].detach().clone() for i in held]
+        kept = stepped(copies, [torch.zeros_like(p) for p in copies], None, 0) if held else []
+        return TorchState(0, _by_name(kept, held, rows, tree))
+
+    def update(grads: Any, state: TorchState, params: Any = None) -> tuple[Any, TorchState]:
+        ready(grads, "from_torch")
+        need(params, "from_torch")
+        rows, tree = _rows(params)
+        given, _ = _rows(grads)
+        held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
+        new: list[Any] = [p.detach().clone() if i in held else None for i, p in enumerate(rows)]
+        before = _by_leaf(state, held, len(rows), copy=True)
+        kept = stepped([new[i] for i in held], [given[i] for i in held], before, state.count)
+        updates = each(lambda p, n: n - p, params, tree(new))
+        updates = optree.tree_map(
+            lambda g, u: g if g is None else u, grads, updates, none_is_leaf=True
+        )
+        return updates, TorchState(state.count + 1, _by_name(kept, held, rows, tree))
+
+    def donate(grads: Any, state: TorchState, params: Any, step: Step) -> TorchState:
+        ready(grads, "from_torch")
+        divide(grads, step)
+        step.lr = None if lr is None else at_step(lr, state.count)
+        rows, tree = _rows(params)
+        given, _ = _rows(grads)
+        held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
+        before = _by_leaf(state, held, len(rows))
+        kept = stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
+        return TorchState(state.count + 1, _by_name(kept, held, rows, tree))
+
+    return Transform(init, update, trait or ("elementwise" if known else "tree"), donate)
+
+
+def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves, None for frozen ones, and what makes a tree of them again."""
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, lambda new: optree.tree_unflatten(shape, new)
+
+
+def _by_name(
+    kept: list[dict[str, Any]], held: list[int], rows: list[Any], tree: Callable[[list[Any]], Any]
+) -> dict[str, Any]:
+    """What torch keeps of each parameter, as a tree for each name; counts, equal for all, once."""
+    out: dict[str, Any] = {}
+    scalars = all(rows[i].ndim == 0 for i in held)
+    for name in dict.fromkeys(n for row in kept for n in row):
+        values = [row.get(name) for row in kept]
+        shared = all(not isinstance(v, Tensor) or v.ndim == 0 for v in values) and not scalars
+        if shared:
+            out[name] = values[0]
+            continue
+        full: list[Any] = [None] * len(rows)
+        for i, v in zip(held, values, strict=True):
+            full[i] = v
+        out[name] = tree(full)
+    return out
+
+
+def _by_leaf(
+    state: TorchState, held: list[int], count: int, copy: bool = False
+) -> list[dict[str, Any]] | None:
+    """The same, parameter by parameter, as torch wants it; nothing before the first step."""
+    if not state.count:
+        return None
+    out: list[dict[str, Any]] = [{} for _ in held]
+    for name, value in state.kept.items():
+        rows = optree.tree_leaves(value, none_is_leaf=True)
+        shared = len(rows) == 1 and count > 1
+        for row, i in zip(out, held, strict=True):
+            one = rows[0] if shared else rows[i]
+            again = isinstance(one, Tensor) and (copy or shared)
+            row[name] = one.clone() if again else one
+    return out
+
+
+class as_torch(torch.optim.Optimizer):
+    """A transform as one of torch's optimizers: for its learning rate schedulers and for Lightning.
+
+    ``params``  tensors, plain or sharded, or a mapping of names to them, by which masks know them.
+    ``param_groups[0]["lr"]`` is the rate where ``tx`` was made by ``inject_hyperparams``, of which
+    each in ``tx`` has a group of its own; else it begins at 1.0 and multiplies the updates.
+    Steps run in place, and may overwrite gradients.  ``state_dict`` has global tensors by name.
+    Raises: ShardError for no parameters, and for a state of others.
+
+    >>> import shardlib as sl
+    >>> model = torch.nn.Linear(2, 1)
+    >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.inject_hyperparams(sl.optim.adamw)(lr=0.1))
+    >>> optimizer = as_torch(tx, model.parameters())
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(4, 2)).sum().backward()
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.025
+    """
+
+    def __init__(self, tx: Transform, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
+        pairs = (
+            list(params.items())
+            if isinstance(params, Mapping)
+            else [(str(i), p) for i, p in enumerate(params)]
+        )
+        if not pairs:
+            raise ShardError(
+                "there are no parameters",
+                op="as_torch",
+                fix="sl.optim.as_torch(tx, dict(model.named_parameters()))",
+            )
+        self._tx, self._params = tx, dict(pairs)
+        self._state = tx.init(self._params)
+        injected = _injected(self._state)
+        first = dict(injected[0].hyperparams) if injected else {"lr": 1.0}
+        super().__init__([p for _, p in pairs], first)
+        for other in injected[1:]:
+            self.param_groups.append(dict(other.hyperparams) | {"params": []})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters in place by their gradients; return what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = {n: p.grad for n, p in self._params.items()}
+        injected = _injected(self._state)
+        for state, group in zip(injected, self.param_groups, strict=False):
+            state.hyperparams.update({k: float(group[k]) for k in state.hyperparams})
+        factor = 1.0 if injected else float(self.param_groups[0]["lr"])
+        if factor == 1.0:
+            self._state = run_in_place(self._tx, grads, self._state, self._params, Step())
+        else:
+            updates, self._state = self._tx.update(grads, self._state, self._params)
+            for p, u in zip(*pieces(self._params, updates), strict=True):
+                p.add_(u, alpha=factor)
+        for state, group in zip(_injected(self._state), self.param_groups, strict=False):
+            group.update(state.hyperparams)  # schedules of the transform's own
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state by name, and the groups as torch has them."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        return {"state": state_dict(self._state), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take what ``state_dict`` gave, also of another mesh or layout.  Raises: ShardError."""
+        self._state = load_state_dict(self._tx.init(self._params), state_dict["state"])
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            mine.update(theirs)
+
+
+def _injected(state: Any) -> list[InjectState]:
+    """The states of ``inject_hyperparams`` in a state, from the outside in."""
+    if isinstance(state, InjectState):
+        return [state, *_injected(state.inner)]
+    if isinstance(state, ShardedTensor | Tensor):
+        return []
+    if isinstance(state, Mapping):
+        return [s for x in state.values() for s in _injected(x)]
+    if isinstance(state, tuple | list):
+        return [s for x in state for s in _injected(x)]
+    return []
