@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-__all__ = ["batches", "load", "split"]
+__all__ = ["Windows", "batches", "load", "split"]
 
 
 def load(name: str = "topics", most: int = 4_000_000) -> Tensor:
@@ -42,3 +43,21 @@ def batches(data: Tensor, batch: int, ctx: int, seed: int = 0) -> Iterator[tuple
         start = torch.randint(len(data) - ctx - 1, (batch,), generator=draw)
         rows = data[start.unsqueeze(1) + torch.arange(ctx + 1)].long()
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """A text cut into windows of ``ctx`` bytes: row i is (ids, targets), each [ctx] int64."""
+
+    def __init__(self, data: Tensor, ctx: int) -> None:
+        self.data, self.ctx = data, ctx
+        if len(data) < ctx + 1:
+            raise ValueError(
+                f"a corpus of {len(data)} bytes has no window of {ctx} and its next byte"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1) // self.ctx
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        row = self.data[i * self.ctx : (i + 1) * self.ctx + 1].long()
+        return row[:-1], row[1:]

@@ -6,7 +6,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardlib.collectives import Stacked, holds_values, lead, played, storage
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
@@ -52,11 +52,23 @@ def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
     leaves, spec = flat[0]
     if any(other != spec for _, other in flat):
         raise RankMismatch("the ranks read trees that differ", op="from_local", mesh=m, fix="x")
-    layouts = (
-        [layout] * len(leaves) if isinstance(layout, LayoutLike) else spec.flatten_up_to(layout)
-    )
+    layouts = _per_leaf(spec, len(leaves), layout, "from_local")
     made = [_joined([blocks[i] for blocks, _ in flat], layouts[i], m) for i in range(len(leaves))]
     return optree.tree_unflatten(spec, made)
+
+
+def _per_leaf(spec: Any, count: int, layout: Any, op: str) -> list[Any]:
+    """A layout for each tensor.  Raises: BadArgument."""
+    if isinstance(layout, LayoutLike) or callable(layout):
+        return [layout] * count
+    try:
+        return spec.flatten_up_to(layout)
+    except ValueError as e:
+        raise BadArgument(
+            f"the layouts are no tree like that of the tensors: {e}",
+            op=op,
+            fix="layout = 'data ...'",
+        ) from None
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:
@@ -124,7 +136,7 @@ def data(
     ``last``     of an epoch that does not divide: "fill" it up with rows whose labels do not count,
                  or "drop" it.  ``ignore``  key of a field -> what its filled rows hold, by default
                  ``{"labels": -100}``; other fields are filled with zeros.
-    ``collate``  makes one nest of tensors of a list of rows; torch's own by default.
+    ``collate``  makes one nest of tensors of a list of rows; by default each field is stacked.
     ``workers``  processes per rank that read ahead.
     ``state``    of a run that is resumed, on this number of ranks or another; see ``Batches.state``.
     Each rank reads its own rows alone.
@@ -229,7 +241,7 @@ class Batches:
         loader = DataLoader(
             _Rows(self.dataset, self.ignore),
             batch_sampler=todo,  # type: ignore[arg-type]
-            collate_fn=self.collate,
+            collate_fn=self.collate or _together,
             num_workers=self.workers,
             generator=torch.Generator(),  # of its own: torch's is the user's
         )
@@ -254,8 +266,7 @@ class Batches:
     def _layouts(self, tree: Any) -> tuple[list[Tensor], Any, list[Layout]]:
         leaves, spec = optree.tree_flatten(tree)
         leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
-        one = isinstance(self.layout, LayoutLike)
-        given = [self.layout] * len(leaves) if one else spec.flatten_up_to(self.layout)
+        given = _per_leaf(spec, len(leaves), self.layout, "data")
         fix = "sl.data(dataset, 32, {})"
         found = [
             as_layout(g, "data", fix, shape=x.shape, mesh=self.mesh).resolve(x.ndim)
@@ -319,6 +330,13 @@ class _Rows(Dataset[Any]):
                 for p, x in zip(paths, leaves, strict=True)
             ],
         )
+
+
+def _together(rows: list[Any]) -> Any:
+    """One nest of tensors, as a row is one, of the fields of all rows."""
+    flat = [optree.tree_flatten(row) for row in rows]
+    fields = zip(*(leaves for leaves, _ in flat), strict=True)
+    return optree.tree_unflatten(flat[0][1], [default_collate(list(f)) for f in fields])
 
 
 def _filler(x: Any, value: float) -> Any:

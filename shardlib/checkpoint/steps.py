@@ -60,12 +60,13 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     return found[0][1] if found else None
 
 
-def remove_old(path: str, keep: int) -> None:
-    """Keep the newest ``keep`` checkpoints; nothing but checkpoints that ``save`` made is removed.
+def remove_old(path: str, keep: int, step: int) -> None:
+    """Keep the newest ``keep`` checkpoints up to ``step``; only what ``save`` made is removed.
 
-    One goes by a rename first, so none is ever seen half removed.
+    Later ones, of a run that went back, stay.  One goes by a rename first, so none is ever seen
+    half removed.
     """
-    for _, folder in steps(path)[keep:]:
+    for _, folder in [found for found in steps(path) if found[0] <= step][keep:]:
         base = os.path.basename(folder)
         away = os.path.join(path, f".{base}.gone-{uuid.uuid4().hex}")
         with contextlib.suppress(OSError):

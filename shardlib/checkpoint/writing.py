@@ -94,7 +94,7 @@ def save(
 
     ``tree``     tensors, sharded or the same on every rank, numbers, text and None, nested as you
                  like.  What several ranks hold is written once, in equal parts.
-    ``step``     write ``path/step_00000100``; ``keep``  of those the newest N stay.
+    ``step``     write ``path/step_00000100``; ``keep``  of those up to this one the newest N stay.
     ``overwrite``  replace what is there.
     ``wait``     False: copy out what this rank writes and return while it is written.  At most one
                  such save is under way; its error is raised by ``wait()`` and by the next save.
@@ -136,8 +136,8 @@ def save(
 
     def finish() -> None:
         job.write(leaves, name, files)
-        if keep is not None and group.rank == 0:
-            remove_old(path, keep)
+        if keep is not None and step is not None and group.rank == 0:
+            remove_old(path, keep, step)
 
     saving = Saving(target)
     if wait:

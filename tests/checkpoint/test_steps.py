@@ -31,11 +31,19 @@ def test_only_checkpoints_that_save_made_are_removed(tmp_path: Path) -> None:
     (tmp_path / "step_00000000").mkdir()
     (tmp_path / "step_00000000" / "mine").write_text("x")
     (tmp_path / ".step_00000000.tmp-mine").mkdir()
-    for step in (3, 4):
+    sl.save(tmp_path, {"a": 1}, step=9)
+    for step in (3, 4):  # of a run that went back: what came later is not its own
         sl.save(tmp_path, {"a": 1}, step=step, keep=1)
-    assert [s for s, _ in steps(str(tmp_path))] == [4]
+    assert [s for s, _ in steps(str(tmp_path))] == [9, 4]
+    (tmp_path / "step_00000009").rename(tmp_path / "mine")
     found = sorted(os.listdir(tmp_path))
-    assert found == [".step_00000000.tmp-mine", "step_00000000", "step_00000004", "step_00000007"]
+    assert found == [
+        ".step_00000000.tmp-mine",
+        "mine",
+        "step_00000000",
+        "step_00000004",
+        "step_00000007",
+    ]
 
 
 def test_a_damaged_step_is_named(tmp_path: Path) -> None:
