@@ -76,7 +76,7 @@ from shardlib.ops.registry import pinned as algorithm
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.planning import choose, probe
 from shardlib.planning.explain import explain
-from shardlib.seeing import visualize
+from shardlib.seeing import summary, visualize
 from shardlib.sequence import shard_sequence
 from shardlib.shard_map import shard_map
 from shardlib.tensor import ShardedTensor, layout_of, typeof
@@ -100,7 +100,7 @@ __all__ = [
     "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check", "choose",
-    "probe", "visualize",
+    "probe", "visualize", "summary",
     # errors, and the modules
     "ShardError", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
     "random", "recipes", "seeing", "testing",

@@ -82,6 +82,9 @@ ORDER = [  # each may import from those before it
     "planning.grids",
     "planning.explain",
     "planning",
+    "seeing.blocks",
+    "seeing.frames",
+    "seeing.summary",
     "seeing",
     "masks",
 ]

@@ -22,7 +22,7 @@ FACE = """
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
     matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load latest save_hf load_hf
-    algorithm saving implicit why explain trace expect_comm check choose probe visualize
+    algorithm saving implicit why explain trace expect_comm check choose probe visualize summary
     ShardError
 """.split()
 MODULES = {
@@ -46,7 +46,7 @@ MODULES = {
     "planning": "Choice Grid3 Link ReshardPlan attention_plan choose lower_bound probe",
     "random": "get_state seed set_state",
     "recipes": "Recipe cube3d ddp fsdp matrices megatron1d optimus2d ring roles tesseract widening",
-    "seeing": "draw visualize",
+    "seeing": "Frames Summary draw frames summary visualize",
     "testing": "check_algorithm check_engine check_mask dense_attention",
 }
 

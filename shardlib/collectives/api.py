@@ -666,7 +666,7 @@ def preduce_add(
     if mesh.device_mesh is not None:
         RECENT.append((number(), "preduce", (axis,), raw.shape, wire))
     if traces := scope().traces:
-        _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), ())
+        _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), (root,))
     try:
         backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
     except RuntimeError as e:

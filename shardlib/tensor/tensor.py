@@ -287,7 +287,9 @@ class ShardedTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedTensor({typeof(self)} on {self.mesh}\n{self.local!r})"
+        head = f"ShardedTensor({typeof(self)} on {self.mesh}"
+        # a dictionary of parameters is a line each; ``x.local`` shows a large tensor's blocks
+        return f"{head})" if self.raw.numel() > _SHOWN else f"{head}\n{self.local!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
         if id(self) not in memo:
@@ -305,6 +307,9 @@ class ShardedTensor(torch.Tensor):
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _unpickle, (self.raw.detach(), self.place, self.raw.requires_grad, is_parameter)
+
+
+_SHOWN = 64  # elements, of all the ranks that are played here
 
 
 def has_padding(values: Iterable[Any]) -> bool:

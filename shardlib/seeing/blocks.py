@@ -14,8 +14,12 @@ from shardlib.tensor import ShardedTensor, layout_of
 __all__ = ["draw", "visualize"]
 
 
-def visualize(x: Tensor) -> str:
-    """Draw a vector or matrix as text: which ranks hold which block.
+def visualize(x: Any, dims: tuple[int, int] | None = None) -> str:
+    """Draw a tensor as text: which ranks hold which block; of ``Frames`` every step.
+
+    ``dims``  the two dimensions to show of more; if None, those that are split, where there are at
+              most two.
+    Raises: Unsupported where more than two dimensions are split and none were chosen.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -28,8 +32,10 @@ def visualize(x: Tensor) -> str:
     | x1 y0  | x1 y1  |
     +--------+--------+
     """
+    if not isinstance(x, Tensor):
+        return str(x)
     mesh = axis_sizes(x.mesh) if isinstance(x, ShardedTensor) else axis_sizes(x.device_mesh)  # type: ignore[attr-defined]
-    cells = _cells(layout_of(x), tuple(x.shape), mesh)
+    cells = _cells(*_shown(layout_of(x), tuple(x.shape), dims), mesh)
     names = list(mesh)
     rows = []
     for line in cells:
@@ -58,16 +64,30 @@ def _common(places: list[dict[str, int]], names: list[str]) -> str:
     return " ".join(f"{n}{places[0][n]}" for n in same)
 
 
+def _shown(
+    layout: Layout, shape: tuple[int, ...], dims: tuple[int, int] | None
+) -> tuple[Layout, tuple[int, ...]]:
+    """The layout and sizes of the dimensions to show."""
+    layout = layout.resolve(len(shape))
+    if len(shape) <= 2 and dims is None:
+        return layout, shape
+    split = [d for d, token in enumerate(layout.dims) if token.is_split]
+    if dims is None and len(split) > 2:
+        raise Unsupported(
+            f"a picture shows two dimensions, and {len(split)} are split",
+            op="visualize",
+            operands={"layout": str(layout), "shape": list(shape)},
+            fix=f"sl.visualize(x, dims={(split[0], split[1])})",
+        )
+    rest = [d for d in range(len(shape)) if d not in split]
+    chosen = sorted((split + rest[::-1])[:2]) if dims is None else [d % len(shape) for d in dims]
+    return Layout(tuple(layout.dims[d] for d in chosen)), tuple(shape[d] for d in chosen)
+
+
 def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[int]]]:
     """Rows and columns of contiguous pieces; each holds the ranks that own it."""
     if len(shape) == 0:
         return [[list(range(math.prod(mesh.values())))]]
-    if len(shape) > 2:
-        raise Unsupported(
-            f"a picture shows one or two dimensions, not {len(shape)}",
-            op="visualize",
-            fix="sl.visualize(x.flatten(0, -2))",
-        )
     held = [[set(i) for i in layout.indices(shape, mesh, c)] for c in coordinates(mesh)]
     starts = [
         [p for p in range(n) if p == 0 or _border(p, [h[d] for h in held])]
@@ -109,7 +129,7 @@ def draw(tensors: dict[str, Tensor], file: str) -> None:
     figure, axes = plt.subplots(1, len(tensors), figsize=(3.4 * len(tensors), 3.6), squeeze=False)
     for ax, (name, x) in zip(axes[0], tensors.items(), strict=True):
         mesh = axis_sizes(x.mesh)  # type: ignore[attr-defined]
-        cells = _cells(layout_of(x), tuple(x.shape), mesh)
+        cells = _cells(*_shown(layout_of(x), tuple(x.shape), None), mesh)
         count = math.prod(mesh.values())
         shown = [[min(ranks) for ranks in row] for row in cells]
         ax.imshow(

@@ -20,8 +20,20 @@ def test_pictures_show_every_contiguous_piece_and_its_owners() -> None:
             "|",
         ]
         assert "0,1,2,3" in sl.visualize(sl.shard(torch.zeros(()), ""))
-        with pytest.raises(sl.ShardError, match="one or two dimensions"):
-            sl.visualize(sl.shard(torch.zeros(2, 2, 2), "x ..."))
+
+
+def test_more_dimensions_are_shown_by_choosing_two() -> None:
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(torch.zeros(2, 3, 4, 4), "x . y .")
+        assert sl.visualize(x) == sl.visualize(sl.shard(torch.zeros(2, 4), "x y"))
+        assert sl.visualize(x, dims=(1, 3)).count("| 0,1,2,3") == 1
+        assert sl.visualize(sl.shard(torch.zeros(2, 2, 2), "x ...")).count("| 0,1") == 1
+    with sl.simulate(x=2, y=2, z=2):
+        cube = sl.shard(torch.zeros(2, 2, 2), "x y z")
+        with pytest.raises(sl.ShardError, match="3 are split") as caught:
+            sl.visualize(cube)
+        assert caught.value.fix == "sl.visualize(x, dims=(0, 1))"
+        assert sl.visualize(cube, dims=(0, 1)).count("| 0,1 ") == 1
 
 
 def test_draw_writes_a_picture(tmp_path: Path) -> None:

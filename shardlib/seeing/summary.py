@@ -1,0 +1,169 @@
+"""One line per parameter: what it is, how it lies, and what a rank holds of it."""
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from shardlib.collectives import lead
+from shardlib.optim.buckets import Buckets
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Summary", "SummaryRow", "summary"]
+
+
+class SummaryRow(NamedTuple):
+    """A parameter; bytes are of one rank, ``whole`` those of the whole tensor."""
+
+    name: str
+    type: str
+    bytes: int
+    whole: int
+    state: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Rows and totals; ``print`` it, or let a notebook show it.
+
+    ``other``  bytes of the optimizer's state that belong to no parameter.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=4):
+    ...     found = sl.summary({"w": sl.shard(torch.zeros(64, 32), "x .")})
+    >>> found.bytes, found.whole, found.elements, found.rows[0].type
+    (2048, 8192, 2048, 'f32[64@x, 32]')
+    """
+
+    rows: tuple[SummaryRow, ...]
+    elements: int
+    other: int
+    mesh: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(r.bytes for r in self.rows)
+
+    @property
+    def whole(self) -> int:
+        return sum(r.whole for r in self.rows)
+
+    @property
+    def state(self) -> int:
+        return self.other + sum(r.state for r in self.rows)
+
+    def table(self) -> list[list[str]]:
+        """Rows of text with their heading; a column of the state where there is one."""
+        wide = 5 if self.state else 4
+        out = [["parameter", "type", "per rank", "whole", "state per rank"][:wide]]
+        for r in self.rows:
+            out.append([r.name, r.type, size(r.bytes), size(r.whole), size(r.state)][:wide])
+        count = f"{len(self.rows)} parameters"
+        elements = f"{self.elements:,} elements"
+        out.append([count, elements, size(self.bytes), size(self.whole), size(self.state)][:wide])
+        return out
+
+    def __str__(self) -> str:
+        table = self.table()
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = []
+        for row in table:
+            cells = [
+                c.ljust(w) if i < 2 else c.rjust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        rule = "-" * max(map(len, lines))
+        lines[1:1] = lines[-1:-1] = [rule]
+        return "\n".join([*lines, self.mesh] if self.mesh else lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *body = self.table()
+        rows = ["".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in head)]
+        rows += [
+            "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in r) for r in body
+        ]
+        return "<table>" + "".join(f"<tr>{r}</tr>" for r in rows) + "</table>"
+
+
+def summary(params: Any, state: Any = None) -> Summary:
+    """Write one line per parameter: its type and layout, its bytes on a rank and as a whole.
+
+    ``params``  a dictionary of tensors, or any tree.
+    ``state``   an optimizer's state, counted to the parameters that it is of.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     params = {"w": sl.shard(torch.zeros(64, 32), "y x"), "b": sl.shard(torch.zeros(64), "y")}
+    ...     print(summary(params, sl.optim.adamw(1e-3).init(params)))
+    parameter     type             per rank     whole  state per rank
+    -----------------------------------------------------------------
+    b             f32[64@y]           128 B     256 B           256 B
+    w             f32[64@y, 32@x]  2.00 KiB  8.00 KiB        4.00 KiB
+    -----------------------------------------------------------------
+    2 parameters  2,112 elements   2.12 KiB  8.25 KiB        4.25 KiB
+    on x=2 y=2
+    """
+    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    found = {
+        ".".join(map(str, path)): x
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor)
+    }
+    of: dict[str, int] = dict.fromkeys(found, 0)
+    other = _count(state, of, ())
+    rows = tuple(
+        SummaryRow(n, typeof(x), _held(x), x.numel() * x.element_size(), of[n])
+        for n, x in found.items()
+    )
+    meshes = {str(x.mesh) for x in found.values() if isinstance(x, ShardedTensor)}
+    on = f"on {', '.join(sorted(meshes))}" if meshes else ""
+    return Summary(rows, sum(x.numel() for x in found.values()), other, on)
+
+
+def _held(x: Tensor) -> int:
+    """Bytes that one rank holds."""
+    if not isinstance(x, ShardedTensor):
+        return x.numel() * x.element_size()
+    ranks = x.mesh.size if lead(x.mesh) else 1
+    return x.raw.numel() * x.raw.element_size() // ranks
+
+
+def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
+    """Add a state's bytes to the parameters of their paths' ends; what is of none is returned."""
+    if isinstance(node, Buckets):
+        for bucket, rank, part in node.held:
+            name = node.paths[part.slot.leaves[0]]
+            if rank == 0 and name in of:
+                of[name] += part.length * node[bucket.name].element_size()
+        return 0
+    if isinstance(node, Tensor):
+        ends = (".".join(path[i:]) for i in range(len(path)))
+        name = next((n for n in ends if n in of), None)
+        if name is None:
+            return _held(node)
+        of[name] += _held(node)
+        return 0
+    if isinstance(node, Mapping):
+        return sum(_count(v, of, (*path, str(k))) for k, v in node.items())
+    if isinstance(node, tuple | list):
+        names = getattr(node, "_fields", range(len(node)))
+        return sum(_count(v, of, (*path, str(k))) for k, v in zip(names, node, strict=True))
+    return 0
+
+
+def size(n: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(100), size(2048), size(3 * 2**20)
+    ('100 B', '2.00 KiB', '3.00 MiB')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{n / scale:.2f} {unit}"
+    return f"{n:.0f} B"

@@ -1,0 +1,86 @@
+"""Frames tell who sends which block to whom, and their bytes are those that are counted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+
+
+def routes(frame: Any) -> set[tuple[int, str, tuple[int, ...]]]:
+    return {(s.sender, s.block, s.receivers) for s in frame.sent}
+
+
+def test_summa_sends_the_panels_of_its_owners_along_rows_and_columns() -> None:
+    with sl.simulate(x=2, y=2):
+        a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
+        film = sl.seeing.frames(torch.matmul, a, b)
+        assert routes(film[0]) == {
+            (0, "A0", (1,)),
+            (2, "A2", (3,)),
+            (0, "B0", (2,)),
+            (1, "B1", (3,)),
+        }
+        assert routes(film[1]) == {
+            (1, "A1", (0,)),
+            (3, "A3", (2,)),
+            (2, "B2", (0,)),
+            (3, "B3", (1,)),
+        }
+        with sl.trace() as t:
+            _ = a @ b
+        assert len(film) == 2 and film.bytes == t.bytes
+        assert "0 -- A0 -> 1" in sl.visualize(film)
+
+
+def test_cannon_skews_then_shifts_every_block_once() -> None:
+    with sl.simulate(x=2, y=2), sl.algorithm(matmul="cannon"):
+        a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
+        skew, shift = sl.seeing.frames(torch.matmul, a, b).frames
+    assert routes(skew) == {(2, "A2", (3,)), (3, "A3", (2,)), (1, "B1", (3,)), (3, "B3", (1,))}
+    assert {s.block for s in shift.sent} == {f"{m}{r}" for m in "AB" for r in range(4)}
+
+
+def test_a_cube_gathers_both_and_scatters_sums() -> None:
+    with sl.simulate(x=2, y=2, z=2):
+        a, b = sl.shard(torch.zeros(8, 8), "(x y) z"), sl.shard(torch.zeros(8, 8), "(z x) y")
+        gathers, sums = sl.seeing.frames(sl.matmul, a, b).frames
+    assert {s.block[0] for s in gathers.sent} == {"A", "B"}
+    assert {s.block for s in sums.sent} == {"sum"} and sums.what == ("psum_scatter over z",)
+
+
+def test_keys_and_values_go_round_a_ring_and_sums_come_back() -> None:
+    with sl.simulate(s=4):
+        q, k, v = (sl.shard(torch.zeros(1, 4, 8, 4), ". . s .") for _ in "qkv")
+        with sl.algorithm(attention="ring"):
+            film = sl.seeing.frames(sl.ring_attention, q, k, v)
+        assert len(film) == 3 and routes(film[1]) >= {(1, "B0+C0", (2,)), (0, "B3+C3", (1,))}
+        with sl.algorithm(attention="ulysses"):
+            film = sl.seeing.frames(sl.ring_attention, q, k, v)
+        assert {s.block[0] for s in film[0].sent} == {"A", "B"}
+        assert {s.block for s in film[len(film) - 1].sent} == {"sum"}
+
+
+def test_replicas_are_one_block_and_nothing_moves_where_all_is_local() -> None:
+    with sl.simulate(x=2, y=2):
+        a, b = sl.shard(torch.zeros(4, 4), "x ."), sl.shard(torch.zeros(4, 4), ". y")
+        film = sl.seeing.frames(torch.matmul, a, b)
+        assert len(film) == 0 and "nothing moves" in str(film)
+        film = sl.seeing.frames(sl.unshard, a)
+        assert {s.block for s in film[0].sent} == {"A0", "A2"}
+
+
+def test_frames_are_taken_of_simulated_ranks() -> None:
+    with pytest.raises(sl.ShardError, match="simulated ranks") as caught:
+        sl.seeing.frames(torch.matmul, torch.zeros(2, 2), torch.zeros(2, 2))
+    assert "sl.simulate(x=2, y=2)" in caught.value.fix
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which is an extra")
+    with sl.simulate(d=2, x=2, y=2):
+        a, b = sl.shard(torch.zeros(8, 8), "(d x) y"), sl.shard(torch.zeros(8, 8), "x y")
+        sl.seeing.frames(torch.matmul, a, b).save(str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").stat().st_size > 5000
