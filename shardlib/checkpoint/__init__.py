@@ -1,5 +1,6 @@
 """Checkpoints: directories that appear whole or not at all, and load under any layout."""
 
+from shardlib.checkpoint import dcp as dcp  # sharded tensors in torch.distributed.checkpoint
 from shardlib.checkpoint.huggingface import load_hf, save_hf
 from shardlib.checkpoint.reading import load
 from shardlib.checkpoint.steps import latest

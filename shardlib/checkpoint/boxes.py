@@ -17,7 +17,19 @@ from typing import NamedTuple
 from shardlib.layouts import Layout
 from shardlib.mesh import rank_along
 
-__all__ = ["Box", "Held", "Place", "Run", "chunk", "cuts", "grid", "meet", "size", "whole"]
+__all__ = [
+    "Box",
+    "Held",
+    "Place",
+    "Run",
+    "chunk",
+    "cuts",
+    "grid",
+    "meet",
+    "shares",
+    "size",
+    "whole",
+]
 
 
 class Run(NamedTuple):
@@ -130,18 +142,27 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
     sizes = dict(place.mesh)
     coord = _coordinate(rank, sizes)
     box = held(place, rank)
-    free = [a for a in sizes if a not in place.layout.axes]
-    copies, which = math.prod(sizes[a] for a in free), rank_along(free, coord, sizes)
     if not size(box):  # an empty tensor is written too, once
         return box if rank == 0 and not math.prod(place.shape) else None
-    if copies == 1:
-        return box
+    free = [a for a in sizes if a not in place.layout.axes]
+    copies, which = math.prod(sizes[a] for a in free), rank_along(free, coord, sizes)
+    parts = shares(place, rank)
+    if len(parts) == copies:
+        return parts[which]
+    at = [coord[a] for a in place.layout.axes]
+    return box if which == zlib.crc32(f"{name} {at}".encode()) % copies else None
+
+
+def shares(place: Place, rank: int) -> list[Box]:
+    """The parts in which the holders of a block write it: one each, or a single one."""
+    box = held(place, rank)
+    copies = math.prod(n for a, n in place.mesh if a not in place.layout.axes)
     d = _shared(box, copies)
-    if d is None:
-        at = [coord[a] for a in place.layout.axes]
-        return box if which == zlib.crc32(f"{name} {at}".encode()) % copies else None
+    if copies == 1 or d is None:
+        return [box]
     n = length(box[d])
-    return (*box[:d], _cut(box[d], which * n // copies, (which + 1) * n // copies), *box[d + 1 :])
+    ends = [(i * n // copies, (i + 1) * n // copies) for i in range(copies)]
+    return [(*box[:d], _cut(box[d], a, b), *box[d + 1 :]) for a, b in ends]
 
 
 def _shared(box: Box, copies: int) -> int | None:
