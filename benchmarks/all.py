@@ -20,6 +20,7 @@ PARTS = [  # module and arguments, what takes least first
     "matmul --sizes 512 --repetitions 3",
     "attention --length 2048 --repetitions 1",
     "tensor_parallel --layers 2 --repeats 2 --length 64",
+    "zero --layers 2 --repeats 2 --length 64",
     "overlap --repeats 1 --rate 200",
     "family --ranks 4 --repeats 2",
     "models --modules gpt2,bert",

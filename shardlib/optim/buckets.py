@@ -24,7 +24,7 @@ from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.memory import Room
 
 __all__ = [
-    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Slot", "flatten", "index", "parts",
+    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index", "parts",
     "register", "unflatten",
 ]  # fmt: skip
 
@@ -267,6 +267,25 @@ def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
     return tuple(out)
 
 
+class Pieces(list[Tensor]):
+    """Plain tensors to run a kernel on, and what is asked of all of them at every step.
+
+    ``roots``  tensors whose versions are those of all pieces.
+    """
+
+    def __init__(self, pieces: Iterable[Tensor], roots: Iterable[Tensor] | None = None) -> None:
+        super().__init__(pieces)
+        self.roots = list(self if roots is None else roots)
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        return frozenset(t.dtype for t in self)
+
+    @cached_property
+    def contiguous(self) -> bool:
+        return all(t.is_contiguous() for t in self)
+
+
 class Buckets(dict[str, Any]):
     """Bucket name -> this rank's part of it, a vector; a node of trees that keeps its index.
 
@@ -299,7 +318,8 @@ class Buckets(dict[str, Any]):
         out = type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
         if "pieces" in self.__dict__:
             rows = zip(self.held, self.pieces, strict=True)
-            out.__dict__["pieces"] = [p for (bucket, _, _), p in rows if bucket.name in out]
+            some = (p for (bucket, _, _), p in rows if bucket.name in out)
+            out.__dict__["pieces"] = Pieces(some, [x.raw for x in out.values()])
         return out
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
@@ -312,10 +332,14 @@ class Buckets(dict[str, Any]):
         return held(self.index, self.mesh)
 
     @cached_property
-    def pieces(self) -> list[Tensor]:
+    def pieces(self) -> Pieces:
         """The parts of the slots as plain vectors, views made once: what is written to them stays."""
-        ranks = {b.name: blocks(self[b.name].raw.detach(), self.mesh) for b in self.index.buckets}
-        return [ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held]
+        raws = {b.name: self[b.name].raw.detach() for b in self.index.buckets}
+        ranks = {name: blocks(raw, self.mesh) for name, raw in raws.items()}
+        views = (
+            ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held
+        )
+        return Pieces(views, raws.values())
 
     def __reduce__(self) -> Any:
         return type(self), (dict(self), self.index, self.mesh)

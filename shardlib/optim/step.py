@@ -151,7 +151,7 @@ def _renewed(tree: Any) -> Any:
 def _again(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         new: Tensor = ShardedTensor(x.raw, x.place)
-        if isinstance(x, torch.nn.Parameter):
+        if "_is_param" in x.__dict__:  # asked of the class, it costs more than all of this
             new._is_param = True  # type: ignore[attr-defined]
         return new
     new = x.detach().requires_grad_(x.requires_grad)

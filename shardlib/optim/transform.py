@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib._compat import fused_step
 from shardlib.collectives import blocks
-from shardlib.optim.buckets import Buckets
+from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["TRAITS", "Step", "Transform", "divide", "fused", "pieces", "run_in_place"]
@@ -91,7 +91,7 @@ class Transform(NamedTuple):
     shard: Callable[[Any], Any] | None = None
 
 
-def pieces(first: Any, *others: Any) -> list[list[Tensor]]:
+def pieces(first: Any, *others: Any) -> list[Pieces]:
     """Of trees alike, the plain tensors to run a kernel on, one list per tree; writes stay.
 
     One per leaf and rank that is played here; of ``Buckets`` one per parameter that a rank has a
@@ -109,7 +109,7 @@ def pieces(first: Any, *others: Any) -> list[list[Tensor]]:
             continue
         for kept, x in zip(out, row, strict=True):
             kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
-    return out
+    return [Pieces(row) for row in out]
 
 
 def divide(grads: Any, step: Step) -> None:
@@ -127,26 +127,27 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     False where torch has none for these dtypes and nothing was done: it takes one dtype only.
     """
     kernel = fused_step(name)
-    kinds = {t.dtype for row in lists for t in row}
+    rows = [row if isinstance(row, Pieces) else Pieces(row) for row in lists]
+    kinds = frozenset().union(*(row.dtypes for row in rows))
     if kernel is None or len(kinds) > 1 or not all(k.is_floating_point for k in kinds):
         return False
-    if not lists[0]:
+    if not rows[0]:
         return True
+    used: list[Any] = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
     scale = step.scale
     if scale is not None and kinds == {torch.float32}:
-        how["grad_scale"] = scale.to(lists[0][0].device, torch.float32)
+        how["grad_scale"] = scale.to(rows[0][0].device, torch.float32)
     elif scale is not None:
-        for g in lists[1]:
+        for g in used[1]:
             g.div_(scale.to(g.device, g.dtype))
-    used = [[t if t.is_contiguous() else t.contiguous() for t in row] for row in lists]
-    steps = [torch.tensor(float(count), device=lists[0][0].device)] * len(lists[0])
+    steps = [torch.tensor(float(count), device=rows[0][0].device)] * len(rows[0])
     kernel(used, steps, **how)
-    for row, made in zip(lists, used, strict=True):
-        for t, m in zip(row, made, strict=True):
-            if m is not t:
+    for row, made in zip(rows, used, strict=True):
+        if made is not row:
+            for t, m in zip(row, made, strict=True):
                 t.copy_(m)
     # the kernel leaves the versions as they are, and an older graph would run on the new values
-    torch.autograd.graph.increment_version([t for row in lists for t in row])
+    torch.autograd.graph.increment_version([t for row in rows for t in row.roots])
     return True
 
 

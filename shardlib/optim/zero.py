@@ -11,8 +11,9 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -107,7 +108,7 @@ def zero(
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
     memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20), tx.groups)
-    apart = _Seen(cut, 1 << 62, tx.groups, _group, hops, keep)
+    apart = _Seen(cut, 1 << 62, tx.groups, True, hops, keep)
 
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
@@ -209,7 +210,7 @@ def zero(
         seen.keep_pieces(parts)
         if step.ask:
             step.norm = global_norm(parts)
-        flats = adopt(leaves, where, mesh)
+        flats = seen.adopt(leaves, where, mesh)
         mine = seen.own(flats, where, mesh)
         if master is None:
             state = run_in_place(tx, parts, state, mine, step)
@@ -272,7 +273,7 @@ class _Seen:
         axes: tuple[str, ...],
         most_bytes: int,
         groups: Any,
-        apart: Callable[[str], str] | None = None,
+        apart: bool = False,
         hops: Hops = (),
         keep: bool = False,
     ) -> None:
@@ -281,6 +282,7 @@ class _Seen:
         self.found: dict[tuple[Item, ...], Index] = {}
         self.last: tuple[Any, ...] = ()
         self.lists: dict[str, tuple[Any, Any]] = {}
+        self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
 
     def index(
         self, params: Any, leaves: list[Any], state: Any = None, held: Sequence[bool] = ()
@@ -294,8 +296,9 @@ class _Seen:
         if self.last and self.last[0] == key and (theirs is None or theirs is self.last[3]):
             return self.last[3], self.last[2]
         paths, order, words = _named(params, self.groups)
-        if self.apart is not None:
-            words = [f"{self.apart(p)} {w}".strip() for p, w in zip(paths, words, strict=True)]
+        if self.apart:
+            names = _groups(paths, order)
+            words = [f"{n} {w}".strip() for n, w in zip(names, words, strict=True)]
         if any(held):
             words = [f"{w} frozen" if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.axes)
@@ -312,6 +315,16 @@ class _Seen:
         # the places are kept, so that their ids stay theirs
         self.last = (key, [p.place for p in leaves], mesh, self.found[items])
         return self.found[items], mesh
+
+    def adopt(self, leaves: list[Any], where: Index, mesh: Mesh) -> list[Tensor]:
+        """``adopt``, which is not asked again about the very blocks that it gave."""
+        raws = [x.raw for x in leaves]
+        index, before, flats = self.held
+        if index is where and all(map(operator.is_, raws, before)):
+            return flats
+        flats = adopt(leaves, where, mesh)
+        self.held = where, [x.raw for x in leaves], flats
+        return flats
 
     def keep_pieces(self, parts: Buckets) -> None:
         """Give the gradients the views that were made last time, where they lie in that memory."""
@@ -391,14 +404,24 @@ def _check(
 # ---------------------------------------------------------------- stage 3
 
 
-def _group(path: str) -> str:
-    """The block of a module that a parameter is gathered with: its path up to the first number.
+def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
+    """The parameters that are gathered together: those of a block of the module, which its path
+    counts; and those between blocks.
 
-    >>> [_group(p) for p in ("h.0.attn.weight", "h.1.mlp.bias", "ln_f.weight")]
-    ['h.0', 'h.1', 'ln_f']
+    ``order``  numbers of the paths in the order of the modules.
+
+    >>> _groups(["wte.weight", "wpe.weight", "h.0.attn.weight", "h.0.mlp.bias", "ln_f.weight"], range(5))
+    ['at 0', 'at 0', 'h.0', 'h.0', 'at 3']
     """
-    found = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
-    return found.group(1) if found else path.partition(".")[0]
+    out = [""] * len(paths)
+    between = 0
+    for place, i in enumerate(order):
+        found = re.match(r"(.*?\.\d+|\d+)(\.|$)", paths[i])
+        if found:
+            out[i], between = found.group(1), place
+        else:
+            out[i] = f"at {between}"
+    return out
 
 
 def _parted(params: Any) -> Parts:

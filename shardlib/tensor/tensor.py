@@ -157,7 +157,7 @@ class ShardedTensor(torch.Tensor):
         read = self.__dict__.get("read")
         if name == "raw" and read is not None:
             return read()
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(name)
 
     def at(self, place: Place) -> "ShardedTensor":
         """The same blocks at another place, unread if they are."""

@@ -1,0 +1,346 @@
+"""A training step of a GPT under zero's stages against DDP, FSDP2, and FSDP2 x TP, on 4 processes.
+
+The same module, weights and batches, forward, backward and AdamW; torch's with its fused kernel.
+Losses of the first steps must be the same.  CPU time is what all processes used; contestants are
+interleaved, and figures are medians of each repetition's ratio.
+
+    python -m benchmarks.zero [--layers 6] [--width 256]     a GPT of 5 M parameters; 8 704: of 50 M
+    python -m benchmarks.zero --alone       the optimizer's step by itself, in one process
+    python -m benchmarks.zero --memory      the peak of each contestant, in processes of its own
+    python -m benchmarks.zero --rate 100    behind links of 100 Mbit/s
+"""
+
+import argparse
+import csv
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import shardlib as sl
+from benchmarks import rig
+from benchmarks.tensor_parallel import GPT, LEARNING, VOCAB
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+def ours(args: argparse.Namespace, stage: int, x: int = 1, **how: Any) -> Step:
+    mesh = sl.make_mesh(device="cpu", data=dist.get_world_size() // x, x=x)
+    with sl.use_mesh(mesh):
+        model = GPT(args.layers, args.width, args.length)
+        rules = sl.recipes.megatron1d(model)
+        apply, params = sl.parallelize(
+            model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+        )
+        del model
+        tx = sl.optim.zero(sl.optim.adamw(LEARNING), "data", stage, **how)
+        params = tx.shard(params) if stage == 3 else params
+        held = [params, tx.init(params)]
+        del params
+    run = sl.value_and_grad(apply, into=tx)
+
+    def step(idx: Tensor, targets: Tensor) -> float:
+        with sl.use_mesh(mesh):
+            loss, grads = run(held[0], idx, targets)
+            held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
+        return loss.item()
+
+    return step
+
+
+def _part(batch: Tensor, rank: int, ways: int) -> Tensor:
+    return batch.chunk(ways)[rank].contiguous()
+
+
+def _mean(loss: Tensor, group: Any = None) -> float:
+    loss = loss.detach().clone()
+    dist.all_reduce(loss, group=group)
+    return float(loss) / dist.get_world_size(group)
+
+
+def ddp(args: argparse.Namespace) -> Step:
+    model = DistributedDataParallel(
+        GPT(args.layers, args.width, args.length), gradient_as_bucket_view=True
+    )
+    update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+
+    def step(idx: Tensor, targets: Tensor) -> float:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        loss = model(_part(idx, rank, world), _part(targets, rank, world))
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        return _mean(loss)
+
+    return step
+
+
+def fsdp2(args: argparse.Namespace) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = GPT(args.layers, args.width, args.length)
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+
+    def step(idx: Tensor, targets: Tensor) -> float:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        loss = model(_part(idx, rank, world), _part(targets, rank, world))
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        return _mean(loss)
+
+    return step
+
+
+def fsdp2_tp(args: argparse.Namespace) -> Step:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = GPT(args.layers, args.width, args.length)
+    stream = Replicate()
+    plan: dict[str, Any] = {
+        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "lm_head": ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for i in range(args.layers):
+        enter = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())
+        leave = RowwiseParallel(output_layouts=stream)
+        plan |= {f"h.{i}.attn": enter, f"h.{i}.attn.o_proj": leave}
+        plan |= {f"h.{i}.mlp": enter, f"h.{i}.mlp.fc2": leave, f"h.{i}.mlp.fc1": ColwiseParallel()}
+        plan |= {f"h.{i}.attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+    parallelize_module(model, mesh["tp"], plan)
+    for block in model.h:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    kinds: dict[Any, list[Any]] = {}
+    for p in model.parameters():
+        kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    update = torch.optim.AdamW([{"params": v} for v in kinds.values()], LEARNING, fused=True)
+    rank, ways = mesh["dp"].get_local_rank(), mesh["dp"].size()
+
+    def step(idx: Tensor, targets: Tensor) -> float:
+        with loss_parallel():
+            loss = model(_part(idx, rank, ways), _part(targets, rank, ways))
+            loss.backward()
+        update.step()
+        update.zero_grad()
+        loss = loss.detach()
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return _mean(whole, mesh["dp"].get_group())
+
+    return step
+
+
+CONTESTANTS: dict[str, Callable[[argparse.Namespace], Step]] = {
+    "DDP": ddp,
+    "zero 1": lambda args: ours(args, 1),
+    "zero 2": lambda args: ours(args, 2),
+    "zero 3": lambda args: ours(args, 3),
+    "zero 3, kept": lambda args: ours(args, 3, keep=True),
+    "FSDP2": fsdp2,
+    "zero 2, x=2": lambda args: ours(args, 2, x=2),
+    "zero 3, x=2": lambda args: ours(args, 3, x=2),
+    "FSDP2 x TP": fsdp2_tp,
+}
+AGAINST = {
+    "zero 1": "DDP",
+    "zero 2": "DDP",
+    "zero 3": "FSDP2",
+    "zero 3, kept": "FSDP2",
+    "zero 2, x=2": "FSDP2 x TP",
+    "zero 3, x=2": "FSDP2 x TP",
+}
+
+
+def _batches(args: argparse.Namespace) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    shape = (2, args.batch, args.length)
+    return [torch.randint(0, VOCAB, shape, generator=draw) for _ in range(4)]
+
+
+def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run by every rank."""
+    args = argparse.Namespace(**given)
+    torch.set_num_threads(1)
+    runs = {name: CONTESTANTS[name](args) for name in args.names}
+    batch = _batches(args)
+    losses = {name: [run(*b) for b in batch] for name, run in runs.items()}
+    first = next(iter(losses.values()))
+    worst = max(abs(a / b - 1) for f in losses.values() for a, b in zip(f, first, strict=True))
+    if not worst < 2e-6:
+        raise AssertionError(f"losses differ by {worst:.1e}: {losses}")
+    rig.say(f"losses agree to {worst:.0e}")
+    rows = []
+    for turn in range(args.repeats):
+        for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            cpu, began = time.process_time(), time.perf_counter()
+            run(*batch[turn % 4])
+            took = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+            dist.barrier()
+            seconds = time.perf_counter() - began
+            dist.all_reduce(took)
+            rows.append({"name": name, "cpu": float(took), "seconds": seconds})
+    return rows
+
+
+def peak(given: dict[str, Any], name: str) -> float:
+    """MiB that a rank's training step adds to what the process held before."""
+    args = argparse.Namespace(**given)
+    torch.set_num_threads(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run, batch = CONTESTANTS[name](args), _batches(args)
+    for b in batch:
+        run(*b)
+    grown = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    dist.all_reduce(grown, dist.ReduceOp.MAX)
+    return float(grown) / 1024
+
+
+def alone(repeats: int) -> None:
+    """The optimizer's step by itself against torch's fused AdamW: CPU time, median of ratios."""
+    gpt = [tuple(p.shape) for p in GPT(4, 256, 256).parameters()]
+    sets = {"4 of 4 MiB": [(1024, 1024)] * 4, "200 small": [(500,)] * 200, "a GPT": gpt}
+    print(f"{'':<14}{'parts of buckets':>26}{'whole parameters':>26}   of torch's fused AdamW")
+    for name, shapes in sets.items():
+        draw = torch.Generator().manual_seed(0)
+        values = {f"p{i:03}": torch.randn(s, generator=draw) for i, s in enumerate(shapes)}
+        theirs = [v.clone().requires_grad_() for v in values.values()]
+        for p in theirs:
+            p.grad = p.detach() * 0.1
+        torchs = torch.optim.AdamW(theirs, 1e-6, fused=True)
+        steps: dict[str, Callable[[], object]] = {"torch": torchs.step}
+        with sl.make_mesh(device="cpu", data=1):
+            for how, stage in (("parts", 3), ("whole", 2)):
+                tx = sl.optim.zero(sl.optim.adamw(1e-6), "data", stage)
+                params: Any = {k: sl.shard(v.clone(), "...") for k, v in values.items()}
+                params = tx.shard(params) if stage == 3 else params
+                steps[how] = _stepped(tx, params)
+            ratios: dict[str, list[float]] = {how: [] for how in steps}
+            for turn in range(repeats + 2):
+                took = {}
+                for how, step in steps.items():
+                    began = time.process_time()
+                    for _ in range(5):
+                        step()
+                    took[how] = time.process_time() - began
+                for how in ratios:
+                    if turn >= 2:
+                        ratios[how].append(took[how] / took["torch"])
+        cells = [
+            f"{statistics.median(r):.2f} [{min(r):.2f}-{max(r):.2f}]"
+            for r in (ratios["parts"], ratios["whole"])
+        ]
+        print(f"{name:<14}{cells[0]:>26}{cells[1]:>26}", flush=True)
+
+
+def _stepped(tx: sl.optim.Transform, params: Any) -> Callable[[], object]:
+    held: list[Any] = [params, tx.init(params), None]
+    shape = tx.sink
+
+    def step() -> None:
+        grads = held[2]
+        if grads is None:
+            sink = None if shape is None else shape(held[0])
+            if sink is None:
+                grads = held[0].like({k: x.becomes(x.raw * 0.1) for k, x in held[0].items()})
+            else:
+                for i, k in enumerate(sorted(held[0])):
+                    sink.take(i, held[0][k].raw * 0.1)
+                grads = sink.finish()
+        raws = {k: g.raw for k, g in grads.items()}
+        like = {k: g.place for k, g in grads.items()}
+        held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
+        new = {k: sl.ShardedTensor(raws[k], like[k]) for k in raws}
+        held[2] = type(grads)(new, *_index(held[1])) if held[2] is None else held[2].like(new)
+
+    return step
+
+
+def _index(state: Any) -> tuple[Any, Any]:
+    return state.mu.index, state.mu.mesh
+
+
+def _ratio(rows: list[dict[str, Any]], a: str, b: str, what: str) -> str:
+    both = ([r[what] for r in rows if r["name"] == name] for name in (a, b))
+    found = [x / y for x, y in zip(*both, strict=True)]
+    return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':<16}{'CPU ms':>8}{'ms':>8}{'CPU ratio':>20}{'time ratio':>20}   to")
+    for name in dict.fromkeys(r["name"] for r in rows):
+        mine = [r for r in rows if r["name"] == name]
+        other = AGAINST.get(name, "")
+        known = other in {r["name"] for r in rows}
+        ratios = [_ratio(rows, name, other, w) if known else "" for w in ("cpu", "seconds")]
+        middle = [statistics.median(r[w] for r in mine) * 1e3 for w in ("cpu", "seconds")]
+        print(
+            f"{name:<16}{middle[0]:>8.0f}{middle[1]:>8.0f}"
+            + "".join(f"{r:>20}" for r in ratios)
+            + f"   {other if known else ''}"
+        )
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 6, "width": 256, "length": 128, "batch": 8, "repeats": 7}
+    for name, value in sizes.items():
+        p.add_argument(f"--{name}", type=int, default=value)
+    p.add_argument("--names", default=",".join(CONTESTANTS).replace(", ", "; "))
+    p.add_argument("--alone", action="store_true")
+    p.add_argument("--memory", action="store_true")
+    p.add_argument("--rate", type=float, default=0.0)
+    args = p.parse_args()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if args.alone:
+        alone(3 * args.repeats)
+        return 0
+    names = [n.replace("; ", ", ") for n in args.names.split(",")]
+    given = {n: getattr(args, n) for n in sizes} | {"names": names}
+    print(f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens", flush=True)
+    if args.memory:
+        for name in names:
+            print(f"{name:<16}{sl.launch(peak, given, name, x=4)[0]:>8.1f} MiB", flush=True)
+        return 0
+    if args.rate:
+        *answers, control = rig.run("benchmarks.zero:contest", 4, args.rate, given, seconds=900)
+        print(f"links of {args.rate:.0f} Mbit/s; control {control}")
+        rows = answers[0]
+    else:
+        rows = sl.launch(contest, given, x=4)[0]
+    print(f"load {os.getloadavg()[0]:.1f}")
+    report(rows)
+    out = Path("out")
+    out.mkdir(exist_ok=True)
+    with open(out / "zero.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
