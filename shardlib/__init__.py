@@ -26,6 +26,7 @@ from shardlib import (
 from shardlib import functions as functions  # what torch calls by name finds its stand-ins
 from shardlib import ops as ops  # every operator is registered
 from shardlib import recompute as recompute
+from shardlib.checking.proof import check_model
 from shardlib.checkpoint import latest, load, load_hf, save, save_hf
 from shardlib.collectives import (
     all_gather,
@@ -99,8 +100,8 @@ __all__ = [
     "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
     "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
-    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check", "choose",
-    "probe", "visualize", "summary",
+    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check",
+    "check_model", "choose", "probe", "visualize", "summary",
     # errors, and the modules
     "ShardError", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
     "random", "recipes", "seeing", "testing",

@@ -17,6 +17,7 @@ __all__ = [
     "ImplicitCommunication",
     "LayoutSyntax",
     "MeshError",
+    "ModelDiffers",
     "NoMesh",
     "NoImplementation",
     "NotExpressible",
@@ -237,6 +238,18 @@ class Unsupported(ShardError):
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4).to_sparse(), "x")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     shardlib.errors.Unsupported: shard: only dense, initialised tensors are placed...
+    """
+
+
+class ModelDiffers(ShardError, AssertionError):
+    """A sharded model is not the model on one device.
+
+    >>> import torch, shardlib as sl
+    >>> loss = lambda y: (y if y.ndim and type(y) is torch.Tensor else 1.5 * y).sum()
+    >>> model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    >>> sl.check_model(model, [("*", "...")], {"x": 2}, x, loss=loss)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardlib.errors.ModelDiffers: check_model: loss differs by 5.0e-01 relative ...
     """
 
 

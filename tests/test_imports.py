@@ -76,6 +76,8 @@ ORDER = [  # each may import from those before it
     "optim.sums",
     "optim.select",
     "optim",
+    "checking.places",
+    "checking",
     "checkpoint",
     "planning.bounds",
     "planning.links",
@@ -87,6 +89,9 @@ ORDER = [  # each may import from those before it
     "seeing.summary",
     "seeing",
     "masks",
+    "desync",
+    "testing.plugin",
+    "__main__",
 ]
 
 OPTIONAL = {"matplotlib", "numpy", "transformers"}  # imported inside functions only

@@ -12,6 +12,8 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "planning/test_grids.py": "cost planning/bounds planning/links",
     "test_public.py": "layouts/like",  # every verb that takes a layout
     "ops/attention/test_masks.py": "masks",  # the public names
+    "checking/test_proof.py": "checking/places testing/plugin",
+    "test_desync.py": "__main__",
     "planning/test_explain.py": "live",  # the peak on paper is the peak of a step
     # torch's database
     "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",

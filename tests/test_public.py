@@ -22,14 +22,14 @@ FACE = """
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
     matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load latest save_hf load_hf
-    algorithm saving implicit why explain trace expect_comm check choose probe visualize summary
+    algorithm saving implicit why explain trace expect_comm check check_model choose probe visualize summary
     ShardError
 """.split()
 MODULES = {
     "collectives": """Event Pending Stacked Trace all_gather all_to_all axis_index axis_size expect_comm pbroadcast
         pcast pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
     "dtensor": "from_dtensor rules to_dtensor",
-    "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError NoMesh NoImplementation NotExpressible
+    "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError ModelDiffers NoMesh NoImplementation NotExpressible
         OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",

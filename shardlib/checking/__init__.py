@@ -1,0 +1,1 @@
+"""Proving a sharded model against one device."""

@@ -1,0 +1,147 @@
+"""Where a wrong value is made: each operator once more, beside torch's own on whole operands."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError, user_line
+from shardlib.grad import value_and_grad
+from shardlib.mesh import within
+from shardlib.placing import shard, unshard
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Found", "Places"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first operator whose value, or gradient, is not torch's."""
+
+    call: str
+    line: str
+    off: float
+    gradient: bool
+
+
+class Places:
+    """Hears of every function called on sharded tensors, and keeps the first that is wrong."""
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+        self.found: Found | None = None
+        self.inside = False
+
+    def chose(self, match: Any, product: bool = False) -> None:
+        """Follow what an operator chose: its value alone counts."""
+
+    def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if self.inside or self.found is not None or _draws(name):
+            return implementation(func, args, kwargs)
+        line = user_line()
+        self.inside = True
+        try:
+            before = _whole((args, kwargs))
+            kept = optree.tree_map(_kept, (args, kwargs)) if self.gradients else None
+            out = implementation(func, args, kwargs)
+            off = self._gradient(func, kept, before) if kept else _value(func, before, out)
+        finally:
+            self.inside = False
+        if off > 1e-9:
+            given = [typeof(x) for x in optree.tree_leaves((args, kwargs)) if _ours(x)]
+            self.found = Found(f"{name}({', '.join(given)})", line, off, self.gradients)
+        return out
+
+    def _gradient(self, func: Any, kept: Any, whole: Any) -> float:
+        """How far the operator's gradients are from torch's, for one cotangent."""
+        leaves, tree = optree.tree_flatten(kept)
+        dense = optree.tree_leaves(whole)
+        at = [i for i, x in enumerate(leaves) if _ours(x) and x.is_floating_point()]
+        if not at:
+            return 0.0
+
+        def loss(over: Sequence[Tensor], given: Sequence[Any]) -> Tensor:
+            filled = list(given)
+            for i, x in zip(at, over, strict=True):
+                filled[i] = x
+            args, kwargs = optree.tree_unflatten(tree, filled)
+            outs = [x for x in optree.tree_leaves(func(*args, **kwargs)) if _floats(x)]
+            return sum((_weighed(x) for x in outs), start=torch.zeros(()))  # type: ignore[return-value]
+
+        try:
+            with torch.enable_grad(), within(watcher=None):
+                _, mine = value_and_grad(lambda *o: loss(o, leaves), tuple(range(len(at))))(
+                    *[leaves[i] for i in at]
+                )
+                _, right = value_and_grad(lambda *o: loss(o, dense), tuple(range(len(at))))(
+                    *[dense[i] for i in at]
+                )
+        except (ShardError, RuntimeError, TypeError):
+            return 0.0  # it has no gradient of its own, or cannot be run apart
+        return max(_apart(unshard(m), r) for m, r in zip(mine, right, strict=True))
+
+
+def _weighed(x: Any) -> Tensor:
+    """A scalar that depends on each element otherwise."""
+    weights = torch.cos(torch.arange(float(math.prod(x.shape)))).reshape(x.shape).to(x.dtype)
+    if isinstance(x, ShardedTensor):
+        weights = shard(weights, str(x.sharding.bare), x.mesh)
+    return (x * weights).sum()
+
+
+def _value(func: Any, whole: Any, out: Any) -> float:
+    args, kwargs = whole
+    try:
+        with torch.no_grad():
+            right = func(*args, **kwargs)
+    except (ShardError, RuntimeError, TypeError, ValueError, IndexError):
+        return 0.0
+    pairs = list(zip(optree.tree_leaves(out), optree.tree_leaves(right), strict=False))
+    return max(
+        [_apart(unshard(m), r) for m, r in pairs if isinstance(m, ShardedTensor) and _floats(r)],
+        default=0.0,
+    )
+
+
+def _apart(mine: Tensor, right: Tensor) -> float:
+    mine, right = mine.detach(), right.detach()
+    if mine.shape != right.shape:
+        return float("inf")
+    if not right.numel():
+        return 0.0
+    same = (mine == right) | (mine.isnan() & right.isnan())
+    off = torch.where(same, torch.zeros_like(mine), mine - right).abs().max()
+    off = float(off / right.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1e-12))
+    return off if off == off else float("inf")
+
+
+def _draws(name: str) -> bool:
+    words = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential")
+    return any(w in name for w in words)
+
+
+def _ours(x: Any) -> bool:
+    return isinstance(x, ShardedTensor)
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _kept(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _whole(tree: Any) -> Any:
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return (unshard(x) if isinstance(x, ShardedTensor) else x).detach().clone()
+
+    with torch.no_grad():
+        return optree.tree_map(one, tree)

@@ -1,0 +1,133 @@
+"""``sl.check_model``: a right model passes on every mesh, and a wrong one says where it is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib.errors import ModelDiffers
+from shardlib.tensor.tensor import TABLE
+
+pytest_plugins = ["shardlib.testing.plugin"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc_in = nn.Linear(width, 2 * width)
+        self.fc_out = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.fc_out(F.gelu(self.fc_in(self.norm(x)))))
+
+
+class Small(nn.Module):
+    """Embedding, two blocks, a tied head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+RULES = [
+    ("*.fc_in.weight", "x ."),
+    ("*.fc_in.bias", "x"),
+    ("*.fc_out.weight", ". x"),
+    ("embed.weight", "x ."),
+    ("*", "..."),
+]
+BATCH = {"ids": torch.randint(12, (4, 6)), "labels": torch.randint(12, (4, 6))}
+INPUTS: Any = {"ids": "data .", "labels": "data ."}
+
+
+def test_a_right_model_is_proved_on_every_mesh(sharded: Any) -> None:
+    model = Small()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    proof = sharded(model, RULES, BATCH, inputs=INPUTS)
+    assert list(proof.errors) == ["data=1 x=2 y=1", "data=2 x=1 y=1", "data=2 x=2 y=2"]
+    wanted = {"output", "loss", "gradient", "norm", "step"}
+    for row in proof.errors.values():
+        assert set(row) == wanted | {f"train {q}" for q in wanted}
+        assert max(row.values()) < 1e-10
+    assert "train gradient" in str(proof) and "data=2 x=2 y=2" in str(proof)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert torch.equal(state, torch.random.get_rng_state()) and model.training
+
+
+def test_recipes_and_every_form_of_a_batch_are_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.randn(4, 4)
+    for batch in (x, [x], {"input": x}):
+        proof = sl.check_model(model, sl.recipes.megatron1d, {"x": 2}, batch, steps=0)
+        assert set(proof.errors["x=2"]) == {"output", "loss", "gradient", "norm"}
+    with pytest.raises(sl.ShardError, match="no floating point"):
+        sl.check_model(nn.Identity(), [], {"x": 2}, torch.arange(4))
+
+
+class _Wrong(torch.autograd.Function):
+    """Its value is torch's, its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 0.7
+
+
+@pytest.mark.parametrize("wrong", ["value", "gradient"])
+def test_the_first_tensor_that_differs_is_named_with_its_line(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = TABLE[F.gelu]
+
+    def off(func: Any, args: Any, kwargs: Any) -> Any:
+        if wrong == "value":
+            out = right(func, args, kwargs)
+            return out.becomes(out.raw * 1.01)
+        return args[0].becomes(_Wrong.apply(args[0].raw))
+
+    monkeypatch.setitem(TABLE, F.gelu, off)
+    with pytest.raises(ModelDiffers) as caught:
+        sl.check_model(Small().eval(), RULES, [{"data": 1, "x": 2}], BATCH, inputs=INPUTS)
+    made = caught.value.operands["made by"]
+    assert "gelu(f64[4@data, 6, 16@x])" in made and "test_proof.py:" in made
+    assert made.startswith("the gradient of") == (wrong == "gradient")
+    first = "output 0 differs" if wrong == "value" else "gradient of embed.weight differs"
+    assert first in str(caught.value)
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_a_loss_of_the_wrong_scale_is_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean() * (1.0 if type(y) is Tensor else 2.0)
+
+    with pytest.raises(ModelDiffers, match="no single operator"):
+        sl.check_model(nn.Linear(4, 4), [("*", "...")], {"x": 2}, torch.randn(2, 4), loss=loss)
+
+
+def case() -> dict[str, Any]:
+    """What ``python -m shardlib check tests.checking.test_proof:case`` proves."""
+    return {
+        "module": Small(),
+        "rules": RULES,
+        "meshes": {"data": 2, "x": 2},
+        "batch": BATCH,
+        "inputs": INPUTS,
+    }
