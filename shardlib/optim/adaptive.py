@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torchs_rmsprop
 
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
 __all__ = ["adagrad", "adam", "adamw", "rmsprop"]
@@ -20,6 +20,7 @@ class MomentState(NamedTuple):
     nu: Any
 
 
+@ranged
 def adamw(
     lr: float | Schedule,
     b1: float = 0.9,
@@ -97,6 +98,7 @@ class SumState(NamedTuple):
     total: Any
 
 
+@ranged
 def adagrad(
     lr: float | Schedule,
     eps: float = 1e-10,
@@ -154,6 +156,7 @@ class RmsState(NamedTuple):
     trace: Any
 
 
+@ranged
 def rmsprop(
     lr: float | Schedule,
     decay: float = 0.99,

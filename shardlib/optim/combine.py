@@ -3,7 +3,15 @@
 from typing import Any
 
 from shardlib.optim.schedules import Schedule
-from shardlib.optim.transform import TRAITS, Step, Transform, divide, keep, run_in_place
+from shardlib.optim.transform import (
+    TRAITS,
+    Step,
+    Transform,
+    check_transform,
+    divide,
+    keep,
+    run_in_place,
+)
 from shardlib.optim.trees import EmptyState, each
 
 __all__ = ["chain", "identity", "scale", "scale_by_schedule"]
@@ -18,6 +26,8 @@ def chain(*transforms: Transform) -> Transform:
     >>> tx.update(torch.tensor([3.0, 4.0]), state)[0]
     tensor([-0.3000, -0.4000])
     """
+    for t in transforms:
+        check_transform(t, "chain")
 
     def init(params: Any) -> Any:
         return tuple(t.init(params) for t in transforms)

@@ -8,12 +8,13 @@ from torch import Tensor
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.sums import norms, scaled
-from shardlib.optim.transform import Transform
+from shardlib.optim.transform import Transform, ranged
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
 __all__ = ["lamb"]
 
 
+@ranged
 def lamb(
     lr: float | Schedule,
     b1: float = 0.9,

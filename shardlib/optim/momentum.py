@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready
 
 __all__ = ["lion", "sgd"]
@@ -18,6 +18,7 @@ class TraceState(NamedTuple):
     trace: Any
 
 
+@ranged
 def sgd(
     lr: float | Schedule,
     momentum: float = 0.0,
@@ -70,6 +71,7 @@ def sgd(
     return Transform(init, update, donate=donate)
 
 
+@ranged
 def lion(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
 ) -> Transform:

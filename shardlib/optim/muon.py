@@ -40,7 +40,7 @@ from shardlib.optim.owners import Spread, apart, deal, through_owners
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask, flags, named, one_each
 from shardlib.optim.sums import scaled
-from shardlib.optim.transform import Transform
+from shardlib.optim.transform import Transform, ranged
 from shardlib.optim.trees import each, moments, need, ready, wide
 from shardlib.placing import reshard
 from shardlib.tensor import Place, ShardedTensor, typeof
@@ -57,6 +57,7 @@ class MuonState(NamedTuple):
     trace: Any
 
 
+@ranged
 def muon(
     lr: float | Schedule,
     momentum: float = 0.95,

@@ -68,6 +68,12 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     >>> again.count, sl.unshard(state_dict(again)["trace.w"])
     (1, tensor([1., 1., 1., 1.]))
     """
+    if not isinstance(kept, Mapping) or any(isinstance(v, Mapping) for v in kept.values()):
+        raise ShardError(
+            f"what state_dict gave is a flat mapping from names to values, not {type(kept).__name__}",
+            op="load_state_dict",
+            fix="state = sl.optim.load_state_dict(tx.init(params), kept)",
+        )
     nodes = _nodes(state)
     wanted = {
         f"{name}.{path}" if name and path else name or path

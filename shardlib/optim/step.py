@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.clip import global_norm
-from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Info", "step"]
@@ -58,6 +58,7 @@ def step(
     >>> new["w"].local, info.norm, info.lr
     (tensor([0.8990, 0.8990, 0.8990, 0.8990]), tensor(4., dtype=torch.float64), 0.1)
     """
+    check_transform(tx, "optim.step")
     mine = grads
     if tx.sink is None:
         _alike(params, grads)

@@ -9,9 +9,12 @@ Under ``zero`` the trees are ``Buckets``: flat vectors that know which part of w
 hold.  ``pieces`` gives the plain tensors to run a kernel on, the same for either kind of tree.
 """
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
 
 import optree
 import torch
@@ -19,10 +22,16 @@ from torch import Tensor
 
 from shardlib._compat import fused_step
 from shardlib.collectives import blocks
+from shardlib.errors import BadArgument
 from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["TRAITS", "Step", "Transform", "divide", "fused", "pieces", "run_in_place"]
+__all__ = [
+    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "pieces", "ranged",
+    "run_in_place",
+]  # fmt: skip
+
+Hyper = ParamSpec("Hyper")
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
 """What an update of one element depends on, from the least to the most demanding: that element
@@ -89,6 +98,55 @@ class Transform(NamedTuple):
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
     shard: Callable[[Any], Any] | None = None
+
+
+def check_transform(tx: Any, op: str) -> None:
+    """Refuse what is no transform, as torch's optimizers are none."""
+    if not isinstance(tx, Transform):
+        name = getattr(tx, "__name__", type(tx).__name__)
+        raise BadArgument(
+            f"a transform is expected, not {name}",
+            op=op,
+            fix="tx = sl.optim.adamw(1e-3)",
+        )
+
+
+_SHARES = frozenset({"b1", "b2", "momentum", "decay"})  # of what was before: 0 to less than 1
+_AMOUNTS = frozenset({"eps", "weight_decay", "lr_decay", "start"})  # 0 or more
+
+
+def ranged(make: Callable[Hyper, Transform]) -> Callable[Hyper, Transform]:
+    """Check a transform's hyperparameters when it is made, by their names, as torch does.
+
+    Raises: BadArgument for a rate that is no number and no schedule, and for what is out of range.
+
+    >>> ranged(lambda lr, b1=0.9: Transform(lambda p: p, lambda g, s, p: (g, s)))(-1.0)
+    Traceback (most recent call last):
+    shardlib.errors.BadArgument: <lambda>: lr=-1.0 is not 0 or more...
+    """
+    names = tuple(inspect.signature(make).parameters)
+
+    @wraps(make)
+    def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Transform:
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            if name == "lr" and callable(value):
+                continue
+            if name in _SHARES:
+                most, said = 1.0, "at least 0 and less than 1"
+            elif name == "lr" or name in _AMOUNTS:
+                most, said = math.inf, "0 or more"
+            else:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number or isinstance(value, Tensor)) or (number and not 0 <= value < most):
+                raise BadArgument(
+                    f"{name}={value!r} is not {said}",
+                    op=make.__name__,
+                    fix=f"sl.optim.{make.__name__}(1e-3)",
+                )
+        return make(*args, **kwargs)
+
+    return made
 
 
 def pieces(first: Any, *others: Any) -> list[Pieces]:

@@ -32,7 +32,7 @@ from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place
 from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
 from shardlib.optim.sink import Sink
-from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["ZeroState", "zero"]
@@ -355,6 +355,11 @@ def _check(
     gather_dtype: Any,
     inner: str | None,
 ) -> None:
+    check_transform(tx, "zero")
+    if not axes:
+        raise ShardError(
+            "there is no axis to split over", op="zero", fix='sl.optim.zero(tx, axis="data")'
+        )
     name = repr(axes[0] if len(axes) == 1 else axes)
     if stage not in (1, 2, 3):
         raise ShardError(

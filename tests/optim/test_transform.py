@@ -1,5 +1,6 @@
 """A transform in place does what it does purely, on memory that its caller gives up."""
 
+import re
 from typing import Any
 
 import optree
@@ -83,3 +84,29 @@ def test_pieces_leave_out_the_frozen_and_the_empty() -> None:
     params = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(0)}
     grads = {"a": torch.ones(3), "b": None, "c": torch.ones(0)}
     assert [[len(t) for t in row] for row in pieces(params, grads)] == [[3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sl.optim.adamw(-1.0), "lr=-1.0"),
+        (lambda: sl.optim.adamw("1e-3"), "lr='1e-3'"),  # type: ignore[arg-type]
+        (lambda: sl.optim.adamw(1e-3, b1=1.0), "b1=1.0"),
+        (lambda: sl.optim.adam(1e-3, b2=-0.1), "b2=-0.1"),
+        (lambda: sl.optim.sgd(0.1, 1.5), "momentum=1.5"),
+        (lambda: sl.optim.lion(0.1, weight_decay=-1), "weight_decay=-1"),
+        (lambda: sl.optim.lamb(0.1, eps=float("nan")), "eps=nan"),
+        (lambda: sl.optim.adagrad(True), "lr=True"),
+        (lambda: sl.optim.rmsprop(0.1, decay=1), "decay=1"),
+        (lambda: sl.optim.muon(0.1, momentum=None), "momentum=None"),  # type: ignore[arg-type]
+        (lambda: sl.optim.zero(torch.optim.AdamW, "data"), "not AdamW"),  # type: ignore[arg-type]
+        (lambda: sl.optim.zero(sl.optim.adamw(1e-3), ()), "no axis"),
+        (lambda: sl.optim.chain(sl.optim.adamw), "not adamw"),  # type: ignore[arg-type]
+        (lambda: sl.optim.step({}, sl.optim.adamw(1e-3), {}, ()), "not dict"),  # type: ignore[arg-type]
+        (lambda: sl.optim.load_state_dict({"a": 1}, (1, 2)), "not tuple"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_its_name(make: Any, said: str) -> None:
+    with pytest.raises(sl.ShardError, match="(?s)" + re.escape(said)) as caught:
+        make()
+    assert caught.value.fix
