@@ -31,6 +31,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.__rmatmul__)
 def rmatmul(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.keys() - {"other"}:
+        raise Unfit("Python's operators know no other names")
     x, y = (*args, *kwargs.values())
     return matmul(torch.matmul, (y, x), {})
 

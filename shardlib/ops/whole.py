@@ -39,6 +39,7 @@ from shardlib.tensor import (
     _Copies,
     _First,
     check_met,
+    is_half,
     lift,
     no_implementation,
     on_shapes,
@@ -141,6 +142,9 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
             or first.is_neg() != raw.is_neg()
         ):
             continue
+        shared = any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True))
+        if shared and raw.requires_grad and is_half(raw):
+            return None  # as_strided adds up gradients of one element in half precision
         try:
             if raw.is_complex() and not first.is_complex():
                 raw = torch.view_as_real(raw)

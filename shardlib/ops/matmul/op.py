@@ -89,6 +89,8 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit(f"{name} of {len(left)} and {len(right)} dimensions")
     if 0 in left or 0 in right:
         raise Unfit("an empty product")
+    if x.dtype == torch.bool:
+        raise Unfit("torch multiplies no matrices of what is true or false")
     if (len(left), len(right)) != (2, 2) and x.dtype != w.dtype:
         raise BadArgument(
             "operands have different dtypes",
@@ -125,8 +127,8 @@ def _transposed(w: ShardedTensor) -> Any:
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
-    if w.ndim != 2:
-        raise Unfit("a weight has two dimensions")
+    if w.ndim != 2 or x.dtype == torch.bool:
+        raise Unfit("a weight has two dimensions, of numbers")
     if bias is not None and bias.dtype != x.dtype:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
