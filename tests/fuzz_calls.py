@@ -1499,6 +1499,11 @@ def judge(got: Outcome, want: Outcome, name: str = "") -> str:
         if any(text in want.error for text in _LIMITS):
             return ""
         return f"accepts: torch raises {want.error.splitlines()[0][:200]}"
+    if (
+        "topk" in name and not want.results[0].is_floating_point()
+    ):  # which of equals, torch leaves open
+        for outcome in (got, want):
+            outcome.results = [outcome.results[0], *outcome.results[2:]]
     # a gradient has passed through the least exact of the operands and results
     least = max(
         (_TOLERANCE.get(t.dtype, 0.0) for t in want.results if isinstance(t, Tensor)), default=0.0
