@@ -5,9 +5,11 @@ gathered for it), torch would let a write to one be seen in the other: ``link`` 
 and ``refuse_write`` refuses writes to either while both are alive.
 """
 
+import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import StorageWeakRef
@@ -55,6 +57,14 @@ _ASSIGNED = {
 WRITERS = _writers()
 
 
+_FLAGS = {
+    f: list(inspect.signature(f).parameters).index("inplace")
+    for f in vars(F).values()
+    if inspect.isfunction(f) and "inplace" in f.__code__.co_varnames[: f.__code__.co_argcount]
+}
+"""Position of ``inplace`` in the functions that have it."""
+
+
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """List the tensors that a call writes to, by its name and arguments."""
     if func in WRITERS:
@@ -63,7 +73,10 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if "out" in kwargs:
         out = kwargs["out"]
         return list(out) if isinstance(out, tuple | list) else [out]
-    return [args[0] if args else kwargs.get("input")] if kwargs.get("inplace") else []
+    at = _FLAGS.get(func)
+    if at is None or not (args[at] if len(args) > at else kwargs.get("inplace")):
+        return []
+    return [args[0] if args else kwargs.get("input")]
 
 
 def writes(t: Tensor) -> int:

@@ -28,7 +28,6 @@ declare(
     glu(input, dim=-1)
     rot90(input, k=1, dims=(0, 1))
     tensor_split(input, indices_or_sections, dim=0)
-    cross(input, other, dim=-1)
     linalg.cross(input, other, *, dim=-1)
     cosine_similarity(x1, x2, dim=1, eps=1e-8)
     fft.fft(input, n=None, dim=-1, norm=None)

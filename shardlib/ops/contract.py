@@ -11,7 +11,7 @@ from torch import Tensor
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
-from shardlib.tensor import Unfit, implements
+from shardlib.tensor import ShardedTensor, Unfit, implements, lift
 
 __all__ = ["contract", "einsum"]
 
@@ -59,6 +59,8 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
+        mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
+        c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
         if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [
             len(t) for t in line.split("->")[0].split(",")
         ]:

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.aliases import WRITERS, link, same_memory
+from shardlib.aliases import WRITERS, link, same_memory, written
 from shardlib.collectives import lead
 from shardlib.errors import (
     BadArgument,
@@ -172,7 +172,16 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
             n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)
         ):
             raise Unfit("the padding is read")
-    if func in WRITERS:
+    sizes: dict[Any, set[tuple[int, int]]] = {}  # a label's true and padded sizes
+    for k, i in enumerate(at):
+        x = leaves[i]
+        stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
+        for label, *pair in zip(named.get(k, ()), x.shape, stored, strict=False):
+            if label is not None and pair != [1, 1]:
+                sizes.setdefault(label, set()).add(tuple(pair))
+    if any(len(s) > 1 and any(n != m for n, m in s) for s in sizes.values()):
+        raise Unfit("a size that is padded broadcasts")
+    if written(func, args, kwargs):
         raise Unfit("written in place")
     a, k_ = optree.tree_unflatten(tree, true)
     try:

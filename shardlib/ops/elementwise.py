@@ -6,13 +6,15 @@ split in different ways the function is refused with the reshard to write, unles
 ``sl.implicit()``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlib._compat import Local
+from shardlib.aliases import written
 from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
@@ -111,9 +113,8 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit("positions, which are not in the padding")
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
-        torch.broadcast_shapes(
-            *(a.padded_shape if isinstance(a, ShardedTensor) else a.shape for a in given)
-        )
+        if not all(map(_agree, zip_longest(*map(_sizes, given), fillvalue=(1, 1)))):
+            raise RuntimeError("a size that is padded broadcasts")
     except RuntimeError:
         other = next(
             (a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape),
@@ -133,6 +134,14 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         and any(a.requires_grad for a in given)
         and holds_values(padded[0].mesh)
     ):
+        if written(func, args, kwargs):
+            raise Unsupported(
+                "padded blocks with a gradient are not written in place",
+                op=func.__name__,
+                operands={"tensor": typeof(padded[0])},
+                mesh=padded[0].mesh,
+                fix="sl.shard(sl.unshard(x), '...')",
+            )
         for a in padded:
             mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
 
@@ -142,10 +151,27 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """
         x = x.with_padding if isinstance(x, ShardedTensor) else x
         tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
+        if tracked and not x.ndim:  # it gets dimensions, and would promote as they do
+            if func.__name__ == "masked_fill":
+                raise Unfit("a value with a gradient has no dimension here")
+            like = torch.empty(1, dtype=padded[0].dtype, device="meta")
+            x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
         return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
 
     out = run(func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()})
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
+
+
+def _sizes(x: Tensor) -> list[tuple[int, int]]:
+    """List each dimension's true and padded size, the last first."""
+    padded = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
+    return list(zip(x.shape, padded, strict=True))[::-1]
+
+
+def _agree(sizes: Iterable[tuple[int, int]]) -> bool:
+    """Say whether blocks of a dimension of these true and padded sizes combine as they are."""
+    found = {s for s in sizes if s != (1, 1)}
+    return len(found) <= 1 or all(true == padded for true, padded in found)
 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:
@@ -497,6 +523,13 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
     if partial != x.sharding.partial:
         raise partial_escape(func.__name__, next(v for v in values if v.sharding.partial))
+    out_of_place = func.__name__.strip("_").removeprefix("i")
+    if partial and len(values) == 2 and out_of_place in _LINEAR_SCALE and torch.is_grad_enabled():
+        # a product of parts has its own way back
+        old = x.becomes(x.raw.clone())
+        new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
+        x.raw.copy_(new.raw)
+        return x
     rest = iter([_onto(v, x, func.__name__) for v in values[1:]])
     new_args = (x.raw, *(next(rest) if isinstance(a, Tensor) else a for a in args[1:]))
     new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}

@@ -153,6 +153,7 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
                 mesh=x.mesh,
             )
     index = given if isinstance(index, tuple) else given[0]
+    _sized(x, given)
     if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
         found = rows_call(
             func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True
@@ -161,6 +162,30 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     out = _picked(x, given)
     return on_whole(func, (x, index), {}, None) if out is None else out
+
+
+def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
+    """Refuse masks whose sizes are not those of the dimensions they stand for."""
+
+    def masks(i: Any) -> bool:
+        return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0
+
+    taken = [
+        i.ndim if masks(i) else int(i is not None and i is not Ellipsis and not isinstance(i, bool))
+        for i in given
+    ]
+    d = 0
+    for i, n in zip(given, taken, strict=True):
+        d += x.ndim - sum(taken) if i is Ellipsis else 0
+        if masks(i) and tuple(i.shape) != tuple(x.shape[d : d + n]):
+            raise OutOfRange(
+                f"the shape of the mask {list(i.shape)} does not match the shape of the indexed "
+                f"tensor {list(x.shape)} at dimension {d}",
+                op="getitem",
+                operands={"tensor": typeof(x), "mask": typeof(i)},
+                mesh=x.mesh,
+            )
+        d += n
 
 
 def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:

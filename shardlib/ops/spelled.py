@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.declare import homes, spelled
+from shardlib.ops.signatures import binder
 from shardlib.tensor import Unfit, implements
 
 
@@ -71,6 +72,15 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
 
 
 spelled("kron(input, other)", _kron)
+
+
+def _cross(input: Tensor, other: Tensor, dim: int | None) -> Tensor:
+    """Along the first dimension of three elements, of the whole tensor, if none is named."""
+    found = next((d for d, n in enumerate(input.shape) if n == 3), -1) if dim is None else dim
+    return torch.linalg.cross(input, other, dim=found)
+
+
+spelled("cross(input, other, dim: int = None)", _cross)
 spelled("msort(input)", lambda input: input.sort(0).values)
 
 
@@ -140,12 +150,19 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
 
 
+_SPLIT = binder("split_copy(input, split_size, dim: int = 0)")
+
+
+def _split(input: Tensor, split_size: Any, dim: int) -> Any:
+    return input.split(split_size, dim)
+
+
 _VIEWS = {
     "view": Tensor.view,
     "alias": torch.clone,
     "unfold": Tensor.unfold,
     "expand": Tensor.expand,
-    "split": lambda input, split_size, dim=0: input.split(split_size, dim),
+    "split": lambda *args, **kwargs: _split(**_SPLIT(*args, **kwargs)),
 }
 
 implements(
@@ -165,7 +182,7 @@ implements(
 def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the conjugate of the transpose."""
     (x,) = (*args, *kwargs.values())
-    if x.ndim < 2:
+    if x.ndim < 2 or (x.ndim > 2 and func == Tensor.H.__get__):
         raise Unfit("a matrix is needed")
     return x.mT.conj() if x.is_complex() else x.mT
 

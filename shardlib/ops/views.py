@@ -506,10 +506,12 @@ _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
 @implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
-def expand(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def expand(func: Any, args: Any, kwargs: Any) -> Tensor:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
         sizes = tuple(other.shape)
+        if not isinstance(x, ShardedTensor):
+            return x.expand(sizes)
     else:
         x, sizes, _ = _EXPAND(*args, **kwargs).values()
     lead = len(sizes) - len(x.padded_shape)

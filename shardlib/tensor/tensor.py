@@ -270,6 +270,8 @@ class ShardedTensor(torch.Tensor):
         except RuntimeError as e:
             if name := under_transform():
                 raise no_transform(name) from e
+            if _NOT_OVERWRITTEN in str(e):
+                raise _not_overwritten(func, args) from e
             raise
 
     @classmethod
@@ -414,6 +416,21 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
             mesh=found[0].mesh if found else None,
         )
     return None
+
+
+_NOT_OVERWRITTEN = "is a view and is being modified inplace"
+
+
+def _not_overwritten(func: Any, args: Any) -> Unsupported:
+    """Say that autograd lets nothing write to the block of this value, which a function made."""
+    found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
+    return Unsupported(
+        "autograd lets nothing be written to a view of what one of its functions returned",
+        op=getattr(func, "__name__", str(func)),
+        operands=lettered(map(typeof, found)),
+        mesh=found[0].mesh if found else None,
+        fix="x = x.clone()",
+    )
 
 
 def _guarded(implementation: Implementation) -> Implementation:

@@ -64,6 +64,8 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     x, w = _MM(*args, **kwargs).values()
     if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
         raise Unfit("a vector, or sizes that differ")
+    if w.ndim > 2 and x.shape[:-2] != w.shape[:-2]:
+        raise Unfit("batches that broadcast")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
     inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
     return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
