@@ -1495,6 +1495,7 @@ _UNDERIVED = (
     "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented",
     "element 0 of tensors does not require grad",
     "Could this error message be improved",
+    "does not support automatic differentiation for outputs with complex dtype",
 )
 """What torch says of blocks where nothing is wrong either."""
 

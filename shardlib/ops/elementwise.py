@@ -30,6 +30,7 @@ from shardlib.tensor import (
     ShardedTensor,
     Unfit,
     implements,
+    is_half,
     lift,
     local_call,
     of_pending,
@@ -333,7 +334,8 @@ def _met(
     v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size
 ) -> Tensor:
     """A block that meets data of which it has no part: its gradient is summed over those axes."""
-    if raw.dtype in (torch.bfloat16, torch.float16) and over and v.padded_shape != shape:
+    # one without dimensions promotes as such, so it gets none
+    if v.padded_shape and over and v.padded_shape != shape and is_half(raw):
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
     return vary(raw, v.mesh, over)
 

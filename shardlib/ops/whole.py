@@ -257,7 +257,17 @@ def on_whole(
             # what backward reads is not overwritten
             old = values[0].clone() if torch.is_grad_enabled() else values[0]
             # not cast, though the method that gives a new tensor may be
-            return _stored(values[0], apart(old, *args[1:], **kwargs), name)
+            new = apart(old, *args[1:], **kwargs)
+            if kwargs.get("dtype") not in (None, old.dtype) or old.is_complex() > new.is_complex():
+                raise BadArgument(
+                    f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}",
+                    op=name,
+                    operands={"tensor": typeof(old)},
+                    mesh=mesh,
+                )
+            return _stored(values[0], new, name)
+        except BadArgument:
+            raise
         except ShardError:
             pass  # the whole tensors, then
     budget = implicit_budget()
