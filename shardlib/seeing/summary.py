@@ -29,7 +29,7 @@ class SummaryRow(NamedTuple):
 class Summary:
     """Rows and totals; ``print`` it, or let a notebook show it.
 
-    ``other``  bytes of the optimizer's state that belong to no parameter.
+    ``other``  bytes of the optimizer's state that belong to no parameter, such as gaps in buckets.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=4):
@@ -95,7 +95,8 @@ def summary(params: Any, state: Any = None) -> Summary:
     """Write one line per parameter: its type and layout, its bytes on a rank and as a whole.
 
     ``params``  a dictionary of tensors, or any tree.
-    ``state``   an optimizer's state, counted to the parameters that it is of.
+    ``state``   an optimizer's state, counted to the parameters that it is of; what ``zero`` cuts
+                without regard to their borders, as each rank's share on average.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -136,12 +137,17 @@ def _held(x: Tensor) -> int:
 
 def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
     """Add a state's bytes to the parameters of their paths' ends; what is of none is returned."""
+    other = 0
     if isinstance(node, Buckets):
-        for bucket, rank, part in node.held:
-            name = node.paths[part.slot.leaves[0]]
-            if rank == 0 and name in of:
-                of[name] += part.length * node[bucket.name].element_size()
-        return 0
+        for bucket in node.index:
+            item, spare = node[bucket.name].element_size(), bucket.length
+            for slot in bucket.slots:
+                name = node.paths[slot.leaves[0]]
+                if name in of:
+                    of[name] += slot.length * item // node.index.ways
+                    spare -= slot.length
+            other += spare * item // node.index.ways
+        return other
     if isinstance(node, Tensor):
         ends = (".".join(path[i:]) for i in range(len(path)))
         name = next((n for n in ends if n in of), None)

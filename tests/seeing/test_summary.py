@@ -26,14 +26,15 @@ def test_bytes_are_those_of_blocks_and_of_whole_tensors() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_state_of_buckets_is_counted_to_its_parameters(stage: Any) -> None:
-    """Parts of the first rank: of both ranks together they are all the moments there are."""
     with sl.simulate(data=2):
         _, params = sl.parallelize(model(), [("*", "...")])
         tx = sl.optim.zero(sl.optim.adamw(1e-3), axis="data", stage=stage)
-        found = sl.seeing.summary(params, tx.init(params))
+        state = tx.init(params)
+        found = sl.seeing.summary(params, state)
         plain = sl.seeing.summary(params, sl.optim.adamw(1e-3).init(params))
-    assert 0 < found.state <= plain.state == 2 * plain.bytes
-    assert found.other == plain.other == 0
+        held = sum(x.raw[0].numel() * 4 for tree in (state.mu, state.nu) for x in tree.values())
+    assert [r.state for r in found.rows] == [r.state // 2 for r in plain.rows]
+    assert found.state == held and plain.state == 2 * plain.bytes and plain.other == 0
     assert "state per rank" in str(found)
 
 
