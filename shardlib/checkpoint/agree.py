@@ -24,6 +24,8 @@ __all__ = ["Group"]
 _CALLS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """Process group -> how many calls were made, the same number on every rank."""
 
+_SEEN: "weakref.WeakKeyDictionary[Any, dict[int, tuple[str, int]]]" = weakref.WeakKeyDictionary()
+
 
 class Group:
     """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree."""
@@ -32,12 +34,14 @@ class Group:
         self.op, self.timeout = op, timeout
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
-        self.seen: dict[int, tuple[str, int]] = {}  # rank -> its host and process
+        # rank -> its host and process, as far as it has spoken in this job
+        self.seen: dict[int, tuple[str, int]] = {}
         self.beats: dict[int, bytes] = {}
         self.said = time.monotonic()
         self.given_up = ""
         if self.world > 1:
             self.store = job_store()
+            self.seen = _SEEN.setdefault(dist.group.WORLD, {})
             number = _CALLS.get(dist.group.WORLD, 0) + 1
             while self.store.check([f"{_WHERE}/{number}/gave up"]):  # a call that only some made
                 number += 1

@@ -22,6 +22,7 @@ import sys
 import time
 import uuid
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from shardlib.checkpoint.files import parsed, write_all
@@ -88,12 +89,12 @@ class Work:
         parent, base = os.path.split(target)
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
-        os.mkdir(path)
-        unlocked, lock = os.path.join(path, "unlocked"), os.path.join(path, "lock")
-        hold = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.rename(unlocked, lock)  # by now it is held, so nobody takes it for a leftover
+        with _locked(parent, fcntl.LOCK_SH):  # until it is held, nobody takes it for a leftover
+            os.mkdir(path)
+            lock = os.path.join(path, "lock")
+            hold = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return name, hold
 
     def commit(self, overwrite: bool) -> None:
@@ -169,28 +170,46 @@ def clean(parent: str, base: str) -> list[str]:
     for one that never came steps back.
     """
     gone = []
-    for entry in sorted(os.listdir(parent)):
-        found = _ours(base).fullmatch(entry)
-        if not found:
-            continue
-        path, target = os.path.join(parent, entry), os.path.join(parent, found["base"])
-        if found["kind"] == "old" and not os.path.lexists(target):
+    with _locked(parent, fcntl.LOCK_EX | fcntl.LOCK_NB) as settled:
+        for entry in sorted(os.listdir(parent)):
+            found = _ours(base).fullmatch(entry)
+            if not found:
+                continue
+            path, target = os.path.join(parent, entry), os.path.join(parent, found["base"])
             with contextlib.suppress(OSError):
-                os.rename(path, target)
-            continue
-        with contextlib.suppress(OSError):
-            if _abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
-                gone.append(entry)
+                if found["kind"] == "old" and not os.path.lexists(target):
+                    os.rename(path, target)
+                elif _abandoned(path, settled or found["kind"] != "tmp"):
+                    gone.append(entry)
+    for entry in gone:
+        shutil.rmtree(os.path.join(parent, entry), ignore_errors=True)
     return gone
 
 
-def _abandoned(path: str) -> bool:
-    """Whether nobody holds the lock; one without a lock is being made, or half removed."""
+@contextlib.contextmanager
+def _locked(path: str, how: int) -> Iterator[bool]:
+    """Hold a lock on a directory; whether it was had, which a file system without locks denies."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    had = True
+    try:
+        fcntl.flock(fd, how)
+    except OSError:
+        had = False
+    try:
+        yield had
+    finally:
+        os.close(fd)
+
+
+def _abandoned(path: str, settled: bool) -> bool:
+    """Whether nobody holds its lock.
+
+    ``settled``  it is not being made just now: one without a lock is half removed.
+    """
     try:
         fd = os.open(os.path.join(path, "lock"), os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - os.stat(path).st_mtime > 60
+        return settled or time.time() - os.stat(path).st_mtime > 60
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -1,7 +1,7 @@
 """A directory appears whole or not at all, with an exchange of names and without."""
 
+import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,15 @@ def test_leftovers_go_and_what_is_in_use_stays(tmp_path: Path) -> None:
     left, used = made(target, 0), made(target, 1)
     left.close()
     (tmp_path / ".c.tmp-notours").mkdir()
-    (tmp_path / f".c.tmp-{'0' * 32}").mkdir()  # just being made: it has no lock yet
+    fresh = tmp_path / f".c.tmp-{'0' * 32}"
+    fresh.mkdir()  # without a lock: half made or half removed
     old = tmp_path / f".c.gone-{'1' * 32}"
     old.mkdir()
-    os.utime(old, (time.time() - 1000,) * 2)
     other = made(tmp_path / "cc", 2)
     other.close()
-    gone = clean(str(tmp_path), "c")
-    assert sorted(gone) == sorted([f".c.tmp-{left.id}", old.name])
+    with folder._locked(str(tmp_path), fcntl.LOCK_SH):  # somebody is making one just now
+        assert sorted(clean(str(tmp_path), "c")) == sorted([f".c.tmp-{left.id}", old.name])
+    assert fresh.exists() and clean(str(tmp_path), "c") == [fresh.name]
     assert used.path in map(str, tmp_path.iterdir())
     used.close()
 
