@@ -60,6 +60,7 @@ ORDER = [  # each may import from those before it
     "modules.experts",
     "modules.skeleton",
     "modules.remat",
+    "modules.attributes",
     "modules.parallelize",
     "modules.init",
     "modules.as_module",

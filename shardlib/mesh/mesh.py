@@ -31,7 +31,7 @@ __all__ = [
     "rank_along", "record", "simulate", "use_mesh",
 ]  # fmt: skip
 
-Kind = Literal["dist", "stacked", "record"]
+Kind = Literal["dist", "stacked", "record", "forked"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,11 @@ class Mesh(Mapping[str, int]):
     @coord.setter
     def coord(self, value: dict[str, int] | None) -> None:
         self._coord = value
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from a rank, and is none itself."""
+        return self.kind == "forked"
 
     def axis_size(self, axis: str | tuple[str, ...]) -> int:
         """Give the size of an axis, or the product of several.
@@ -470,6 +475,22 @@ def _start(device: str) -> None:
                 fix=f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} script.py",
             ) from e
     atexit.register(_leave)
+
+
+def _forked() -> None:
+    """In a process forked from a rank, such as a DataLoader's worker: it is no rank.
+
+    It holds the rank's connections, and what it sent would be taken for the rank's.
+    """
+    atexit.unregister(_leave)
+    for mesh in list(_VIEWS.values()):
+        if mesh.size > 1:
+            mesh.kind = "forked"
+            mesh.groups.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _leave() -> None:

@@ -14,7 +14,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import uncompiled
-from shardlib.collectives import holds_values, lead, verify
+from shardlib.collectives import checking, holds_values, lead, verify
 from shardlib.errors import (
     AxisReused,
     LayoutSyntax,
@@ -36,6 +36,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
+from shardlib.modules.attributes import reported
 from shardlib.modules.experts import divided, standing_in
 from shardlib.modules.remat import Remat, regions, remembering
 from shardlib.modules.skeleton import exchanged, skeleton
@@ -174,7 +175,8 @@ class Apply:
                 with self.calling(params), within(again=again), standing_in(copy.stacks):
                     copy.state, own = state, {n: (state[n], _version(state[n])) for n in buffers}
                     try:
-                        with exchanged(copy.module, state):
+                        watch = nullcontext() if checking() is None else reported(copy.module)
+                        with exchanged(copy.module, state), watch:
                             return copy.module(*args, **kwargs)
                     except ShardError as e:
                         self._point_at(e, copy.module)

@@ -299,6 +299,8 @@ class ShardedTensor(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.mesh.forked:  # raising here, in the thread of a queue, would be heard by nobody
+            return _from_a_worker, (typeof(self),)
         if holds_values(self.mesh) and not lead(self.mesh):
             raise ShardError(
                 "a block of a running job cannot be pickled as the whole tensor",
@@ -312,6 +314,15 @@ class ShardedTensor(torch.Tensor):
 
 
 _SHOWN = 64  # elements, of all the ranks that are played here
+
+
+def _from_a_worker(text: str) -> None:
+    raise ShardError(
+        "a process that was forked from a rank sent it a sharded tensor",
+        op="pickle",
+        operands={"tensor": text},
+        fix="batches = [sl.shard(x, '...') for x in DataLoader(data, num_workers=2)]",
+    )
 
 
 def has_padding(values: Iterable[Any]) -> bool:

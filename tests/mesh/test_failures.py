@@ -1,12 +1,16 @@
 """A rank that fails is named by every other rank, with what it was about."""
 
 import json
+import os
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shardlib as sl
 from shardlib.mesh.failures import _ranges, spelled
 from tests import faults
 
@@ -46,3 +50,41 @@ def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
 def test_an_operation_is_spelled_with_its_line() -> None:
     entry: Any = (3, "all_gather", ("x", "y"), torch.Size([2]), torch.int64, "train.py:7")
     assert spelled(entry) == "all_gather over ('x', 'y') of int64[2], operation 3, at train.py:7"
+
+
+def test_a_process_forked_from_a_rank_is_none(pool: Any) -> None:
+    for said, came in pool.run(_forks, x=2, y=2):
+        assert said == ["MeshError"] * 4
+        assert "forked from a rank sent it a sharded tensor" in came
+
+
+def _forks() -> tuple[list[str], str]:
+    """What a worker of a DataLoader meets that shards, and one that hands on what is sharded."""
+    mine = sl.shard(torch.ones(4), "x")
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
+        child = os.fork()
+    if not child:
+        said = []
+        calls = [
+            lambda: sl.shard(torch.ones(4), "x"),
+            lambda: sl.psum(torch.ones(4), "x"),
+            lambda: mine * 2 + sl.unshard(mine),
+            lambda: sl.reshard(mine, "y"),
+        ]
+        for call in calls:
+            try:
+                call()
+            except Exception as e:
+                said.append(type(e).__name__)
+        os.write(writes, pickle.dumps((said, pickle.dumps(mine))))
+        os._exit(0)
+    os.waitpid(child, 0)
+    said, sent = pickle.loads(os.read(reads, 1 << 16))
+    try:
+        pickle.loads(sent)
+    except sl.ShardError as e:
+        came = str(e)
+    assert sl.psum(torch.ones(1), "x").item() == 2.0  # the rank itself goes on
+    return said, came

@@ -1,12 +1,32 @@
 """Who plays the ranks, and how blocks move between them: one protocol, three back ends."""
 
+from typing import Any, cast
+
 from shardlib.collectives.backends import dist, record, stacked
 from shardlib.collectives.backends.backend import Backend
+from shardlib.errors import MeshError
 from shardlib.mesh import Mesh
 
 __all__ = ["BACKENDS", "Backend", "backend"]
 
-BACKENDS: dict[str, Backend] = {"dist": dist, "stacked": stacked, "record": record}
+
+class _Forked:
+    """In a process that was forked from a rank: nothing may be sent, placed or read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MeshError(
+            "this process was forked from a rank, and is none: a worker of a DataLoader hands plain "
+            "tensors to the rank, which places them",
+            fix="batches = [sl.shard(x, '...') for x in DataLoader(data, num_workers=2)]",
+        )
+
+
+BACKENDS: dict[str, Backend] = {
+    "dist": dist,
+    "stacked": stacked,
+    "record": record,
+    "forked": cast(Backend, _Forked()),
+}
 """By the kind of a mesh."""
 
 
