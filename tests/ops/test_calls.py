@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.tensor import TABLE
 from tests.ops.cases import r
 from tests.workers import Pool
 
@@ -44,6 +45,23 @@ def replaced(x: Any, y: Any) -> Any:
 
 
 FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    # by keyword alone
+    "adjoint by keyword": (lambda x: torch.adjoint(input=x), (X,)),
+    "multi_dot by keyword": (lambda x, y: torch.linalg.multi_dot(tensors=[x, y.mT]), (X, Y)),
+    "rmatmul by keyword": (lambda x, y: x.__rmatmul__(other=y.mT), (X, Y)),
+    "split_copy by keyword": (
+        lambda x: torch.split_copy(dim=1, split_size=2, input=x)[1],
+        (X,),
+    ),
+    "expand_copy by keyword": (lambda x: torch.expand_copy(size=[-1, -1], input=x), (X,)),
+    "reshape to a list by keyword": (lambda x: torch.reshape(input=x, shape=[2, 12]), (X,)),
+    "places by keyword": (lambda x: torch.where(condition=x > 0)[0], (X,)),
+    "a scalar tensor as alpha": (lambda x, y: torch.add(x, y, alpha=torch.tensor(0.5)), (X, Y)),
+    # found by sizes: of the whole tensor, not of a block
+    "cross of the dimension of three": (torch.cross, (r(6, 3), r(6, 3, seed=1))),
+    "kron": (torch.kron, (X, P)),
+    "a conversion to its own dtype": (lambda x: x.double() is x and x.conj() is x, (X,)),
+    "equal to nothing": (lambda x: (x == None, x != None), (X,)),  # noqa: E711
     # reductions
     "std by position": (lambda x: torch.std(x, -1, False, True), (X,)),
     "std of all, biased": (lambda x: x.std(unbiased=False), (X,)),
@@ -196,6 +214,7 @@ def faults(names: list[str] | None = None) -> list[str]:
 
 IGNORED = pytest.mark.filterwarnings(
     "ignore:Implicit dimension choice",
+    "ignore:Using torch.cross without",
     "ignore:size_average and reduce",
     "ignore:An output with one or more",
 )
@@ -231,6 +250,75 @@ def test_out_is_written_where_it_lies_or_refused_with_a_line_that_does() -> None
         w = sl.shard(X, "x y").requires_grad_()
         with pytest.raises(sl.ShardError, match="have no gradient"):
             torch.add(w, 1, out=x)
+
+
+def test_a_size_that_is_padded_does_not_broadcast() -> None:
+    one, six = r(1, 4), r(6, 4, seed=1)
+    with sl.simulate(x=3, y=2):
+        x, y = sl.shard(one, "(x y) .", pad=True), sl.shard(six, "(x y) .")
+        assert x.padded_shape == y.shape
+        for f in (torch.add, torch.atan2, torch.copysign, torch.logaddexp2):
+            with pytest.raises(sl.ShardError):
+                f(y, x)
+            with sl.implicit():
+                assert torch.allclose(sl.unshard(f(y, x)), f(six, one)), f
+        assert torch.equal(sl.unshard(x + x), one + one)
+
+
+def test_padded_blocks_with_a_gradient_are_not_written_in_place_wherever_the_flag_stands() -> None:
+    with sl.simulate(x=3):
+        for flag in ({"inplace": True}, (True,)):
+            x = sl.shard(r(4, 2), "x .", pad=True).requires_grad_() * 1
+            with pytest.raises(sl.ShardError, match="in place"):
+                F.relu(x, **flag) if isinstance(flag, dict) else F.relu(x, *flag)
+
+
+def test_a_sum_of_parts_scaled_in_place_has_second_derivatives() -> None:
+    def seconds(w: Any, z: Any) -> Any:
+        y = w * 1
+        y.mul_(z)
+        (g,) = torch.autograd.grad((y * y).sum(), w, create_graph=True)
+        return torch.autograd.grad((g * g).sum(), (w, z))
+
+    a, b = r(4).requires_grad_(), r(4, seed=1).requires_grad_()
+    want = seconds(a, b)
+    with sl.simulate(x=2, y=2):
+        x, y = sl.shard(a.detach(), "x"), sl.shard(b.detach(), "x").requires_grad_()
+        x = sl.reshard(x, "x + sum(y)").requires_grad_()
+
+        def scaled(w: Any, z: Any) -> Any:
+            v = w * 1
+            v.mul_(z)
+            return sl.reshard(v, "x")
+
+        v = scaled(x, y)
+        (g,) = torch.autograd.grad((v * v).sum(), x, create_graph=True)
+        g = sl.reshard(g, "x")
+        got = torch.autograd.grad((g * g).sum(), (x, y))
+        for one, other in zip(got, want, strict=True):
+            assert torch.allclose(sl.unshard(one), other)
+
+
+def test_masks_have_the_sizes_of_what_they_mask() -> None:
+    x, mask = r(2, 4), torch.tensor([True, False])
+    with pytest.raises(IndexError):
+        x[..., mask]
+    with sl.simulate(x=2), sl.implicit(), pytest.raises(IndexError, match="mask"):
+        sl.shard(x, "x .")[..., sl.shard(mask, ".")]
+
+
+def test_a_mistake_in_an_implementation_is_no_request_for_whole_operands() -> None:
+    def mistaken(func: Any, args: Any, kwargs: Any) -> Any:
+        return args[0].no_such_field
+
+    with sl.simulate(x=2), sl.implicit(), pytest.MonkeyPatch.context() as patch:
+        x = sl.shard(X, "x .")
+        patch.setitem(TABLE, torch.sin, mistaken)
+        with pytest.raises(AttributeError, match="no_such_field"):
+            torch.sin(x)
+        patch.setitem(TABLE, torch.roll, mistaken)
+        with pytest.raises(sl.ShardError, match="torch refuses"):
+            torch.roll(x, 1, 9)
 
 
 def test_products_do_not_broadcast_what_they_sum_over() -> None:
