@@ -35,7 +35,7 @@ class TorchState(NamedTuple):
 def from_torch(
     optimizer: Callable[..., torch.optim.Optimizer], *, trait: str | None = None, **how: Any
 ) -> Transform:
-    """Make a transform of a torch.optim class, or any like it: ``from_torch(torch.optim.NAdam, lr=1e-3)``.
+    """Make a transform of a torch.optim class, or any like it.
 
     It runs on the sharded values themselves, so what it computes goes through their operators:
     updates of single elements run on blocks, others move what they say (``with sl.implicit():``

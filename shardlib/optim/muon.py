@@ -25,18 +25,18 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import blocks, played
+from shardlib.collectives import blocks
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, within
+from shardlib.mesh import Link, Mesh, bind, coordinates, record, within
 from shardlib.modules.parallelize import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
-from shardlib.optim.buckets import Buckets, held, parts
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.groups import partition
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.owners import Spread, apart, deal, through_owners
+from shardlib.optim.owners import Laid, Spread, apart, deal, laid, through_owners
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask, flags, named, one_each
 from shardlib.optim.sums import scaled
@@ -514,43 +514,15 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> ShardedTensor:
 
 def _in_buckets(tree: Buckets, how: _How) -> Any:
     """Matrices that ``zero`` has cut, by their owners."""
-    mesh, index = tree.mesh, tree.index
-    coords = coordinates(mesh.axes)
-    where = [rank_along(index.axes, c, mesh.axes) for c in coords]
-    rows: dict[torch.dtype, list[tuple[Spread, list[Tensor], list[Tensor]]]] = {}
     result = tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
-    mine = {
-        (b.name, p.slot.offset, i): (given, made)
-        for (b, i, p), given, made in zip(
-            held(index, mesh), tree.pieces, result.pieces, strict=True
-        )
-    }
-    for bucket in index.buckets:
-        of = [{p.slot.offset: p for p in parts(bucket, r, index.ways)} for r in where]
-        for slot in bucket.slots:
-            item = index.items[slot.leaves[0]]
-            runs = tuple(
-                (o[slot.offset].at, o[slot.offset].at + o[slot.offset].length)
-                if slot.offset in o
-                else (0, 0)
-                for o in of
-            )
-            like = torch.empty(item.whole, device="meta")
-            side = how.sides(item.path, like)
-            spread = Spread(item.layout, item.tiled, item.whole, runs, side)
-            empty = tree[bucket.name].raw.new_empty(0)
-            pairs = [
-                mine.get((bucket.name, slot.offset, i), (empty, empty))
-                for i in range(len(played(mesh)))
-            ]
-            dtype = how.dtype or wide(bucket.dtype)
-            rows.setdefault(dtype, []).append(
-                (spread, [a for a, _ in pairs], [b for _, b in pairs])
-            )
+    rows: dict[torch.dtype, list[tuple[Laid, Laid]]] = {}
+    for given, made in zip(laid(tree, how.sides), laid(result, how.sides), strict=True):
+        dtype = how.dtype or wide(given.runs[0].dtype)
+        rows.setdefault(dtype, []).append((given, made))
     for dtype, group in rows.items():
-        given = [[t.to(dtype) for t in mine] for _, mine, _ in group]
-        done = through_owners(given, [s for s, _, _ in group], mesh, how)
-        for (_, _, made), found in zip(group, done, strict=True):
-            for to, t in zip(made, found, strict=True):
+        runs = [[t.to(dtype) for t in given.runs] for given, _ in group]
+        done = through_owners(runs, [given.spread for given, _ in group], tree.mesh, how)
+        for (_, made), found in zip(group, done, strict=True):
+            for to, t in zip(made.runs, found, strict=True):
                 to.copy_(t)
     return result

@@ -17,13 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import played, storage, unwrap, wrap
+from shardlib.collectives import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.api import ragged_all_to_all
-from shardlib.layouts import Layout
+from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
+from shardlib.optim.buckets import Buckets, parts
 from shardlib.optim.newton_schulz import flops
+from shardlib.optim.select import named
+from shardlib.tensor import ShardedTensor
 
-__all__ = ["Deal", "Spread", "deal", "through_owners"]
+__all__ = ["Deal", "Laid", "Spread", "apart", "deal", "laid", "through_owners"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,63 @@ class Spread:
         """Of one of them."""
         rows, cols = self.side
         return rows * cols * flops(self.shape[-2] // rows, self.shape[-1] // cols)
+
+
+class Laid(NamedTuple):
+    """A parameter's matrices as they lie in a tree: of each rank that is played here its run.
+
+    What is written to the runs is written to the tree.
+    """
+
+    path: str
+    spread: Spread
+    mesh: Mesh | None
+    runs: list[Tensor]
+
+
+def laid(tree: Any, side: Callable[[str, Tensor], tuple[int, int]] | None = None) -> list[Laid]:
+    """The leaves of two dimensions and more; ``side`` says what lies side by side in them."""
+    if isinstance(tree, Buckets):
+        return _in_buckets(tree, side)
+    out = []
+    for path, x in named(tree).items():
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            continue
+        beside = (1, 1) if side is None else side(path, x)
+        if isinstance(x, ShardedTensor):
+            layout = x.sharding.bare.resolve(x.ndim)
+            spread = Spread(layout, tuple(x.padded_shape), tuple(x.shape), None, beside)
+            out.append(Laid(path, spread, x.mesh, [b.reshape(-1) for b in blocks(x.raw, x.mesh)]))
+        else:
+            spread = Spread(Layout((Dim(),) * x.ndim), tuple(x.shape), tuple(x.shape), None, beside)
+            out.append(Laid(path, spread, None, [x.reshape(-1)]))
+    return out
+
+
+def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | None) -> list[Laid]:
+    mesh, index = tree.mesh, tree.index
+    where = [rank_along(index.axes, c, mesh.axes) for c in coordinates(mesh.axes)]
+    mine = {
+        (b.name, p.slot.offset, i): piece
+        for (b, i, p), piece in zip(tree.held, tree.pieces, strict=True)
+    }
+    out = []
+    for bucket in index.buckets:
+        of = [{p.slot.offset: p for p in parts(bucket, r, index.ways)} for r in where]
+        empty = tree[bucket.name].raw.new_empty(0)
+        for slot in bucket.slots:
+            item = index.items[slot.leaves[0]]
+            if len(item.whole) < 2:
+                continue
+            found = [o.get(slot.offset) for o in of]
+            runs = tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
+            like = torch.empty(item.whole, device="meta")
+            beside = (1, 1) if side is None else side(item.path, like)
+            spread = Spread(item.layout, item.tiled, item.whole, runs, beside)
+            here = range(len(played(mesh)))
+            given = [mine.get((bucket.name, slot.offset, i), empty) for i in here]
+            out.append(Laid(item.path, spread, mesh, given))
+    return out
 
 
 class Held(NamedTuple):

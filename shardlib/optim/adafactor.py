@@ -1,0 +1,308 @@
+"""Adafactor: the second moment of a matrix from the means of its rows and columns.
+
+A matrix of m n elements has m + n numbers, which every rank holds; each rank adds up the rows and
+columns of what it has of the gradient, and one psum for all matrices does the rest, however they
+are cut.
+
+Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5.
+"""
+
+import math
+from itertools import product
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
+from shardlib.mesh import Mesh, bind, coordinates, rank_along
+from shardlib.ops.padding import filled
+from shardlib.optim.buckets import Buckets
+from shardlib.optim.owners import Laid, Spread, laid
+from shardlib.optim.schedules import Schedule, at_step
+from shardlib.optim.select import merged, named, one_each, only
+from shardlib.optim.sums import norms, scaled
+from shardlib.optim.transform import Transform
+from shardlib.optim.trees import each, moments, need, ready, trainable, wide, zeros_like
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["adafactor"]
+
+
+class FactoredState(NamedTuple):
+    """Steps taken; by path of each matrix the running means of squared gradients by row and by
+    column, [stack, m] and [stack, n]; and the full moments of everything else.
+    """
+
+    count: int
+    rows: dict[str, Tensor]
+    cols: dict[str, Tensor]
+    full: Any
+
+
+def adafactor(
+    lr: float | Schedule = 1e-2,
+    decay: float = -0.8,
+    eps1: float | None = None,
+    eps2: float = 1e-3,
+    clip: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Adam's second moment in m + n numbers for a matrix of m n, as torch.optim.Adafactor.
+
+    ``decay``  the running means forget by ``step**decay``.
+    ``eps1``   what the root of a mean square is at least; None: the dtype's epsilon.
+    ``eps2``   what a tensor's root mean square counts as at least; steps are as long.
+    ``clip``   the most that an update's root mean square may be; torch calls it d.
+    Leaves of more dimensions are stacks of matrices, of fewer have a full moment.
+    Moves: one psum of 8 (m + n) bytes per matrix, one of two scalars per tensor.
+
+    >>> import torch
+    >>> tx = adafactor(0.1)
+    >>> params = {"w": torch.ones(2, 2)}
+    >>> tx.update({"w": torch.ones(2, 2)}, tx.init(params), params)[0]
+    {'w': tensor([[-0.1000, -0.1000],
+            [-0.1000, -0.1000]])}
+    """
+
+    def init(params: Any) -> FactoredState:
+        live = trainable(params)
+        rows, cols = {}, {}
+        for path, x in one_each(live):
+            if _is_matrix(x):
+                *lead, m, n = x.shape
+                like = _block(live, path, x)
+                how = {"dtype": wide(like.dtype), "device": like.device}
+                rows[path] = torch.zeros(math.prod(lead), m, **how)
+                cols[path] = torch.zeros(math.prod(lead), n, **how)
+        return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))
+
+    def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+        ready(grads, "adafactor")
+        need(params, "adafactor")
+        count, rate = state.count + 1, at_step(lr, state.count)
+        share = float(count) ** decay
+        flat = _others(grads)
+        full = each(lambda v, g: v.lerp((g * g).to(v.dtype), share), state.full, flat)
+        small = each(lambda g, v: _unit(v, g, eps1), flat, full)
+        matrices = laid(optree.tree_map(_cleared, _matrices(grads)))
+        rows, cols = _means(matrices, state, share)
+        way = _joined(grads, small, matrices, rows, cols, eps1)
+        updates = scaled(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
+        if weight_decay:
+            updates = each(lambda u, p: u.add_(p, alpha=-rate * weight_decay), updates, params)
+        return updates, FactoredState(count, rows, cols, full)
+
+    def groups(params: Any) -> list[str]:
+        return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
+
+    return Transform(init, update, "rows", groups=groups)
+
+
+def _is_matrix(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 1
+
+
+def _block(tree: Any, path: str, x: Tensor) -> Tensor:
+    """What tells a leaf's dtype and device: its storage, or its bucket's."""
+    if not isinstance(tree, Buckets):
+        return x.raw if isinstance(x, ShardedTensor) else x
+    paths = {tree.index.items[i].path: b for b in tree.index for s in b.slots for i in s.leaves}
+    return tree[paths[path].name].raw
+
+
+def _parted(tree: Any) -> dict[str, bool]:
+    return {path: _is_matrix(x) for path, x in named(tree).items()}
+
+
+def _matrices(tree: Any) -> Any:
+    return only(tree, _parted(tree), True)
+
+
+def _others(tree: Any) -> Any:
+    return only(trainable(tree), _parted(tree), False)
+
+
+def _cleared(x: Any) -> Any:
+    """With zeros in the padding, which would be added to rows and columns."""
+    if not isinstance(x, ShardedTensor) or not x.is_padded:
+        return x
+    return x.becomes(filled(x, 0).raw)
+
+
+def _unit(variance: Tensor, g: Tensor, eps1: float | None) -> Tensor:
+    """The gradient over the root of its mean square."""
+    least = torch.finfo(g.dtype).eps if eps1 is None else eps1
+    return variance.clamp(min=least * least).rsqrt_().mul_(g)
+
+
+def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> list[Tensor | None]:
+    """What each tensor's direction is multiplied by."""
+    out: list[Tensor | None] = []
+    long, step = norms(params, way)
+    for (_, x), p, u in zip(one_each(way), long, step, strict=True):
+        if p is None or u is None:
+            out.append(None)
+            continue
+        size = max(x.numel(), 1) ** 0.5
+        out.append(-(p / size).clamp(min=eps2) * rho / (u / (size * clip)).clamp(min=1.0))
+    return out
+
+
+# ---------------------------------------------------------------- rows and columns
+
+
+class _Slab(NamedTuple):
+    """A run of a block as whole rows: which matrices and rows they
+    are, and which columns; ``first`` is its place in them.
+    """
+
+    stack: Tensor
+    rows: Tensor
+    cols: Tensor
+    first: int
+    count: int
+
+
+def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _Slab:
+    """Of the i-th rank that is played here."""
+    sizes = {} if mesh is None else mesh.axes
+    coord = {} if mesh is None else played(mesh)[i]
+    *lead, rows, cols = spread.layout.indices(spread.padded, sizes, coord)
+    width = max(len(cols), 1)
+    count = math.prod(map(len, lead)) * len(rows)
+    lo, hi = 0, count * width
+    if spread.runs is not None and mesh is not None:
+        lo, hi = spread.runs[rank_along(mesh.names, coord, mesh.axes)]
+    top, bottom = lo // width, -(-hi // width) if hi > lo else lo // width
+    numbers = []
+    for at in product(*lead):
+        number, outside = 0, False
+        for k, n in zip(at, spread.shape, strict=False):
+            number, outside = number * n + k, outside or k >= n
+        numbers.append(math.prod(spread.shape[:-2]) if outside else number)
+    stack = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(len(rows))[top:bottom]
+    row = torch.tensor(list(rows), dtype=torch.int64).repeat(len(numbers))[top:bottom]
+    col = torch.tensor(list(cols), dtype=torch.int64)
+    return _Slab(stack.to(device), row.to(device), col.to(device), lo - top * width, bottom - top)
+
+
+def _slabs(one: Laid) -> list[_Slab]:
+    table: Any = {} if one.mesh is None else one.mesh.plans
+    key = _slab, one.spread, one.runs[0].device
+    if key not in table:
+        table[key] = [
+            _slab(one.spread, one.mesh, i, one.runs[0].device) for i in range(len(one.runs))
+        ]
+    return table[key]
+
+
+def _filled(run: Tensor, slab: _Slab) -> Tensor:
+    """The run as rows, with zeros for what the first and last of them lack."""
+    width = max(len(slab.cols), 1)
+    if len(run) == slab.count * width:
+        return run.view(slab.count, width)
+    out = run.new_zeros(slab.count * width)
+    out[slab.first : slab.first + len(run)] = run
+    return out.view(slab.count, width)
+
+
+def _means(
+    matrices: list[Laid], state: FactoredState, share: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The running means with these gradients in them."""
+    rows, cols = dict(state.rows), dict(state.cols)
+    meshes: dict[Mesh | None, list[Laid]] = {}
+    for one in matrices:
+        meshes.setdefault(one.mesh, []).append(one)
+    for mesh, group in meshes.items():
+        vectors = []
+        for i in range(len(group[0].runs)):
+            vectors.append(torch.cat([_sums(one, i) for one in group]))
+        if mesh is None:
+            total = vectors[0]
+        else:
+            with bind(mesh):
+                whole = psum(wrap(storage(vectors, mesh), mesh), mesh.names)
+            total = blocks(unwrap(whole), mesh)[0]
+        at = 0
+        for one in group:
+            k, m, n = _padded(one.spread)
+            by_row, by_col = total[at : at + k * m], total[at + k * m : at + k * (m + n)]
+            at += k * (m + n)
+            stack, rows_true, cols_true = _true(one.spread)
+            row = by_row.view(k, m)[:stack, :rows_true] / cols_true
+            col = by_col.view(k, n)[:stack, :cols_true] / rows_true
+            rows[one.path] = rows[one.path].lerp(row.to(rows[one.path].dtype), share)
+            cols[one.path] = cols[one.path].lerp(col.to(cols[one.path].dtype), share)
+    return rows, cols
+
+
+def _padded(s: Spread) -> tuple[int, int, int]:
+    """Matrices and one more, for what is padding; rows and columns with padding."""
+    return math.prod(s.shape[:-2]) + 1, *s.padded[-2:]
+
+
+def _true(s: Spread) -> tuple[int, int, int]:
+    return math.prod(s.shape[:-2]), *s.shape[-2:]
+
+
+def _sums(one: Laid, i: int) -> Tensor:
+    """Of the squares of one rank's part by row and by column, in fp64; zeros where it is a copy."""
+    k, m, n = _padded(one.spread)
+    out = torch.zeros(k * (m + n), dtype=torch.float64, device=one.runs[i].device)
+    if not len(one.runs[i]) or not _counts(one, i):
+        return out
+    slab = _slabs(one)[i]
+    squares = _filled(one.runs[i], slab).square()
+    out[: k * m].index_add_(0, slab.stack * m + slab.rows, squares.sum(1, dtype=torch.float64))
+    by_col = torch.zeros(k, len(slab.cols), dtype=torch.float64, device=out.device)
+    by_col.index_add_(0, slab.stack, squares.double())
+    out[k * m :].view(k, n).index_add_(1, slab.cols, by_col)
+    return out
+
+
+def _counts(one: Laid, i: int) -> bool:
+    """Whether this rank is the first of those that hold the same."""
+    if one.mesh is None:
+        return True
+    coord, spread = played(one.mesh)[i], one.spread
+    if spread.runs is None:
+        return not any(coord[a] for a in one.mesh.names if a not in spread.layout.axes)
+    mine = spread.runs[rank_along(one.mesh.names, coord, one.mesh.axes)]
+    split = {a: coord[a] for a in spread.layout.axes if a in coord}
+    for c, run in zip(coordinates(one.mesh.axes), spread.runs, strict=True):
+        if run == mine and all(c[a] == at for a, at in split.items()):
+            return c == coord
+    return True
+
+
+def _joined(
+    grads: Any,
+    small: Any,
+    matrices: list[Laid],
+    rows: dict[str, Tensor],
+    cols: dict[str, Tensor],
+    eps1: float | None,
+) -> Any:
+    """The tree of directions: matrices by their rows and columns, what has a full moment by that."""
+    chosen = _matrices(grads)
+    made = each(torch.zeros_like, chosen)
+    for given, out in zip(matrices, laid(made), strict=True):
+        row, col = rows[given.path], cols[given.path]
+        least = torch.finfo(given.runs[0].dtype).eps if eps1 is None else eps1
+        mean = row.mean(1, keepdim=True).clamp(min=least)
+        stack, m, n = _true(given.spread)
+        for i, (run, to) in enumerate(zip(given.runs, out.runs, strict=True)):
+            if not len(run):
+                continue
+            slab = _slabs(given)[i]
+            at, r, c = (
+                x.clamp(max=most - 1) for x, most in zip(slab[:3], (stack, m, n), strict=True)
+            )
+            estimate = (row[at, r] / mean[at, 0])[:, None] * col[at][:, c]
+            unit = estimate.clamp_(min=least * least).rsqrt_().to(run.dtype)
+            unit = unit.mul_(_filled(run, slab)).reshape(-1)
+            to.copy_(unit[slab.first : slab.first + len(run)])
+    return merged(grads, _parted(grads), {True: made, False: small})
