@@ -22,14 +22,14 @@ def test_a_product_is_five_files_above_summa_s_loop(monkeypatch: pytest.MonkeyPa
     function and the 2D schedule stand between.
     """
     ways: list[list[str]] = []
-    real = summa.accumulator
+    real = summa.ahead
 
     def seen(*args: Any) -> Any:
         files = [Path(f.filename) for f in traceback.extract_stack()[:-1]]
         ways.append([str(f.relative_to(PACKAGE)) for f in files if PACKAGE in f.parents])
         return real(*args)
 
-    monkeypatch.setattr(summa, "accumulator", seen)
+    monkeypatch.setattr(summa, "ahead", seen)
     with sl.simulate(x=2, y=2):
         a = sl.shard(torch.ones(8, 8), "x y")
         _ = a @ a
