@@ -120,7 +120,7 @@ def _listening() -> list[str]:
 
 
 def test_a_run_that_works_takes_its_time_and_listens_on_the_loopback_alone() -> None:
-    for total, addresses in sl.launch(_steps, 9.0, x=2, timeout=1):
+    for total, addresses in sl.launch(_steps, 9.0, x=2, timeout=4):
         assert total == 2.0
         assert addresses or not Path("/proc/net/tcp").exists()
         assert all(a.split(":")[0].endswith(("0100007F", "01000000")) for a in addresses)
