@@ -26,6 +26,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
         operands = list(operands[0])
     if not isinstance(equation, str):
         raise Unfit("einsum by lists")
+    if operands and operands[0].dtype == torch.bool:
+        raise Unfit("torch multiplies no matrices of what is true or false")
     return contract(equation, *operands, exact=False)
 
 
@@ -100,6 +102,8 @@ _added("i,j->ij", "addr(input, vec1, vec2, *, beta=1, alpha=1)", torch.addr, Ten
 @implements(torch.tensordot)
 def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
     a, b, dims = _TENSORDOT(*args, **kwargs).values()
+    if a.dtype == torch.bool:
+        raise Unfit("torch multiplies no matrices of what is true or false")
     if isinstance(dims, int):
         left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     elif isinstance(dims, Tensor):

@@ -178,8 +178,8 @@ def along(bound: Bound) -> Labels:
     Of an fft with sizes ``s``, the last.
     """
     value = next(bound[k] for k in ("dim", "dims", "dimension") if k in bound)
-    if value is None and bound.get("s") is not None:
-        value = tuple(range(-len(bound["s"]), 0))
+    if value is None and (sizes := bound.get("s")) is not None:
+        value = tuple(range(-1 if isinstance(sizes, int) else -len(sizes), 0))
     return rows(bound, lambda s: where(value, s.ndim))
 
 
