@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torchs_rmsprop
 
+from shardlib.optim.groups import by_mask
 from shardlib.optim.schedules import Schedule, at_step
+from shardlib.optim.select import Mask
 from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
@@ -27,9 +29,11 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    mask: Mask = None,
 ) -> Transform:
     """Adam with decoupled weight decay, as torch.optim.AdamW.
 
+    ``mask``  the parameters that decay, as ``masked`` takes it; None: all.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
 
     >>> import torch
@@ -38,6 +42,10 @@ def adamw(
     >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params), params)[0]
     {'w': tensor([-0.5000,  0.5000])}
     """
+
+    if mask is not None:
+        decaying, others = (adamw(lr, b1, b2, eps, by) for by in (weight_decay, 0.0))
+        return by_mask(mask, decaying, others, "adamw")
 
     def init(params: Any) -> MomentState:
         mu = moments(params)

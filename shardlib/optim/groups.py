@@ -8,11 +8,11 @@ import torch
 
 from shardlib.errors import ShardError
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.select import Labels, Mask, flags, labels, merged, only
+from shardlib.optim.select import Labels, Mask, flags, labels, merged, named, only
 from shardlib.optim.transform import TRAITS, Step, Transform, run_in_place
 from shardlib.optim.trees import EmptyState, each, settled, trainable
 
-__all__ = ["masked", "partition", "set_to_zero"]
+__all__ = ["by_mask", "masked", "partition", "set_to_zero"]
 
 
 def masked(tx: Transform, mask: Mask) -> Transform:
@@ -77,6 +77,28 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     [0.0, -1.01, -1.0]
     """
 
+    return _partition(transforms, which, every=True)
+
+
+def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
+    """One transform for what a mask means, another for the rest; either may have nothing."""
+    names = "on", "off"
+
+    def which(tree: Any) -> Any:
+        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+        found = flags(mask, tree, op)
+        return (
+            optree.tree_unflatten(shape, [names[not found[n]] for n in named(tree)])
+            if leaves
+            else tree
+        )
+
+    return _partition(dict(zip(names, (on, off), strict=True)), which, every=False)
+
+
+def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:
+    """``every``  transform must have a parameter."""
+
     def split(tree: Any) -> dict[str, str]:
         found = labels(which, tree, "partition")
         unknown = {v for v in found.values() if v not in transforms and v is not None}
@@ -97,7 +119,7 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     def init(params: Any) -> PartitionState:
         found = split(params)
         unused = set(transforms) - set(found.values())
-        if unused and not isinstance(params, Buckets):  # which lack what is frozen
+        if unused and every and not isinstance(params, Buckets):  # which lack what is frozen
             raise ShardError(
                 f"no parameter is labelled {', '.join(map(repr, sorted(unused)))}",
                 op="partition",

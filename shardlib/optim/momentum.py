@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shardlib.optim.groups import by_mask
 from shardlib.optim.schedules import Schedule, at_step
+from shardlib.optim.select import Mask
 from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready
 
@@ -73,9 +75,15 @@ def sgd(
 
 @ranged
 def lion(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
 ) -> Transform:
     """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675.
+
+    ``mask``  the parameters that decay, as ``masked`` takes it; None: all.
 
     >>> import torch
     >>> tx = lion(0.5)
@@ -83,6 +91,10 @@ def lion(
     >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
     {'w': tensor([-0.5000,  0.5000])}
     """
+
+    if mask is not None:
+        decaying, others = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
+        return by_mask(mask, decaying, others, "lion")
 
     def init(params: Any) -> TraceState:
         return TraceState(0, moments(params))

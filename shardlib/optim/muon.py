@@ -34,11 +34,11 @@ from shardlib.mesh import Link, Mesh, bind, coordinates, record, within
 from shardlib.modules.parallelize import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.groups import partition
+from shardlib.optim.groups import by_mask
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
 from shardlib.optim.owners import Laid, Spread, apart, deal, laid, through_owners
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask, flags, named, one_each
+from shardlib.optim.select import Mask, named, one_each
 from shardlib.optim.sums import scaled
 from shardlib.optim.transform import Transform, ranged
 from shardlib.optim.trees import each, moments, need, ready, wide
@@ -127,22 +127,7 @@ def muon(
             fix='sl.optim.muon(0.02, rest=sl.optim.adamw(3e-4), matrices="*.weight")',
         )
 
-    def label(tree: Any) -> dict[str, str]:
-        return {n: "muon" if on else "rest" for n, on in flags(matrices, tree, "muon").items()}
-
-    return partition({"muon": core, "rest": rest}, _ByPath(label))
-
-
-@dataclass(frozen=True)
-class _ByPath:
-    """A function of a tree that gives a mapping of paths."""
-
-    f: Any
-
-    def __call__(self, tree: Any) -> Any:
-        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-        found = self.f(tree)
-        return optree.tree_unflatten(shape, [found[n] for n in named(tree)]) if leaves else tree
+    return by_mask(matrices, core, rest, "muon")
 
 
 class _How(NamedTuple):

@@ -105,6 +105,22 @@ def test_masks_and_clipping_pass_over_frozen_leaves() -> None:
         assert new["a"].requires_grad and not new["b"].requires_grad
 
 
+@pytest.mark.parametrize("mask", ["w", lambda tree: {k: v.ndim > 1 for k, v in tree.items()}])
+@pytest.mark.parametrize("make", [o.adamw, o.lion])
+def test_a_decay_mask_says_what_decays(make: Any, mask: Any) -> None:
+    """Also where zero shows flat vectors, which have one dimension each."""
+    tx = make(0.05, weight_decay=0.2, mask=mask)
+    want = {}
+    for k in PARAMS:
+        want |= steps(make(0.05, weight_decay=0.2 if k == "w" else 0.0), {k: PARAMS[k]}, 3)
+    for k, p in steps(tx, PARAMS, 3).items():
+        assert torch.equal(p, want[k])
+    with sl.simulate(data=2, x=2, y=2):
+        params = {k: sl.shard(p, LAYOUTS[0][k]) for k, p in PARAMS.items()}
+        for k, p in steps(o.zero(tx, "data"), params, 3).items():
+            assert torch.equal(sl.unshard(p), want[k])
+
+
 MISTAKES = [
     (lambda p: o.partition({"a": o.sgd(1.0)}, [("w", "a"), ("*", "c")]).init(p), "'c' is no label"),
     (

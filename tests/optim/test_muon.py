@@ -345,5 +345,5 @@ def test_a_recipe_names_what_lies_between_weights() -> None:
     tx = o.muon(0.02, rest=o.adamw(1e-3), matrices=sl.recipes.matrices(llama))
     params = {n: p.detach() for n, p in llama.named_parameters()}
     state = tx.init(params)
-    held = {n for n, m in state.inner["muon"].trace.items() if m is not None}
+    held = {n for n, m in state.inner["on"].trace.items() if m is not None}
     assert held == set(want)
