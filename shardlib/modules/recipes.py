@@ -83,6 +83,7 @@ class Recipe(list[tuple[str, ...]]):
     """A list of rules, and where its token ids and its labels [B, S] lie.
 
     ``left``  parameters that are whole where their role would split them -> why.
+    ``zero``  what trains it: ``tx = sl.optim.zero(tx, **recipe.zero)``.
 
     Rules put in front of it go first, and those of its own that are then never reached are no
     mistake: ``[("h.*.attn.*", "..."), *recipe]``.
@@ -103,9 +104,11 @@ class Recipe(list[tuple[str, ...]]):
         tokens: str,
         labels: str,
         left: Mapping[str, str] | None = None,
+        zero: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(map(Suggested, rules))
         self.tokens, self.labels, self.left = tokens, labels, dict(left or {})
+        self.zero: dict[str, Any] = dict(zero or {})
 
     def __radd__(self, rules: list[Any]) -> list[Any]:
         return [*rules, *self]
@@ -344,15 +347,20 @@ def ddp(
     """Split batches over ``data``, where every rank has all parameters, and sum their gradients.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
+    ``tx = sl.optim.zero(tx, **rules.zero)`` and ``sl.value_and_grad(loss, into=tx)`` sum gradients in
+    buckets while backward runs.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2):
     ...     rules = ddp(nn.Linear(4, 4))
     >>> rules, rules.tokens
     ([('*', '...')], 'data .')
+    >>> rules.zero
+    {'axis': 'data', 'stage': 0}
     """
     where = f"{_batch(mesh, data, data)} ."
-    return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
+    rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+    return Recipe(rules, where, where, zero={"axis": data, "stage": 0})
 
 
 def fsdp(
@@ -363,12 +371,15 @@ def fsdp(
     data: str = "data",
     experts: str = "",
     inputs: Any = None,
+    flat: bool = False,
 ) -> Recipe:
     """Split batches and matrices over ``axis``; gather weights for products, scatter gradients.
 
     That is the 3D product of ``cube3d`` with y = z = 1.  Vectors,
     convolutions and positions are whole.  With a
     ``data`` axis besides, weights are copied over it and batches split over both.
+    ``flat``  split all parameters instead, in flat buckets that are gathered block by block:
+              ``tx = sl.optim.zero(tx, **rules.zero); params = tx.shard(params)``.
 
     Source: arXiv 1910.02054, stage 3; arXiv 2304.11277.
 
@@ -378,8 +389,14 @@ def fsdp(
     ...     rules = fsdp(mlp)
     >>> rules, rules.tokens
     ([('*.weight', '. x'), ('*.bias', '.')], 'x .')
+    >>> with sl.simulate(x=2):
+    ...     fsdp(mlp, flat=True).zero
+    {'axis': 'x', 'stage': 3}
     """
     where = f"{_batch(mesh, '' if data == axis else data, axis, over=(axis,))} ."
+    if flat:
+        rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+        return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
     whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
     kinds = "expand fused contract tokens plain scores keys lift drop land whole"
     way = Way({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)

@@ -9,11 +9,13 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardlib.mesh import Mesh
+from shardlib.collectives import psum, start, unwrap, wrap
+from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index
 from shardlib.optim.flat import Hops, scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.memory import Memory
@@ -26,7 +28,8 @@ class Sink:
     """Takes the gradients of one backward pass: ``take(leaf, gradient)``, then ``finish()``.
 
     ``pending``   the axes over which gradients come unsummed: those of the index, and ``also``.
-    ``scattered`` whether buckets are reduce-scattered; else they are kept whole, and pending.
+    ``to``        what becomes of a full bucket: "part", it is reduce-scattered; "sum", every rank
+                  gets its sum; "pending", it is kept whole and unsummed.
     ``dtypes``    of each bucket's gradients, and of the parts that are kept.
     ``most``      how many buckets may be on their way at once.
     """
@@ -40,13 +43,13 @@ class Sink:
         dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
         *,
         device: torch.device,
-        scattered: bool = True,
+        to: Literal["part", "sum", "pending"] = "part",
         wire: torch.dtype | None = None,
         also: tuple[str, ...] = (),
         most: int = 2,
     ) -> None:
         self.index, self.mesh, self.hops, self.memory = index, mesh, hops, memory
-        self.dtypes, self.device, self.scattered = dtypes, device, scattered
+        self.dtypes, self.device, self.to = dtypes, device, to
         self.wire, self.also, self.most = wire, also, most
         self.pending = (*index.axes, *also)
         self.left = [{s.leaves[0] for s in b.slots} for b in index.buckets]
@@ -86,8 +89,8 @@ class Sink:
         for bucket, raw in zip(index.buckets, self.out, strict=True):
             place = (
                 shard_place(index, bucket, mesh)
-                if self.scattered
-                else whole_place(bucket, mesh, self.pending)
+                if self.to == "part"
+                else whole_place(bucket, mesh, self.pending if self.to == "pending" else ())
             )
             values[bucket.name] = ShardedTensor(raw, place)  # type: ignore[arg-type]
         return Buckets(values, index, mesh)
@@ -114,11 +117,14 @@ class Sink:
         for slot in bucket.slots:
             if slot.leaves[0] in self.left[b]:
                 flat[..., slot.offset : slot.offset + slot.length] = 0
-        if not self.scattered:
+        if self.to == "pending":
             self.out[b] = flat
             return
         while len(self.flying) >= self.most:
             self._land()
+        if self.to == "sum":
+            self.flying.append((b, flat, self._summed(flat)))
+            return
         shape = (*stack(self.mesh), bucket.length // self.index.ways)
         out = self.memory.take(shape, self.dtypes[b][1], self.device)
         later = scatter(
@@ -126,8 +132,33 @@ class Sink:
         )
         self.flying.append((b, flat, later))
 
+    def _summed(self, flat: Tensor) -> Callable[[], Tensor]:
+        """Post the sum of a bucket over all pending axes; half precision is summed in fp32."""
+        dtype, half = flat.dtype, flat.dtype in (torch.bfloat16, torch.float16)
+        wide, narrow = (flat.float(), {"out": dtype, "wire": dtype}) if half else (flat, {})
+        with bind(self.mesh):
+            later = start(psum, wrap(wide, self.mesh), self.pending, **narrow)
+        return lambda: unwrap(later.wait())
+
     def _land(self) -> None:
         b, flat, finish = self.flying.pop(0)
-        self.out[b] = finish()
-        self.memory.give(flat)
+        self.out[b] = out = finish()
+        if out is not flat:
+            self.memory.give(flat)
         self.begun[b] = None
+
+
+class Summed(Sink):
+    """A sink whose gradients come back in the tree and the layouts of the parameters."""
+
+    def __init__(self, *args: Any, tree: Callable[[list[Tensor]], Any], **how: Any) -> None:
+        super().__init__(*args, to="sum", **how)
+        self.tree = tree
+
+    def finish(self) -> Any:
+        """Wait for all sums; the gradients are views of the buckets."""
+        found, index = super().finish(), self.index
+        blocks: list[Any] = [None] * len(index.items)
+        for i, (b, at) in index.where.items():
+            blocks[i] = slot_of(found[index.buckets[b].name].raw, at.offset, at.shape)
+        return self.tree(blocks)

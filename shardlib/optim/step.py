@@ -60,11 +60,11 @@ def step(
     """
     check_transform(tx, "optim.step")
     mine = grads
-    if tx.sink is None:
+    if tx.shard is None:
         _alike(params, grads)
         mine = _parted(grads)
     told = Step(ask=norm)
-    if norm and tx.sink is None:
+    if norm and tx.shard is None:
         told.norm = global_norm(mine)
     after = run_in_place(tx, mine, state, params, told)
     news = _renewed(params), _renewed(after)

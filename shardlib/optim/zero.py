@@ -13,7 +13,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place
 from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
-from shardlib.optim.sink import Sink
+from shardlib.optim.sink import Sink, Summed
 from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -74,7 +74,9 @@ def zero(
 
     ``tx``      any transform but those of the tree's structure.
     ``axis``    one mesh axis or several, the first of them major.
-    ``stage``   1: the state is split.  2: gradients too: ``value_and_grad(loss, into=tx)``
+    ``stage``   0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over ``axis`` in
+                buckets while backward runs, and gives them in the parameters' layouts.
+                1: the state is split.  2: gradients too: ``value_and_grad(loss, into=tx)``
                 reduce-scatters each bucket while backward still runs, and keeps parts alone.
                 3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
                 ``value_and_grad`` gather them group by group while they are read.
@@ -245,8 +247,15 @@ def zero(
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
             dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
-            return Sink(where, mesh, hops, memory, dtypes, device=like[0].device, scattered=False)
+            return Sink(where, mesh, hops, memory, dtypes, device=like[0].device, to="pending")
+        if stage == 0:
+            dtypes = [(t.dtype, t.dtype) for t in like]
+            tree = _gradients(params, leaves)
+            return Summed(where, mesh, hops, Memory(), dtypes, device=like[0].device, tree=tree)
         return sink_for(where, mesh, like, memory)
+
+    if stage == 0:
+        return tx._replace(sink=sink)
 
     def shard(params: Any) -> Parts:
         if isinstance(params, Parts):
@@ -361,13 +370,19 @@ def _check(
             "there is no axis to split over", op="zero", fix='sl.optim.zero(tx, axis="data")'
         )
     name = repr(axes[0] if len(axes) == 1 else axes)
-    if stage not in (1, 2, 3):
+    if stage not in (0, 1, 2, 3):
         raise ShardError(
             f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
             op="zero",
             fix=f"sl.optim.zero(tx, axis={name}, stage=2)",
         )
-    if tx.trait == "tree" and tx.groups is None:
+    if stage == 0 and (master or gather_dtype or reduce_dtype):
+        raise ShardError(
+            "stage 0 splits nothing, so it has no master and no dtypes of its own",
+            op="zero",
+            fix=f"sl.optim.zero(tx, axis={name}, stage=0)",
+        )
+    if stage and tx.trait == "tree" and tx.groups is None:
         raise Unsupported(
             "this transform looks at single parameters, and zero shows it flat buckets",
             op="zero",
@@ -490,6 +505,21 @@ def _trained(params: Any) -> list[Any]:
     """The leaves that are trained."""
     leaves = optree.tree_leaves(params)
     return [x for x, f in zip(leaves, frozen(leaves), strict=True) if not f]
+
+
+def _gradients(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
+    """Blocks of the trained leaves' gradients -> the tree of gradients."""
+    every, tree = optree.tree_flatten(params)
+    held = frozen(every)
+
+    def made(blocks: list[Tensor]) -> Any:
+        found = iter(
+            ShardedTensor(raw, p.place._replace(deferred=frozenset(), out_layout=None))
+            for raw, p in zip(blocks, leaves, strict=True)
+        )
+        return optree.tree_unflatten(tree, [None if f else next(found) for f in held])
+
+    return made
 
 
 def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[str]]:

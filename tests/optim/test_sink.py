@@ -8,6 +8,7 @@ import torch
 
 import shardlib as sl
 from tests.ops.cases import r
+from tests.optim.test_gathered import sharded
 
 SHAPES = {"a": (70, 9), "b": (131,), "c": (), "d": (64, 6), "e": (0, 4), "f": (1,)}
 LAYOUTS = {"a": "x .", "d": ". x"}
@@ -137,3 +138,40 @@ def test_mistakes_are_named() -> None:
         tx = sl.optim.zero(tx, "data")
         with pytest.raises(sl.ShardError, match="into= says itself"):
             sl.value_and_grad(lambda p: p["w"].sum(), into=tx, pending="data")(p)  # type: ignore[call-overload]
+
+
+def ddp() -> tuple[dict[str, float], list[int], list[Any]]:
+    """Gaps to gradients summed one by one; how many sums over data, and their bytes."""
+    loss, params = sharded()
+    tx = sl.optim.zero(sl.optim.adamw(0.1), "data", 0)
+    with sl.trace() as one:
+        want_loss, want = sl.value_and_grad(loss)(params)
+    with sl.trace() as two:
+        got_loss, got = sl.value_and_grad(loss, into=tx)(params)
+    gaps = {k: float((sl.unshard(got[k]) - sl.unshard(want[k])).abs().max()) for k in params}
+    gaps["loss"] = float((got_loss - want_loss).abs())
+    assert all(got[k].sharding == p.sharding for k, p in params.items())
+    before = {k: sl.unshard(p) for k, p in params.items()}
+    new, *_ = sl.optim.step(tx, params, got, tx.init(params), norm=True)
+    assert any(not torch.equal(before[k], sl.unshard(p)) for k, p in new.items())
+    sums = [sum(e.kind == "psum" and e.axis == "data" for e in t.events) for t in (one, two)]
+    return gaps, sums, [t.by_axis()["data"] for t in (one, two)]
+
+
+def test_without_zero_gradients_are_summed_in_buckets(pool: Any) -> None:
+    """Two: one for what x splits, one for what it does not; and the loss."""
+    with sl.simulate(data=2, x=2):
+        answers = [ddp()]
+    for gaps, (one, two), moved in [*answers, *pool.run(ddp, data=2, x=2)]:
+        assert max(gaps.values()) < 1e-12, gaps
+        assert two <= 4 and one > 20
+        assert moved[0] <= moved[1] <= moved[0] + 2 * 64 * 8 * 40  # the gaps between slots
+
+
+def test_half_precision_gradients_are_summed_in_fp32_in_buckets() -> None:
+    with sl.simulate(data=4):
+        params = {"w": sl.shard(torch.ones(300, dtype=torch.bfloat16), ".")}
+        x = sl.shard(torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16(), "data")
+        tx = sl.optim.zero(sl.optim.sgd(0.0), "data", 0)
+        _, grads = sl.value_and_grad(lambda p: (p["w"][:4] * x).sum(), into=tx)(params)
+        assert grads["w"].dtype == torch.bfloat16
