@@ -46,7 +46,7 @@ number = itertools.count(1).__next__
 _TRANSFERS = os.path.join("shardlib", "collectives", "")
 """Part of the paths of the files in which a rank waits for a transfer."""
 
-_TICK = 0.25  # seconds between two looks of the thread that answers the roll
+_TICK = 0.5  # seconds between two looks of the thread that answers the roll
 _GRACE = 3.0  # how long the roll waits for an answer
 
 
