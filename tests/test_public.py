@@ -38,10 +38,10 @@ MODULES = {
         scattered started
         summing sums_like viewed""",
     "masks": "ALiBi Bias Causal Documents Full Mask Padding Prefix Window mask_mod",
-    "optim": """Info Precision Transform ZeroState adafactor adagrad adam adamw apply_updates as_torch averaged
-        chain clip_by_global_norm clip_by_parameter_norm clip_by_value constant cosine ema from_torch
-        global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict loss_scale
-        masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
+    "optim": """Info Precision Transform ZeroState adafactor adagrad adam adam8bit adamw apply_updates as_torch
+        averaged chain clip_by_global_norm clip_by_parameter_norm clip_by_value constant cosine ema
+        from_torch global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict
+        loss_scale masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
         skip_nonfinite state_dict step warmup_cosine wsd zero""",
     "planning": "Choice Grid3 Link ReshardPlan attention_plan choose lower_bound probe",
     "random": "get_state seed set_state",

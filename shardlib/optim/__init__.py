@@ -1,6 +1,7 @@
 """Optimizers as composable pure transforms; ZeRO is one of them."""
 
 from shardlib.optim.adafactor import adafactor
+from shardlib.optim.adam8bit import adam8bit
 from shardlib.optim.adaptive import adagrad, adam, adamw, rmsprop
 from shardlib.optim.clip import (
     clip_by_global_norm,
@@ -26,8 +27,8 @@ from shardlib.optim.wrap import averaged, ema, inject_hyperparams, multi_steps
 from shardlib.optim.zero import ZeroState, zero
 
 __all__ = [
-    "Info", "Precision", "Transform", "ZeroState", "adafactor", "adagrad", "adam", "adamw",
-    "apply_updates", "as_torch", "averaged", "chain", "clip_by_global_norm",
+    "Info", "Precision", "Transform", "ZeroState", "adafactor", "adagrad", "adam", "adam8bit",
+    "adamw", "apply_updates", "as_torch", "averaged", "chain", "clip_by_global_norm",
     "clip_by_parameter_norm", "clip_by_value", "constant", "cosine", "ema", "from_torch",
     "global_norm", "identity", "inject_hyperparams", "is_finite", "joined", "lamb", "linear",
     "lion", "load_state_dict", "loss_scale", "masked", "mixed", "multi_steps", "muon",

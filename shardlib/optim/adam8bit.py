@@ -1,0 +1,169 @@
+"""Adam with moments of 8 bits: blocks of 64 elements, each with a scale of its own.
+
+An element's code is the nearest of 256 numbers between -1 and 1 (0 and 1 for the second moment),
+times the largest of its block.  The numbers lie in seven decades, twice as many in each as in the
+one below, so that small elements keep their digits beside large ones.  Buckets of ``zero`` are cut
+at multiples of 64 elements, so no cut falls into a block.
+
+Source: Dettmers et al., arXiv 2110.02861, sections 2.1 and 2.2.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import lead
+from shardlib.layouts import Dim, Layout
+from shardlib.optim.adaptive import MomentState, running
+from shardlib.optim.buckets import ALIGN
+from shardlib.optim.schedules import Schedule, at_step
+from shardlib.optim.transform import Transform
+from shardlib.optim.trees import each, moments, need, ready
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = ["adam8bit"]
+
+
+class CodedState(NamedTuple):
+    """Steps taken; codes of the moments, and the largest element of each of their blocks."""
+
+    count: int
+    mu: Any
+    nu: Any
+    mu_scale: Any
+    nu_scale: Any
+
+
+def adam8bit(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """AdamW with 2.125 bytes of moments per parameter in place of 8.
+
+    Blocks are of neighbours in a rank's own part: what is rounded hangs on the layout, and a state
+    belongs to the layout and world size that it was made in.
+
+    >>> tx = adam8bit(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> updates, state = tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)
+    >>> updates["w"], state.mu["w"].dtype
+    (tensor([-0.5000,  0.5000]), torch.uint8)
+    """
+
+    def init(params: Any) -> CodedState:
+        zeros = moments(params)
+        (mu, mu_scale), (nu, nu_scale) = _coded(zeros, True), _coded(zeros, False)
+        return CodedState(0, mu, nu, mu_scale, nu_scale)
+
+    def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
+        ready(grads, "adam8bit", state.mu)
+        if weight_decay:
+            need(params, "adam8bit")
+        count, rate = state.count + 1, at_step(lr, state.count)
+        mu = _decoded(state.mu, state.mu_scale, grads, True)
+        nu = _decoded(state.nu, state.nu_scale, grads, False)
+        mu, nu = running(grads, MomentState(count, mu, nu), b1, b2)
+        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
+
+        def step(_: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+            u = (m * -size).div_((v.sqrt() / root).add_(eps))
+            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
+
+        updates = each(step, grads, mu, nu, *([params] if weight_decay else []))
+        (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
+        return updates, CodedState(count, mu, nu, mu_scale, nu_scale)
+
+    return Transform(init, update)
+
+
+@lru_cache(maxsize=8)
+def numbers(signed: bool) -> Tensor:
+    """The 256 numbers that codes stand for, in order.
+
+    >>> numbers(True)[[0, 127, 255]], len(numbers(False))
+    (tensor([-0.9930,  0.0000,  1.0000]), 256)
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        cuts = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        middle = (cuts[1:] + cuts[:-1]) / 2 * 10.0 ** (decade - 6)
+        found += middle.tolist() + ((-middle).tolist() if signed else [])
+    return torch.tensor(sorted(found), dtype=torch.float32)
+
+
+@lru_cache(maxsize=32)
+def _table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers, and the borders between those nearest to one and to the next."""
+    table = numbers(signed).to(device)
+    return table, (table[1:] + table[:-1]) / 2
+
+
+def _blocks(raw: Tensor, front: int) -> Tensor:
+    """[..., n] or a storage of blocks as [..., ceil(n / 64), 64]."""
+    flat = raw.reshape(*raw.shape[:front], -1)
+    return F.pad(flat, (0, -flat.shape[-1] % ALIGN)).unflatten(-1, (-1, ALIGN))
+
+
+def _encode(raw: Tensor, front: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes shaped as ``raw``, and the scales of its blocks."""
+    if not raw.numel():
+        return raw.to(torch.uint8), raw.new_zeros(*raw.shape[:front], 0, dtype=torch.float32)
+    rows = _blocks(raw, front)
+    scale = rows.abs().amax(-1)
+    unit = (rows / scale.clamp(min=torch.finfo(scale.dtype).tiny)[..., None]).float()
+    codes = torch.bucketize(unit, _table(signed, raw.device)[1]).to(torch.uint8)
+    n = math.prod(raw.shape[front:])
+    return codes.flatten(-2)[..., :n].reshape(raw.shape), scale.float()
+
+
+def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch.dtype) -> Tensor:
+    if not codes.numel():
+        return codes.to(dtype)
+    rows = _table(signed, codes.device)[0][_blocks(codes, front).long()] * scale[..., None]
+    n = math.prod(codes.shape[front:])
+    return rows.flatten(-2)[..., :n].reshape(codes.shape).to(dtype)
+
+
+def _coded(tree: Any, signed: bool) -> tuple[Any, Any]:
+    """The trees of codes and of scales."""
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    pairs = [_coded_leaf(x, signed) if isinstance(x, Tensor) else (x, x) for x in leaves]
+    codes = optree.tree_unflatten(shape, [c for c, _ in pairs])
+    return codes, [s for _, s in pairs]
+
+
+def _coded_leaf(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        if not isinstance(x, ShardedTensor):
+            return _encode(x, 0, signed)
+        front = lead(x.mesh)
+        codes, scale = _encode(x.raw, front, signed)
+        axes = tuple(a for a in x.mesh.names if a in x.sharding.axes)
+        size = scale.shape[-1] * x.mesh.axis_size(axes)
+        place = Place(Layout((Dim(axes),)), torch.Size([size]), x.mesh)
+        return x.becomes(codes), ShardedTensor(scale, place)
+
+
+def _decoded(codes: Any, scales: list[Any], like: Any, signed: bool) -> Any:
+    """The moments again, in fp32, or fp64 for fp64 gradients."""
+    leaves, shape = optree.tree_flatten(codes, none_is_leaf=True)
+    given = optree.tree_leaves(like, none_is_leaf=True)
+    out = []
+    for c, s, g in zip(leaves, scales, given, strict=True):
+        if not isinstance(c, Tensor) or not isinstance(g, Tensor):
+            out.append(None)
+            continue
+        dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
+        if isinstance(c, ShardedTensor):
+            out.append(c.becomes(_decode(c.raw, s.raw, lead(c.mesh), signed, dtype)))
+        else:
+            out.append(_decode(c, s, 0, signed, dtype))
+    return optree.tree_unflatten(shape, out)
