@@ -17,6 +17,7 @@ import time
 PARTS = [  # module and arguments, what takes least first
     "overhead --repetitions 8",
     "local --repeats 3 rms_norm add",
+    "checkpoint --megabytes 64 --rounds 3",
     "matmul --sizes 512 --repetitions 3",
     "attention --length 2048 --repetitions 1",
     "tensor_parallel --layers 2 --repeats 2 --length 64",

@@ -231,7 +231,7 @@ STRIP = 1 << 22
 _FINE = 1 << 12
 """Bytes below which a tile is not cut further."""
 
-_PARTS = (1, 2, 4, 8, 24, 48)
+_PARTS = (2, 4, 8, 24, 48, 16, 32, 3, 6, 12)  # what is tried first comes first
 
 
 @lru_cache(maxsize=1 << 14)
@@ -239,56 +239,45 @@ def grid(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """In how many parts each dimension of a chunk is cut into tiles, each with its checksum.
 
     A reader that needs some columns reads and checks the tiles that hold them, so all dimensions
-    are cut, in 2, 4, 8, 24 or 48 parts: the borders of other layouts are among these.  The leading
+    are cut, in up to 48 equal parts: the borders of other layouts are among these.  The leading
     dimensions are cut further where a strip, the tiles side by side, would be too long to copy.
 
     >>> grid((512, 512), 4), grid((1024, 4096, 4096), 2)
-    ((24, 24), (1024, 48, 48))
+    ((16, 16), (1024, 32, 32))
     """
     parts, inner = [1] * len(shape), math.prod(shape) * itemsize
     for d, n in enumerate(shape):
         if inner <= STRIP:
             break
         row = inner // n
-        need = -(-n // max(STRIP // row, 1))
-        parts[d] = next((p for p in _multiples(need) if p >= need), n)
-        if parts[d] > n or row >= STRIP:
-            parts[d] = n
-        inner = row
-        if row < STRIP:
-            break
+        if row >= STRIP:
+            parts[d], inner = n, row
+            continue
+        need = -(-n // (STRIP // row))
+        parts[d] = next((p for p in range(need, min(4 * need, n) + 1) if n % p == 0), need)
+        break
     tile = math.prod(-(-n // p) for n, p in zip(shape, parts, strict=True)) * itemsize
     while tile > _FINE:
         free = [
-            (n // parts[d], -d)
+            (n // parts[d], -d, more)
             for d, n in enumerate(shape)
-            if parts[d] < 48 and n >= 2 * parts[d] and _wide(shape, d, parts[d], itemsize)
+            if (more := _more(n, parts[d])) and _wide(shape, d, more, itemsize)
         ]
         if not free:
             break
-        d = -max(free)[1]  # tiles are about square
-        more = next(p for p in _PARTS if p > parts[d])
-        if more > shape[d]:
-            more = shape[d]
-        tile = tile * parts[d] // more
-        parts[d] = more
+        _, d, more = max(free)  # tiles are about square
+        tile, parts[-d] = tile * parts[-d] // more, more
     return tuple(parts)
 
 
-def _multiples(need: int) -> Iterator[int]:
-    """1, 2, 4, 8, 24, 48, 96, ..."""
-    yield from _PARTS[:-1]
-    n = _PARTS[-1]
-    while True:
-        yield n
-        if n >= need:
-            return
-        n *= 2
+def _more(n: int, parts: int) -> int:
+    """The next number of equal parts that has all borders of these; 0 for none."""
+    return next((p for p in _PARTS if p > parts and p % parts == 0 and n % p == 0), 0)
 
 
 def _wide(shape: tuple[int, ...], d: int, parts: int, itemsize: int) -> bool:
-    """Whether half a tile's rows would still be worth reading apart."""
-    return math.prod(shape[d + 1 :]) * itemsize * shape[d] // parts >= 256
+    """Whether a tile's rows would still be worth reading apart."""
+    return math.prod(shape[d + 1 :]) * itemsize * shape[d] // parts >= 128
 
 
 def cuts(n: int, parts: int) -> list[slice]:

@@ -93,16 +93,26 @@ class Part:
         return size(self.box) * self.dtype.itemsize
 
 
-def strips(shape: Sequence[int], parts: Sequence[int]) -> int:
-    """The dimension whose cuts, with all before it, make strips that lie side by side."""
-    return next(
-        (d for d, (n, p) in enumerate(zip(shape, parts, strict=True)) if p != n),
-        max(len(shape) - 1, 0),
-    )
+Strip = tuple[tuple[slice, ...], list[list[int]]]
+"""A stretch of a chunk that lies in one piece, and how its dimensions are cut into tiles."""
 
 
-def _tiles(shape: Sequence[int], parts: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    return itertools.product(*(cuts(n, p) for n, p in zip(shape, parts, strict=True)))
+def strips(shape: Sequence[int], parts: Sequence[int], itemsize: int) -> Iterator[Strip]:
+    """A chunk in stretches of some megabytes at most, each a few rows of tiles, in their order."""
+    if not shape:
+        yield (), []
+        return
+    cut_to_ones = (d for d, (n, p) in enumerate(zip(shape, parts, strict=True)) if p != n)
+    along = next(cut_to_ones, len(shape) - 1)  # all dimensions before it are cut to single places
+    fine = [_lengths(n, p) for n, p in zip(shape[along + 1 :], parts[along + 1 :], strict=True)]
+    rows = cuts(shape[along], parts[along])
+    row = math.prod(shape[along + 1 :]) * itemsize * (rows[0].stop - rows[0].start)
+    together = max(1, STRIP // max(row, 1)) if shape[along] % parts[along] == 0 else 1
+    for before in itertools.product(*(cuts(n, n) for n in shape[:along])):
+        for i in range(0, len(rows), together):
+            some = rows[i : i + together]
+            lengths = [[1]] * along + [[c.stop - c.start for c in some]] + fine
+            yield (*before, slice(some[0].start, some[-1].stop)), lengths
 
 
 def _lengths(n: int, parts: int) -> list[int]:
@@ -128,15 +138,13 @@ def _checksums(x: Tensor, lengths: list[list[int]]) -> list[int]:
 def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
     """Write a part strip by strip; the checksums of its tiles."""
     shape, crcs = part.shape, []
-    parts = grid(shape, part.dtype.itemsize)
     if not part.nbytes:
         return crcs
-    x, along = part.get(), strips(shape, parts)
-    fine = [_lengths(n, p) for n, p in zip(shape[along + 1 :], parts[along + 1 :], strict=True)]
-    for where in _tiles(shape[: along + 1], parts[: along + 1]):
+    x = part.get()
+    for where, lengths in strips(shape, grid(shape, part.dtype.itemsize), part.dtype.itemsize):
         strip = _here(x[where])
         write(memory(strip))
-        crcs += _checksums(strip, [[n] for n in strip.shape[: along + 1]] + fine)
+        crcs += _checksums(strip, lengths)
     return crcs
 
 
@@ -538,15 +546,14 @@ _TOGETHER = 16
 
 
 def _check(x: Tensor, chunk: Chunk) -> None:
-    """Every tile of a chunk that was read whole, some rows of tiles at a time."""
+    """Every tile of a chunk that was read whole.  Raises: ValueError."""
     if chunk.crcs is None:
         return
-    every = [cuts(n, p) for n, p in zip(chunk.shape, chunk.parts, strict=True)]
-    along = strips(chunk.shape, chunk.parts)
-    for where in itertools.product(*(enumerate(c) for c in every[: along + 1])):
-        strip = x[tuple(cut for _, cut in where)]
-        tiles = [(i, [cut]) for i, cut in where] + [(0, c) for c in every[along + 1 :]]
-        _compare(strip, tiles, chunk)
+    found: list[int] = []
+    for where, lengths in strips(chunk.shape, chunk.parts, chunk.dtype.itemsize):
+        found += _checksums(x[where], lengths)
+    if found != list(chunk.crcs):
+        raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")
 
 
 def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> None:

@@ -1,0 +1,179 @@
+"""Save and load on 4 gloo ranks against torch.distributed.checkpoint, in one interleaved run.
+
+    python -m benchmarks.checkpoint [--megabytes 256] [--rounds 5] [--memory]
+
+Both flush what they write to the disk.  A time is that of the slowest rank; ratios are medians of
+the rounds' own.  ``--memory``: peak of anonymous memory beside what was there, sampled every 2 ms.
+"""
+
+import argparse
+import gc
+import multiprocessing as mp
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardlib as sl
+
+__all__ = ["main"]
+
+
+def anonymous() -> int:
+    """Bytes of this process that no file backs."""
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("Anonymous:")) * 1024
+
+
+class Peak:
+    """The most anonymous memory within it, beside what was there before."""
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        self.before, self.bytes, self.over = anonymous(), 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.over.wait(0.002):
+            self.bytes = max(self.bytes, anonymous() - self.before)
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+        self.bytes = max(self.bytes, anonymous() - self.before)
+
+
+def tree(megabytes: int, layout: str) -> dict[str, Any]:
+    """Matrices of 4 MB under a layout, an eighth of all on every rank."""
+    count = megabytes // 4
+    split = [layout] * (count - count // 8) + ["..."] * (count // 8)
+    g = torch.Generator().manual_seed(0)
+    return {
+        f"w{i}": sl.shard(torch.randn(1024, 1024, generator=g), lay) for i, lay in enumerate(split)
+    }
+
+
+def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, list[float]]:
+    """Seconds (or bytes) of this rank, by what was done."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+    warnings.simplefilter("ignore")
+    ours = tree(megabytes, "x y")
+    theirs = {n: sl.dtensor.to_dtensor(x) for n, x in ours.items()}
+    into = {n: torch.zeros_like(x) for n, x in theirs.items()}
+    other = {n: sl.reshard(x, ". (x y)") if x.sharding.axes else x for n, x in ours.items()}
+    local = sum(x.raw.nbytes for x in ours.values())
+    found: dict[str, list[float]] = {}
+
+    def timed(what: str, run: Callable[[], Any]) -> Any:
+        dist.barrier()
+        if memory:
+            with Peak() as peak:
+                out = run()
+                dist.barrier()
+            found.setdefault(what, []).append(peak.bytes)
+            return out
+        began = time.perf_counter()
+        out = run()
+        found.setdefault(what, []).append(time.perf_counter() - began)
+        return out
+
+    def read(folder: str, like: dict[str, Any]) -> Any:
+        out = sl.load(folder, like)
+        found.setdefault("read", []).append(sl.load.bytes_read / local)  # type: ignore[attr-defined]
+        return out
+
+    for i in range(rounds + 1):  # the first warms up
+        a, b = f"{place}/ours{i}", f"{place}/theirs{i}"
+        timed("save", lambda a=a: sl.save(a, ours))
+        writer = FileSystemWriter(b, sync_files=True)
+        timed("dcp save", lambda w=writer: dcp.save(theirs, storage_writer=w))
+        got = timed("load", lambda a=a: read(a, ours))
+        timed("dcp load", lambda b=b: dcp.load(into, storage_reader=FileSystemReader(b)))
+        assert all(torch.equal(got[n].raw, x.raw) for n, x in ours.items())
+        del got
+        got = timed("load elsewhere", lambda a=a: read(a, other))
+        assert all(torch.equal(got[n].raw, x.raw) for n, x in other.items())
+        del got
+        if memory:
+            timed("save later", lambda a=a: sl.save(a, ours, wait=False).wait())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(a)
+            shutil.rmtree(b)
+    found["local"] = [local]
+    return found
+
+
+def rank_main(
+    rank: int, megabytes: int, rounds: int, memory: bool, place: str
+) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{place}/store", 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    with sl.make_mesh(x=2, y=2, device="cpu"):
+        found = measure(megabytes, rounds, memory, place)
+    dist.destroy_process_group()
+    return found
+
+
+def report(ranks: list[dict[str, list[float]]], memory: bool) -> None:
+    slowest = {
+        what: [max(r[what][i] for r in ranks) for i in range(1, len(ranks[0][what]))]
+        for what in ranks[0]
+        if what not in ("local", "read")
+    }
+    local = ranks[0]["local"][0]
+    if memory:
+        for what, peaks in slowest.items():
+            print(
+                f"{what:<16} {max(peaks) / 2**20:8.1f} MiB beside {local / 2**20:.1f} MiB of blocks"
+            )
+        return
+    for what, times in slowest.items():
+        print(
+            f"{what:<16} {statistics.median(times):7.3f} s  ({min(times):.3f} to {max(times):.3f})"
+        )
+    for what in ("save", "load"):
+        pairs = zip(slowest[what], slowest[f"dcp {what}"], strict=True)
+        print(
+            f"{what}: {statistics.median(a / b for a, b in pairs):.2f} of torch.distributed.checkpoint's time"
+        )
+    most = max(max(r["read"]) for r in ranks)
+    print(f"bytes read: at most {most:.3f} of the local bytes")
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--megabytes", type=int, default=256)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--memory", action="store_true")
+    args = p.parse_args()
+    # kept arenas would hide what is asked for
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    print(f"{args.megabytes} MB on 4 ranks, load {os.getloadavg()[0]:.1f}", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        context = mp.get_context("fork")  # which imports nothing again
+        with context.Pool(4) as pool:
+            ranks = [(r, args.megabytes, args.rounds, args.memory, place) for r in range(4)]
+            found = pool.starmap(rank_main, ranks, chunksize=1)
+    report(found, args.memory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
