@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError, user_line
-from shardlib.grad import value_and_grad
+from shardlib.grad import grad
 from shardlib.mesh import within
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor, typeof
@@ -44,17 +44,18 @@ class Places:
         if self.inside or self.found is not None or _draws(name):
             return implementation(func, args, kwargs)
         line = user_line()
+        given: Any = (args, kwargs)
         self.inside = True
         try:
-            before = _whole((args, kwargs))
-            kept = optree.tree_map(_kept, (args, kwargs)) if self.gradients else None
+            before = _whole(given)
+            kept = optree.tree_map(_kept, given) if self.gradients else None
             out = implementation(func, args, kwargs)
             off = self._gradient(func, kept, before) if kept else _value(func, before, out)
         finally:
             self.inside = False
         if off > 1e-9:
-            given = [typeof(x) for x in optree.tree_leaves((args, kwargs)) if _ours(x)]
-            self.found = Found(f"{name}({', '.join(given)})", line, off, self.gradients)
+            types = [typeof(x) for x in optree.tree_leaves(given) if _ours(x)]
+            self.found = Found(f"{name}({', '.join(types)})", line, off, self.gradients)
         return out
 
     def _gradient(self, func: Any, kept: Any, whole: Any) -> float:
@@ -65,7 +66,7 @@ class Places:
         if not at:
             return 0.0
 
-        def loss(over: Sequence[Tensor], given: Sequence[Any]) -> Tensor:
+        def loss(over: Sequence[Any], given: Sequence[Any]) -> Tensor:
             filled = list(given)
             for i, x in zip(at, over, strict=True):
                 filled[i] = x
@@ -75,12 +76,8 @@ class Places:
 
         try:
             with torch.enable_grad(), within(watcher=None):
-                _, mine = value_and_grad(lambda *o: loss(o, leaves), tuple(range(len(at))))(
-                    *[leaves[i] for i in at]
-                )
-                _, right = value_and_grad(lambda *o: loss(o, dense), tuple(range(len(at))))(
-                    *[dense[i] for i in at]
-                )
+                mine: Any = grad(lambda o: loss(o, leaves))([leaves[i] for i in at])
+                right: Any = grad(lambda o: loss(o, dense))([dense[i] for i in at])
         except (ShardError, RuntimeError, TypeError):
             return 0.0  # it has no gradient of its own, or cannot be run apart
         return max(_apart(unshard(m), r) for m, r in zip(mine, right, strict=True))

@@ -135,8 +135,8 @@ def _floats(output: Any) -> list[Tensor]:
     """The tensors that a module returns and that have gradients; of an object its fields."""
     if not isinstance(output, Tensor | tuple | list | dict):
         output = dict(output) if isinstance(output, Mapping) else vars(output)
-    leaves = optree.tree_leaves(output)
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    tree: Any = output
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _loss(output: Any) -> Tensor:
@@ -195,7 +195,7 @@ def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
     """The same on a mesh; ``watcher`` hears of every operator of the first forward."""
     found: Quantities = {}
     with use_mesh(mesh):
-        rules = case.rules(case.model, mesh) if callable(case.rules) else case.rules
+        rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
         apply, params = parallelize(case.model, rules, pad=case.pad)
         args, kwargs = _placed(case, rules, mesh)
         outputs: list[Tensor] = []

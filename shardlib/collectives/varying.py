@@ -59,7 +59,8 @@ def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
     ``kind``  the class of simulated blocks, which have ``ranks`` and ``varies``.
     """
-    given = [x for x in optree.tree_leaves((args, kwargs)) if type(x) is kind]
+    operands: Any = (args, kwargs)
+    given = [x for x in optree.tree_leaves(operands) if type(x) is kind]
     name = func.__name__
     read = given
     if name in _SHAPE_ONLY:

@@ -28,9 +28,9 @@ def reported(module: nn.Module) -> Iterator[None]:
     before = _attributes(module)
     yield
     after = _attributes(module)
-    changed = [
-        at for at in {**before, **after} if _differ(before.get(at, _NONE), after.get(at, _NONE))
-    ]
+    none: Any = (None, None)
+    names = {**before, **after}
+    changed = [at for at in names if _differ(before.get(at, none), after.get(at, none))]
     if changed:
         path, name = changed[0]
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -41,7 +41,6 @@ def reported(module: nn.Module) -> Iterator[None]:
         )
 
 
-_NONE: Any = (None, None)
 _OWN = frozenset(vars(nn.Module())) | {"_forward_hooks_called"}
 
 
@@ -63,7 +62,7 @@ def _content(value: Any) -> Any:
     return None
 
 
-def _differ(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+def _differ(a: Any, b: Any) -> bool:
     if a[1] != b[1]:
         return True
     if a[0] is b[0]:
