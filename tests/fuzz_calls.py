@@ -121,8 +121,10 @@ _RANDOM = frozenset(
     geometric log_normal random uniform binomial svd_lowrank pca_lowrank lobpcg
     """.split()
 )
-_SKIPPED = _RANDOM | frozenset(
-    """
+_SKIPPED = (
+    _RANDOM
+    | frozenset(
+        """
     backward register_hook register_post_accumulate_grad_hook storage untyped_storage data_ptr
     const_data_ptr set resize resize_as resize_as_sparse share_memory as_strided as_strided_copy
     as_strided_scatter pin_memory to_sparse to_mkldnn numpy module_load apply map map2 is_set_to
@@ -148,8 +150,10 @@ _SKIPPED = _RANDOM | frozenset(
     scaled_grouped_mm unique unique_consecutive eig symeig solve lstsq matrix_rank chain_matmul
     has_torch_function linear_cross_entropy sub_ imag real max_unpool1d max_unpool2d max_unpool3d
     embedding_bag nonzero_static narrow_copy slice_inverse kthvalue native_batch_norm
+    put
     """.split()
-)  # native_batch_norm of no statistics and not in training ends torch 2.13's process
+    )
+)  # put writes equal positions in no order; native_batch_norm of no statistics and not in training ends torch 2.13's process
 
 
 def _usable(name: str) -> bool:

@@ -214,7 +214,18 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
                 mesh=x.mesh,
                 fix=f"sl.reshard(gradient, {str(x.sharding)!r})",
             )
-        return gradient.raw
+        more: list[int] = []  # a dimension whose axes another took keeps its padding, whole
+        for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
+            if n != m and (n > m or token.is_split):
+                raise ShardError(
+                    f"the cotangent is padded to {list(gradient.padded_shape)}, the value to "
+                    f"{list(x.padded_shape)}",
+                    op="backward",
+                    operands={"value": typeof(x), "cotangent": typeof(gradient)},
+                    mesh=x.mesh,
+                )
+            more = [0, m - n, *more]
+        return torch.nn.functional.pad(gradient.raw, more) if any(more) else gradient.raw
     if x.padded_shape.numel() != 1:
         raise ShardError(
             "backward of a tensor that is no scalar needs its cotangent",

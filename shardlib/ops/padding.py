@@ -31,6 +31,7 @@ def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
     whole = x.with_padding
     if not x.is_padded or not holds_values(x.mesh):
         return whole
+    value = bool(value) if x.raw.dtype == torch.bool else value  # which a number would promote
     return whole.becomes(torch.where(inside(x).raw, x.raw, value))
 
 

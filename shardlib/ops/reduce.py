@@ -411,7 +411,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
             func,
             args,
             kwargs,
-            lambda a, k: {0: tuple(None if d in gone else d for d in range(a[0].ndim))},
+            lambda a, k: {0: tuple(None if d in gone else d for d in range(len(x.padded_shape)))},
         )
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, _wide(x, x.dtype)

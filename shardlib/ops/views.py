@@ -5,7 +5,7 @@
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def _with_ones(
     if isinstance(out, str):
         return out
     starts = [math.prod(new[:j]) for j in range(len(new))]
-    dims = list(out.dims)
+    dims = list(out.resolve(len(new)).dims)
     for i, d in enumerate(layout.dims):
         start = math.prod(shape[:i])
         before = sum(math.prod(shape[:k]) == start for k in range(i))
@@ -827,6 +827,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
+    kinds = {v.dtype: None for v in values}
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
     elif any(v.padded_shape != (0,) for v in values):
@@ -848,11 +849,8 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
             mesh=mesh,
         )
-    kinds = {v.dtype for v in values}
-    if len(kinds) > 1:
-        common = values[0].dtype
-        for v in values[1:]:  # dimensions do not matter here: a scalar cannot be joined
-            common = torch.promote_types(common, v.dtype)
+    if len(kinds) > 1:  # dimensions do not matter here: a scalar cannot be joined
+        common = reduce(torch.promote_types, kinds)
         values = [lift(v.to(common), mesh, func.__name__) for v in values]
     if len(values) == 1:
         return values[0].clone()  # type: ignore[return-value]

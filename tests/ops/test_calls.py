@@ -57,6 +57,12 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "reshape to a list by keyword": (lambda x: torch.reshape(input=x, shape=[2, 12]), (X,)),
     "places by keyword": (lambda x: torch.where(condition=x > 0)[0], (X,)),
     "a scalar tensor as alpha": (lambda x, y: torch.add(x, y, alpha=torch.tensor(0.5)), (X, Y)),
+    "std by keyword alone": (lambda x: torch.std(dim=-1, input=x), (X,)),
+    "fftn of one size": (lambda x: torch.fft.fftn(x, s=4), (X,)),
+    "what is empty promotes": (
+        lambda x: torch.cat([torch.zeros_like(x[:0, 0]).to(torch.complex128), x]),
+        (X,),
+    ),
     # found by sizes: of the whole tensor, not of a block
     "cross of the dimension of three": (torch.cross, (r(6, 3), r(6, 3, seed=1))),
     "kron": (torch.kron, (X, P)),

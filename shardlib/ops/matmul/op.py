@@ -131,6 +131,8 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or x.dtype == torch.bool:
         raise Unfit("a weight has two dimensions, of numbers")
+    if isinstance(bias, ShardedTensor) and type(x) is Tensor and type(w) is Tensor:
+        x = lift(x, bias.mesh, "linear")
     if bias is not None and bias.dtype != x.dtype:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
