@@ -22,7 +22,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.buckets import ALIGN
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Transform
+from shardlib.optim.transform import Transform, ranged
 from shardlib.optim.trees import each, moments, need, ready
 from shardlib.tensor import Place, ShardedTensor
 
@@ -39,6 +39,7 @@ class CodedState(NamedTuple):
     nu_scale: Any
 
 
+@ranged
 def adam8bit(
     lr: float | Schedule,
     b1: float = 0.9,

@@ -12,7 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, Unsupported
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.transform import Step, Transform, pieces, run_in_place
 from shardlib.optim.trees import HALF, each, need, trainable, wide
 from shardlib.optim.zero import halves, joined
@@ -136,6 +137,12 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
 
     def init(params: Any) -> MixedState:
+        if isinstance(params, Buckets):
+            raise Unsupported(
+                "zero keeps masters itself, in parts",
+                op="mixed",
+                fix="tx = sl.optim.zero(sl.optim.adamw(1e-3), 'data', master='fp32')",
+            )
         if how.master is None:
             return MixedState((), _to(tx.init(params), how.state))
         begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float

@@ -73,13 +73,46 @@ def test_a_clip_in_front_of_groups_takes_pending_gradients(layouts: dict[str, st
     with sl.simulate(data=2, x=2, y=2):
         params = {k: sl.shard(p, layouts[k]) for k, p in PARAMS.items()}
         ours = tx(lambda t: o.zero(t, "data"))
-        state = ours.init(params)
+        kept = {k: p.clone() for k, p in params.items()}
+        state, after = ours.init(params), ours.init(kept)
         for i in range(4):
             g = {k: pend(v, "data") for k, v in gradients(params, i).items()}
             updates, state = ours.update(g, state, params)
             params = o.apply_updates(params, updates)
+            g = {k: pend(v, "data") for k, v in gradients(kept, i).items()}
+            kept, after, info = o.step(ours, kept, g, after)
+            assert info.norm is not None and info.lr == 0.05
         for k in want:
             close(sl.unshard(params[k]), want[k], 1e-12)
+            close(sl.unshard(kept[k]), want[k], 1e-12)
+
+
+UNDER_ZERO = {
+    "lamb": o.lamb(0.05, weight_decay=0.1),
+    "per parameter": o.chain(o.clip_by_parameter_norm(0.3), o.lion(0.05)),
+    "averaged": o.averaged(o.adamw(0.05), 0.9),
+    "cycles": o.multi_steps(o.adamw(0.05), 2),
+    "injected": o.inject_hyperparams(o.adamw)(lr=0.05),
+    "skipping": o.skip_nonfinite(o.chain(o.clip_by_global_norm(1.0), o.adamw(0.05))),
+    "scaled": o.loss_scale(o.sgd(0.05), start=2.0),
+    "groups": o.partition({"a": o.adamw(0.05), "b": o.ema(0.9)}, [("w", "a"), ("*", "b")]),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_ZERO)
+def test_zero_around_any_of_them_is_the_transform_itself(name: str) -> None:
+    tx = UNDER_ZERO[name]
+    want, zero = steps(tx, PARAMS, 3), o.zero(tx, "data")
+    with sl.simulate(data=2, x=2, y=2):
+        params = {k: sl.shard(p, LAYOUTS[0][k]) for k, p in PARAMS.items()}
+        kept = {k: p.clone() for k, p in params.items()}
+        got, state = steps(zero, params, 3), zero.init(kept)
+        for i in range(3):
+            g = {k: pend(v, "data") for k, v in gradients(kept, i).items()}
+            kept, state, _ = o.step(zero, kept, g, state)
+        for k in want:
+            close(sl.unshard(got[k]), want[k], 1e-15 if zero.trait == "elementwise" else 1e-12)
+            close(sl.unshard(kept[k]), want[k], 1e-12)
 
 
 def test_set_to_zero_holds_what_a_mask_passes_on() -> None:

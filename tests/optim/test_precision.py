@@ -160,6 +160,12 @@ def test_zero_takes_the_policy(master: Any) -> None:
             assert ((got - w).abs() <= w.abs() / 128 + 1e-6).all()
 
 
+def test_zero_keeps_masters_itself() -> None:
+    with sl.simulate(data=2), pytest.raises(sl.ShardError, match="zero keeps masters itself") as e:
+        o.zero(o.mixed(o.adamw(0.1)), "data").init({"w": sl.shard(torch.ones(4), "...")})
+    exec(e.value.fix, {"sl": sl})
+
+
 MISTAKES = [
     lambda: o.Precision(param=torch.int8),
     lambda: o.Precision(reduce="bf16"),  # type: ignore[arg-type]
