@@ -11,6 +11,7 @@ import gc
 import multiprocessing as mp
 import os
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -118,10 +119,10 @@ def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, 
 
 
 def rank_main(
-    rank: int, megabytes: int, rounds: int, memory: bool, place: str
+    rank: int, port: int, megabytes: int, rounds: int, memory: bool, place: str
 ) -> dict[str, list[float]]:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{place}/store", 4)
+    store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)  # as under torchrun
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     with sl.make_mesh(x=2, y=2, device="cpu"):
         found = measure(megabytes, rounds, memory, place)
@@ -169,7 +170,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         context = mp.get_context("fork")  # which imports nothing again
         with context.Pool(4) as pool:
-            ranks = [(r, args.megabytes, args.rounds, args.memory, place) for r in range(4)]
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            ranks = [(r, port, args.megabytes, args.rounds, args.memory, place) for r in range(4)]
             found = pool.starmap(rank_main, ranks, chunksize=1)
     report(found, args.memory)
     return 0
