@@ -1392,6 +1392,8 @@ def _fix_fault(e: sl.ShardError, placed: dict[str, Any], case: Case) -> str:
     if why := fault(e.fix):
         return f"{e.fix}: {why}"
     free = names(e.fix)
+    if any(o.prep != "v" for o in case.operands.values()):
+        return ""  # what was placed is not what was given
     texts = {n: sl.typeof(t) for n, t in placed.items() if isinstance(t, sl.ShardedTensor)}
     scope: dict[str, Any] = dict(MODULES)
     for label in free:
@@ -1400,7 +1402,7 @@ def _fix_fault(e: sl.ShardError, placed: dict[str, Any], case: Case) -> str:
             for n, text in texts.items()
             if text == e.operands.get(label, e.operands.get("tensor"))
         ]
-        if len(owners) != 1 or case.operands[owners[0]].prep != "v":
+        if len(owners) != 1:
             return ""
         scope[label] = placed[owners[0]].detach()
     if not free or "..." in e.fix.replace("'...'", ""):
