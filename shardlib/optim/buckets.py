@@ -326,10 +326,24 @@ class Buckets(dict[str, Any]):
         """Other values under the same index."""
         return type(self)(values, self.index, self.mesh)
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether these are whole buckets, whose sum is pending, and not each rank's part."""
+        first = self.index.buckets[0]
+        return self.index.ways > 1 and self[first.name].raw.shape[-1] == first.length
+
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:
         """(bucket, number of the rank among those played here, part) of each piece, in order."""
-        return held(self.index, self.mesh)
+        if not self.are_whole:
+            return held(self.index, self.mesh)
+        return [
+            (bucket, i, Part(slot, slot.offset, 0, slot.length))
+            for bucket in self.index.buckets
+            for i in range(len(played(self.mesh)))
+            for slot in bucket.slots
+            if slot.length
+        ]
 
     @cached_property
     def pieces(self) -> Pieces:

@@ -58,7 +58,13 @@ def chain(*transforms: Transform) -> Transform:
     trait = max((t.trait for t in transforms), key=TRAITS.index, default="elementwise")
     grouped = any(t.groups is not None for t in transforms)
     return Transform(
-        init, update, trait, donate if transforms else None, groups=groups if grouped else None
+        init,
+        update,
+        trait,
+        donate if transforms else None,
+        groups=groups if grouped else None,
+        sink=next((t.sink for t in transforms if t.sink is not None), None),
+        shard=next((t.shard for t in transforms if t.shard is not None), None),
     )
 
 

@@ -64,6 +64,8 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
         _at_least(tx),
         donate,
         groups=tx.groups,
+        sink=tx.sink,
+        shard=tx.shard,
     )
 
 
@@ -139,6 +141,8 @@ def loss_scale(
         _at_least(tx),
         donate,
         groups=tx.groups,
+        sink=tx.sink,
+        shard=tx.shard,
     )
 
 

@@ -75,7 +75,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
             t.div_(every)
         return MultiState(0, (), run_in_place(tx, total, state.inner, params, step))
 
-    return Transform(init, update, tx.trait, donate, groups=tx.groups)
+    how = {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
+    return Transform(init, update, tx.trait, donate, **how)
 
 
 class InjectState(NamedTuple):

@@ -175,3 +175,30 @@ def test_half_precision_gradients_are_summed_in_fp32_in_buckets() -> None:
         tx = sl.optim.zero(sl.optim.sgd(0.0), "data", 0)
         _, grads = sl.value_and_grad(lambda p: (p["w"][:4] * x).sum(), into=tx)(params)
         assert grads["w"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_stands_around_zero_hands_its_buckets_on(stage: int) -> None:
+    """Loss scale, accumulation and a clip in front: the same step as on a tree of gradients."""
+    o = sl.optim
+    around = {
+        "clip": lambda t: o.chain(o.clip_by_global_norm(0.01), t),
+        "scaled": lambda t: o.loss_scale(t, start=8.0),
+        "skip": o.skip_nonfinite,
+        "steps": lambda t: o.multi_steps(t, 2),
+    }
+    with sl.simulate(data=2, x=2):
+        for name, wrap in around.items():
+            ends = []
+            for how in ("tree", "buckets"):
+                loss, params = sharded()
+                tx = wrap(o.zero(o.adamw(0.1), "data", stage))
+                state = tx.init(params)
+                for _ in range(2):
+                    into = {"into": tx} if how == "buckets" else {}
+                    factor = getattr(state, "scale", 1.0)
+                    vg = sl.value_and_grad(lambda p, c=factor, f=loss: f(p) * c, **into)  # type: ignore[call-overload]
+                    params, state, _ = o.step(tx, params, vg(params)[1], state)
+                ends.append({k: sl.unshard(p).detach() for k, p in params.items()})
+            gap = max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
+            assert gap < 1e-9, (name, gap)
