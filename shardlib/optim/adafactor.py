@@ -241,11 +241,11 @@ def _means(
 
 def _padded(s: Spread) -> tuple[int, int, int]:
     """Matrices and one more, for what is padding; rows and columns with padding."""
-    return math.prod(s.shape[:-2]) + 1, *s.padded[-2:]
+    return math.prod(s.shape[:-2]) + 1, s.padded[-2], s.padded[-1]
 
 
 def _true(s: Spread) -> tuple[int, int, int]:
-    return math.prod(s.shape[:-2]), *s.shape[-2:]
+    return math.prod(s.shape[:-2]), s.shape[-2], s.shape[-1]
 
 
 def _sums(one: Laid, i: int) -> Tensor:

@@ -215,11 +215,12 @@ def rmsprop(
         g, p, v, *more = pieces(grads, params, state.nu, *kept)
         if p and len({t.dtype for row in (g, p, v) for t in row}) > 1:
             return run_in_place(Transform(init, update), grads, state, params, step)
-        means, traces = more[:1] if centered else [], more[centered:] if momentum else []
+        means = more[0] if centered else []
+        traces = more[-1] if momentum else []
         step.lr = rate = at_step(lr, state.count)
         if p:
             torchs_rmsprop(
-                p, g, v, *(means or [[]]), *(traces or [[]]), _counts(p, state.count),
+                p, g, v, means, traces, _counts(p, state.count),
                 foreach=True, lr=rate, alpha=decay, eps=eps, weight_decay=weight_decay,
                 momentum=momentum, centered=centered,
             )  # fmt: skip

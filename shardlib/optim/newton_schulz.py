@@ -71,12 +71,14 @@ def on_blocks(
     return ShardedTensor(reshard(y, place.layout).raw.contiguous(), place)
 
 
-def _summed(x: ShardedTensor) -> ShardedTensor:
+def _summed(x: Tensor) -> ShardedTensor:
     """The product with its sum done, where its layout says."""
+    assert isinstance(x, ShardedTensor), "a product of sharded matrices is one"
     return reshard(x, x.sharding.bare) if x.sharding.partial else x
 
 
-def _as(x: ShardedTensor, other: ShardedTensor) -> ShardedTensor:
+def _as(x: ShardedTensor, other: Tensor) -> ShardedTensor:
+    assert isinstance(other, ShardedTensor), "a product of sharded matrices is one"
     return x if x.sharding == other.sharding else reshard(x, other.sharding)
 
 

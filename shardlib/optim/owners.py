@@ -108,8 +108,8 @@ def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | 
             like = torch.empty(item.whole, device="meta")
             beside = (1, 1) if side is None else side(item.path, like)
             spread = Spread(item.layout, item.tiled, item.whole, runs, beside)
-            here = range(len(played(mesh)))
-            given = [mine.get((bucket.name, slot.offset, i), empty) for i in here]
+            keys = [(bucket.name, slot.offset, i) for i in range(len(played(mesh)))]
+            given = [mine[key] if key in mine else empty for key in keys]  # noqa: SIM401
             out.append(Laid(item.path, spread, mesh, given))
     return out
 

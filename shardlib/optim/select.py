@@ -85,17 +85,18 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
     known = named(tree)
     if not _is_pairs(which):
         return _by_tree(which, tree, known, op)
+    pairs: Any = which
     out = {}
     for n, v in known.items():
-        found = next((label for p, label in which if matches(p, n, v)), None)
+        found = next((label for p, label in pairs if matches(p, n, v)), None)
         if found is None:
             raise RuleLint(
                 f"no pattern matches parameter {n!r}",
                 op=op,
-                fix=f"labels = [*labels, ('*', {which[-1][1]!r})]",
+                fix=f"labels = [*labels, ('*', {pairs[-1][1]!r})]",
             )
         out[n] = found
-    for p, _ in which:
+    for p, _ in pairs:
         if not isinstance(tree, Buckets) and not any(matches(p, n, v) for n, v in known.items()):
             raise _nothing(p, known, op)
     return out

@@ -106,7 +106,7 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
 
     def made(*args: Any, **kwargs: Any) -> Transform:
         given = signature.bind(*args, **kwargs).arguments
-        changing = {
+        changing: dict[str, Any] = {
             n: v for n, v in given.items() if callable(v) and _says(signature, n, "Callable[[int]")
         }
         numbers = {n: v for n, v in given.items() if type(v) in (int, float)}
