@@ -1,7 +1,9 @@
 """Trees come back equal under any layout, mesh and padding; damage is found; other trees refused."""
 
+import json
 import os
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from examples.gpt import GPT
+from shardlib.checkpoint.folder import MANIFEST
 from shardlib.errors import BadArgument, CheckpointError
 from tests.checkpoint.cases import DTYPES, MESHES, layouts, placed, put, same, tree, value, whole
+from tests.checkpoint.test_files import JUNK, places, replaced
 from tests.modules.test_parallelize import CONFIG
 
 
@@ -233,3 +237,39 @@ def test_absent_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="no directory"):
         sl.load(tmp_path / "f")
+
+
+HOSTILE = [
+    "/etc/passwd",
+    "../x",
+    "x " * 200,
+    "(" * 5000,
+    "(9 " * 2000 + ")" * 2000,
+    10**30,
+    [10**15] * 2,
+]
+
+
+@settings(max_examples=150, phases=[Phase.generate])
+@given(data=st.data())
+def test_a_manifest_of_junk_under_a_right_checksum_is_refused(
+    data: Any, tmp_path_factory: Any
+) -> None:
+    """Whatever stands in it: one error, or the right values; nothing beside the folder is opened."""
+    path = tmp_path_factory.getbasetemp() / "manifest"
+    if not path.exists():
+        with sl.simulate(x=2, y=2):
+            sl.save(path, placed())
+        path.joinpath("kept").write_bytes((path / MANIFEST).read_bytes())
+    said = json.loads((path / "kept").read_bytes().partition(b"\n")[0])
+    at = data.draw(st.sampled_from([p for p in places(said) if p]))
+    body = json.dumps(replaced(said, at, data.draw(JUNK | st.sampled_from(HOSTILE)))).encode()
+    (path / MANIFEST).write_bytes(body + f"\n{zlib.crc32(body):08x}\n".encode())
+    for like in (None, {n: x for n, x in tree().items()}):
+        try:
+            found = sl.load(path, like)
+        except CheckpointError:
+            continue
+        for n, x in tree().items():
+            if like is not None and at[0] != "values":
+                assert torch.equal(found[n], x) if isinstance(x, torch.Tensor) else found[n] == x
