@@ -4,6 +4,7 @@ Each entry: what it is, the versions it was seen in, and what to do when it goes
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -309,8 +310,13 @@ def job_store() -> Any:
     ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13;
                                                               ``get_group_store`` of a
     process group is private too.  When it goes: make a ``dist.TCPStore`` in ``make_mesh``.
+
+    Processes that torchrun starts again may meet through the store of those that failed, and must
+    not take what those said for theirs.
     """
-    return torch.distributed.distributed_c10d._get_default_store()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if again == "0" else dist.PrefixStore(f"restart {again}", store)
 
 
 def set_timeout(group: Any, seconds: float) -> None:

@@ -3,6 +3,9 @@
 import json
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,3 +91,23 @@ def _forks() -> tuple[list[str], str]:
         came = str(e)
     assert sl.psum(torch.ones(1), "x").item() == 2.0  # the rank itself goes on
     return said, came
+
+
+def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --master-port {port}"
+    script = Path(__file__).parent.parent / "restarts.py"
+    done = subprocess.run(
+        [sys.executable, *command.split(), str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(script.parent.parent)},
+    )
+    w = torch.arange(16.0)
+    for _ in range(20):
+        w = w * 0.9 + 0.2 * w.mean().item()
+    ended = [line.split() for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert [e[1] for e in ended] == ["8"] * 2, done.stderr[-2000:]
+    assert [float(e[2]) for e in ended] == pytest.approx([w.sum().item()] * 2, rel=1e-6)

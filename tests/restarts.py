@@ -1,0 +1,33 @@
+"""What torchrun starts in ``tests/mesh/test_failures.py``: 20 steps, a checkpoint after each.
+
+    torchrun --nproc-per-node 2 --max-restarts 1 tests/restarts.py FOLDER
+
+Rank 1 is killed at step 7 of the first attempt; the second goes on from the newest checkpoint.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+
+import shardlib as sl
+
+
+def main(folder: str) -> None:
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    with sl.make_mesh(x=-1, device="cpu", timeout=60):
+        w, begun = sl.shard(torch.arange(16.0), "x"), 0
+        if (newest := sl.latest(folder)) is not None:
+            found = sl.load(newest, like={"w": w, "step": 0})
+            w, begun = found["w"], found["step"]
+        for step in range(begun, 20):
+            w = w * 0.9 + 0.2 * sl.unshard(w.mean()).item()
+            sl.save(folder, {"w": w, "step": step + 1}, step=step + 1, keep=2)
+            if step == 7 and first and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+        print("ended", begun, float(sl.unshard(w).sum()), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
