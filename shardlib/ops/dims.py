@@ -176,9 +176,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     for k, i in enumerate(at):
         x = leaves[i]
         stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
-        for label, true, full in zip(named.get(k, ()), x.shape, stored, strict=False):
-            if label is not None and (true, full) != (1, 1):
-                sizes.setdefault(label, set()).add((true, full))
+        for label, size, full in zip(named.get(k, ()), x.shape, stored, strict=False):
+            if label is not None and (size, full) != (1, 1):
+                sizes.setdefault(label, set()).add((size, full))
     if any(len(s) > 1 and any(n != m for n, m in s) for s in sizes.values()):
         raise Unfit("a size that is padded broadcasts")
     if written(func, args, kwargs):
