@@ -177,6 +177,7 @@ def write_file(
             [[[r.start, r.stride, r.length] for r in held] for held in p.box],
             list(cut),
             "0" * 8 * (math.prod(cut) if p.nbytes else 0),
+            code_of(p.dtype),
         ]
         end += p.nbytes
 
@@ -289,7 +290,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
 
 
 def _begin(entry: Any, name: str) -> tuple[int, int]:
-    found = entry.get("data_offsets") if isinstance(entry, dict) else None
+    found: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _is(found, list, int) or len(found) != 2 or found[0] < 0:
         raise ValueError(f"{name}: its header has an entry without a place")
     return found[0], found[1]
@@ -330,25 +331,27 @@ def read_header(fd: int, name: str, nbytes: int, crc: int) -> dict[str, Chunk]:
     out = {}
     for key, entry in table.items():
         try:
-            box, parts, digits = index[key]
-            chunk = _chunk(name, entry, box, parts, digits, begin)
+            box, parts, digits, code = index[key]
+            chunk = _chunk(name, entry, box, parts, digits, code, begin)
         except (TypeError, ValueError, KeyError):
             raise ValueError(f"{name}: {key!r} is not described as a chunk") from None
         out[key.rpartition("@")[0]] = chunk
     return out
 
 
-def _chunk(name: str, entry: Any, box: Any, parts: Any, digits: Any, begin: int) -> Chunk:
+def _chunk(
+    name: str, entry: Any, box: Any, parts: Any, digits: Any, code: Any, begin: int
+) -> Chunk:
     a, b = entry["data_offsets"]
     found = tuple(_held(held) for held in box)
-    shape, dtype = [sum(r.length for r in held) for held in found], dtype_of(entry["dtype"])
-    if entry["shape"] != shape:  # bytes of a dtype that safetensors does not have
-        dtype = next(
-            (d for d, c in _CODES.items() if " " in c and [*shape, d.itemsize] == entry["shape"]),
-            None,
-        )
-    fits = dtype is not None and _is(parts, list, int) and isinstance(digits, str)
-    if not fits or len(parts) != len(shape) or any(p < 1 for p in parts):
+    shape, dtype = [sum(r.length for r in held) for held in found], dtype_of(code)
+    stored, _, odd = str(code).partition(" ")  # odd: bytes of a dtype that safetensors lacks
+    last = [dtype.itemsize] if odd and dtype is not None else []
+    if entry["dtype"] != stored or entry["shape"] != [*shape, *last]:
+        raise ValueError
+    if dtype is None or not _is(parts, list, int) or not isinstance(digits, str):
+        raise ValueError
+    if len(parts) != len(shape) or any(p < 1 for p in parts):
         raise ValueError
     if any(p > max(n, 1) for p, n in zip(parts, shape, strict=True)):
         raise ValueError
@@ -363,7 +366,7 @@ def _held(runs: Any) -> tuple[Run, ...]:
     for run in runs:
         if not _is(run, list, int) or len(run) != 3 or run[0] < 0 or min(run[1:]) < 1:
             raise ValueError
-        out.append(Run(*run, at))
+        out.append(Run(run[0], run[1], run[2], at))
         at += run[2]
     return tuple(out)
 

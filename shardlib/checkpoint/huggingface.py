@@ -517,7 +517,7 @@ def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str,
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
     to = names if callable(names) else lambda n: (names or {}).get(n, n)
-    out = {to(n): x for n, x in tensors.items()}
+    out: dict[str, Tensor] = {str(to(n)): x for n, x in tensors.items()}
     if len(out) < len(tensors):
         raise ValueError("names= calls two tensors by one name")
     for n, x in out.items():

@@ -173,7 +173,7 @@ class Manifest:
         try:
             files = said["files"]
             places = {n: read_place(a, len(files)) for n, a in said["tensors"].items()}
-            dtypes = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
+            dtypes: dict[str, Any] = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
             values = {n: unspoken(v) for n, v in said["values"].items()}
             sound = all(
                 type(f["file"]) is str and type(f["bytes"]) is int and type(f["crc"]) is int
@@ -333,7 +333,7 @@ def _as_wanted(
 def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
     """Ours -> theirs, where two of ours are not one of theirs.  Raises: ValueError."""
     to = given if callable(given) else lambda n: (given or {}).get(n, n)
-    found = {n: to(n) for n in names}
+    found = {n: str(to(n)) for n in names}
     if len(set(found.values())) < len(found):
         twice = next(t for t in found.values() if list(found.values()).count(t) > 1)
         raise ValueError(f"names= calls two tensors {twice!r}")
@@ -406,7 +406,7 @@ def _target(
     return Target(place.shape, dtype, mesh.device, lay, mesh, tiled)
 
 
-def _given(name: str, layouts: Any, plain: Target) -> LayoutLike | None:
+def _given(name: str, layouts: Any, plain: Target) -> Any:
     """The layout that a rule gives a tensor."""
     if layouts is None or isinstance(layouts, str | Layout) or callable(layouts):
         return layouts

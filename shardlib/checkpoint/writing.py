@@ -176,7 +176,8 @@ class _Job:
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
         self.group, self.target = group, os.path.abspath(target)
         self.step, self.overwrite = step, overwrite
-        self.name, self.hold = "", -1
+        self.name: str = ""
+        self.hold = -1
 
     def begin(self, leaves: Leaves | None, error: BaseException | None) -> str:
         """All save the same tree to one place, where rank 0 makes a work directory; its name."""
@@ -195,14 +196,14 @@ class _Job:
             odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
             return odd if odd is not None else self._make()
 
-        found = self.group.agree("the tree", digest, error, same)
-        if isinstance(found, int):
+        found: Any = self.group.agree("the tree", digest, error, same)
+        if type(found) is int:
             mine = text if self.group.rank in (0, found) else ""
             self.group.agree(
                 "differing trees", mine, decide=lambda t: _differ(t[0], t[found], found)
             )
-        self.name = found
-        return found
+        self.name = str(found)
+        return self.name
 
     def _make(self) -> str:
         parent, base = os.path.split(self.target)

@@ -11,7 +11,7 @@ import shardlib as sl
 MESHES = [{"x": 1}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 2}]
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool,
-    torch.complex64, torch.complex128, torch.uint16, torch.int64,
+    torch.complex64, torch.complex128, torch.uint16, torch.int64, torch.float8_e5m2fnuz,
 ]  # fmt: skip
 
 
