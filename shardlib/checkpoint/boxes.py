@@ -110,7 +110,7 @@ def held(place: Place, rank: int) -> Box:
 
 def _coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     out = {}
-    for axis, n in reversed(sizes.items()):
+    for axis, n in reversed(list(sizes.items())):
         rank, out[axis] = divmod(rank, n)
     return out
 
