@@ -5,9 +5,9 @@
     "full"      keep the inputs; make everything again, with its communication
     "host"      keep what autograd keeps in host memory, and fetch it in backward
 
-A rule takes the outermost modules whose names match, each module the first rule that takes it; a
-rule may name modules inside those of another.  Draws are repeated, so that a dropout masks the same
-elements, and gradients are bit for bit those of ``"all"``.
+A rule takes the outermost modules whose names match (lists, which are never called, aside), each
+module the first rule that takes it; a rule may name modules inside those of another.  Draws are
+repeated, so that a dropout masks the same elements, and gradients are bit for bit those of "all".
 
 Source: Chen et al., arXiv 1604.06174 (checkpoints); Korthikanti et al., arXiv 2205.05198 (what to
 keep of a Transformer's block).
@@ -44,7 +44,7 @@ Pattern = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
 Remat = Sequence[tuple[Pattern, str]]
 
 
-def regions(module: nn.Module, rules: Remat) -> dict[str, str]:
+def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
     """The policy of each module that a rule takes, by its name.
 
     Raises: RuleLint for a policy that there is not, a pattern that matches no module, and one that
@@ -56,36 +56,43 @@ def regions(module: nn.Module, rules: Remat) -> dict[str, str]:
     """
     names = {n: m for n, m in module.named_modules() if n}
     taken: dict[str, str] = {}
-    for pattern, policy in _read(rules):
+    for pattern, policy in _read(remat):
         found = [n for n, m in names.items() if _matches(pattern, n, m)]
-        outer = [n for n in found if not any(n.startswith(f"{o}.") for o in found)]
+        called = [n for n in found if not _is_list(names[n])]
+        outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
         if not found:
             near = difflib.get_close_matches(str(pattern).strip("*."), names, 1, 0.4)
+            told = (near or list(names) or ["*"])[0]
+            told += ".*" if told in names and _is_list(names[told]) else ""
             raise RuleLint(
-                f"remat: {pattern!r} matches no module"
-                + (f" (nearest: {near[0]!r})" if near else ""),
+                f"remat: {pattern!r} matches no module" + (f" (nearest: {told!r})" if near else ""),
                 op="parallelize",
                 operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
-                fix=f"sl.parallelize(module, rules, remat=[({(near or list(names) or ['*'])[0]!r}, "
-                f"{policy!r})])",
+                fix=f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
+            )
+        if not called:
+            raise RuleLint(
+                f"remat: {found[0]!r} is a {type(names[found[0]]).__name__}, which is never called "
+                "itself",
+                op="parallelize",
+                fix=f"sl.parallelize(module, rules, remat=[({found[0] + '.*'!r}, {policy!r})])",
             )
         for n in outer:
-            if type(names[n]).forward in _NEVER_CALLED:
-                raise RuleLint(
-                    f"remat: {n!r} is a {type(names[n]).__name__}, which is never called itself",
-                    op="parallelize",
-                    fix=f"sl.parallelize(module, rules, remat=[({n + '.*'!r}, {policy!r})])",
-                )
             taken.setdefault(n, policy)
     return taken
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own, as ModuleList has none."""
+    return type(module).forward in _NEVER_CALLED
 
 
 _NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward}
 
 
-def _read(rules: Remat) -> Iterable[tuple[Pattern, str]]:
+def _read(remat: Remat) -> Iterable[tuple[Pattern, str]]:
     """The rules, after a look at their form."""
-    given: list[Any] = [rules] if isinstance(rules, str) else list(rules)
+    given: list[Any] = [remat] if isinstance(remat, str) else list(remat)
     for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
         if not well or not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):

@@ -128,12 +128,12 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) ->
     elif target.shape != x.shape[:-1] or target.is_floating_point():
         wrong = "targets are the classes' numbers, one for each row", "chunks=8"
     if wrong is not None:
-        operands = {"input": typeof(x), "weight": typeof(w), "target": typeof(target)}
+        operands = {"x": typeof(x), "weight": typeof(w), "target": typeof(target)}
         raise BadArgument(
             wrong[0],
             op="linear_cross_entropy",
             operands=operands,
-            fix=f"sl.linear_cross_entropy(input, weight, target, {wrong[1]})",
+            fix=f"sl.linear_cross_entropy(x, weight, target, {wrong[1]})",
         )
 
 
@@ -240,9 +240,10 @@ class _Loss(Local):
     def backward(ctx: Any, *g: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise Unsupported(
-                "its gradients are computed in forward and have no gradient themselves",
+                "its gradients are computed in forward and have no gradient themselves, as those "
+                "of F.cross_entropy(F.linear(...)) have",
                 op="linear_cross_entropy",
-                fix="F.cross_entropy(F.linear(input, weight, bias), target)",
+                fix="sl.value_and_grad(loss)(params)",
             )
         out = []
         for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):

@@ -273,7 +273,7 @@ def test_mistakes_name_the_line_to_write() -> None:
     model = Outer()
     with sl.simulate(x=2):
         for remat, what, fix in [
-            ([("block.*", "full")], "matches no module", "[('blocks', 'full')]"),
+            ([("block.*", "full")], "matches no module", "[('blocks.*', 'full')]"),
             ([("blocks", "full")], "never called", "[('blocks.*', 'full')]"),
             ([("blocks.*", "fully")], "unknown policy", "[('blocks.*', 'full')]"),
             (["full"], "list of", "[('*', 'full')]"),

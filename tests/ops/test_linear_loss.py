@@ -191,6 +191,6 @@ def test_mistakes_name_the_line_to_write() -> None:
         assert caught.value.fix == "sl.reshard(target, 'data')"
         leaf = sl.shard(x, "data .").requires_grad_()
         with pytest.raises(sl.errors.Unsupported, match="computed in forward"):
-            loss = sl.linear_cross_entropy(leaf, b, t)
-            ones = torch.ones_like(loss.raw)  # type: ignore[attr-defined]
-            torch.autograd.grad(loss.raw, leaf.raw, ones, create_graph=True)  # type: ignore[attr-defined]
+            value = sl.linear_cross_entropy(leaf, b, t)
+            ones = torch.ones_like(value.raw)  # type: ignore[attr-defined]
+            torch.autograd.grad(value.raw, leaf.raw, ones, create_graph=True)  # type: ignore[attr-defined]
