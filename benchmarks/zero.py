@@ -51,7 +51,7 @@ def ours(args: argparse.Namespace, stage: int, x: int = 1, **how: Any) -> Step:
         )
         del model
         tx = sl.optim.zero(sl.optim.adamw(LEARNING), "data", stage, **how)
-        params = tx.shard(params) if stage == 3 else params
+        params = tx.shard(params)
         held = [params, tx.init(params)]
         del params
     run = sl.value_and_grad(apply, into=tx)
@@ -233,7 +233,7 @@ def alone(repeats: int) -> None:
             for how, stage in (("parts", 3), ("whole", 2)):
                 tx = sl.optim.zero(sl.optim.adamw(1e-6), "data", stage)
                 params: Any = {k: sl.shard(v.clone(), "...") for k, v in values.items()}
-                params = tx.shard(params) if stage == 3 else params
+                params = tx.shard(params)
                 steps[how] = _stepped(tx, params)
             ratios: dict[str, list[float]] = {how: [] for how in steps}
             for turn in range(repeats + 2):

@@ -218,7 +218,7 @@ class _Loss(Local):
             half = each.dtype.itemsize == 2
             here = (each.detach() * weights).sum(-1, dtype=torch.float32 if half else None)
             loss = here if loss is None else loss + here
-            inputs = [(leaf, *fixed)[i] for i in needed]
+            inputs: Any = [(leaf, *fixed)[i] for i in needed]
             found = torch.autograd.grad(each, inputs, weights) if needed else ()
             for i, g in zip(needed, found, strict=True):
                 if i == 0:

@@ -10,6 +10,7 @@ from shardlib.optim.transform import (
     check_transform,
     divide,
     keep,
+    kept_whole,
     run_in_place,
 )
 from shardlib.optim.trees import EmptyState, each
@@ -64,7 +65,7 @@ def chain(*transforms: Transform) -> Transform:
         donate if transforms else None,
         groups=groups if grouped else None,
         sink=next((t.sink for t in transforms if t.sink is not None), None),
-        shard=next((t.shard for t in transforms if t.shard is not None), None),
+        shard=next((t.shard for t in transforms if t.shard is not kept_whole), kept_whole),
     )
 
 

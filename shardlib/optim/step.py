@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.clip import global_norm
-from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
+from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Info", "step"]
@@ -60,11 +60,11 @@ def step(
     """
     check_transform(tx, "optim.step")
     mine = grads
-    if tx.shard is None:
+    if tx.shard is kept_whole:
         _alike(params, grads)
         mine = _parted(grads)
     told = Step(ask=norm)
-    if norm and tx.shard is None:
+    if norm and tx.shard is kept_whole:
         told.norm = global_norm(mine)
     after = run_in_place(tx, mine, state, params, told)
     news = _renewed(params), _renewed(after)

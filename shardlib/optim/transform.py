@@ -27,7 +27,8 @@ from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "pieces", "ranged",
+    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "kept_whole", "pieces",
+    "ranged",
     "run_in_place",
 ]  # fmt: skip
 
@@ -61,6 +62,11 @@ class Step:
         self.scale = by if self.scale is None else self.scale * by
 
 
+def kept_whole(params: Any) -> Any:
+    """The parameters as they are: what a transform that does not split them trains."""
+    return params
+
+
 class Transform(NamedTuple):
     """How an optimizer steps: ``init(params) -> state``, ``update(grads, state, params)``.
 
@@ -75,7 +81,8 @@ class Transform(NamedTuple):
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
     ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
-    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero``.
+    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at stage
+                 3; of any other transform the parameters as they are.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -97,7 +104,7 @@ class Transform(NamedTuple):
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
-    shard: Callable[[Any], Any] | None = None
+    shard: Callable[[Any], Any] = kept_whole
 
 
 def check_transform(tx: Any, op: str) -> None:
@@ -137,8 +144,11 @@ def ranged(make: Callable[Hyper, Transform]) -> Callable[Hyper, Transform]:
                 most, said = math.inf, "0 or more"
             else:
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number or isinstance(value, Tensor)) or (number and not 0 <= value < most):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                fits = 0 <= value < most
+            else:
+                fits = isinstance(value, Tensor)
+            if not fits:
                 raise BadArgument(
                     f"{name}={value!r} is not {said}",
                     op=make.__name__,

@@ -189,6 +189,7 @@ def test_frozen_parameters_are_parts_too_and_stay() -> None:
         parts = tx.shard(params)
         state = tx.init(parts)
         loss, grads = sl.value_and_grad(f)(parts)
+        want: Any
         want_loss, want = sl.value_and_grad(f)(params)
         assert abs(float(loss - want_loss)) < 1e-12
         before = {k: sl.unshard(p) for k, p in o.state_dict(parts).items()}

@@ -53,7 +53,7 @@ def test_gradients_may_arrive_in_any_order(stage: int, mesh: dict[str, int]) -> 
             if leaf < len(params) - 1:
                 mine = [n for n, d in enumerate(sl.collectives.api.played(m)) if d["x"] == c["x"]]
                 raw = list(params.values())[leaf].raw
-                total = sum(raw[n].flatten() * (n + 1.0) for n in mine)
+                total: Any = sum(raw[n].flatten() * (n + 1.0) for n in mine)
                 kept = got[bucket.name].raw[i][part.start : part.start + part.length]
                 assert torch.equal(kept, total[part.at : part.at + part.length])
 
@@ -144,6 +144,8 @@ def ddp() -> tuple[dict[str, float], list[int], list[Any]]:
     """Gaps to gradients summed one by one; how many sums over data, and their bytes."""
     loss, params = sharded()
     tx = sl.optim.zero(sl.optim.adamw(0.1), "data", 0)
+    want: Any
+    got: Any
     with sl.trace() as one:
         want_loss, want = sl.value_and_grad(loss)(params)
     with sl.trace() as two:
