@@ -20,8 +20,10 @@ def reported(module: nn.Module) -> Iterator[None]:
 
     >>> from shardlib.modules.attributes import reported
     >>> layer = nn.Linear(2, 2)
-    >>> with warnings.catch_warnings(record=True) as seen, reported(layer):
-    ...     layer.calls = 1
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("always")
+    ...     with reported(layer):
+    ...         layer.calls = 1
     >>> str(seen[0].message).split(":")[0]
     "forward changed attribute 'calls' of the module"
     """
