@@ -75,11 +75,8 @@ def _mean(loss: Tensor, group: Any = None) -> float:
     return float(loss) / dist.get_world_size(group)
 
 
-def ddp(args: argparse.Namespace) -> Step:
-    model = DistributedDataParallel(
-        GPT(args.layers, args.width, args.length), gradient_as_bucket_view=True
-    )
-    update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+def _stepping(model: Any, update: Any) -> Step:
+    """One of torch's training steps, each rank on its part of the batch."""
 
     def step(idx: Tensor, targets: Tensor) -> float:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -90,6 +87,15 @@ def ddp(args: argparse.Namespace) -> Step:
         return _mean(loss)
 
     return step
+
+
+def ddp(args: argparse.Namespace) -> Step:
+    model = DistributedDataParallel(
+        GPT(args.layers, args.width, args.length), gradient_as_bucket_view=True
+    )
+    update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+
+    return _stepping(model, update)
 
 
 def fsdp2(args: argparse.Namespace) -> Step:
@@ -100,15 +106,7 @@ def fsdp2(args: argparse.Namespace) -> Step:
     fully_shard(model, mesh=mesh)
     update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
 
-    def step(idx: Tensor, targets: Tensor) -> float:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        loss = model(_part(idx, rank, world), _part(targets, rank, world))
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        return _mean(loss)
-
-    return step
+    return _stepping(model, update)
 
 
 def fsdp2_tp(args: argparse.Namespace) -> Step:

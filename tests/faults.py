@@ -17,7 +17,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.errors import ShardError
+from shardlib.mesh.launch import loopback_store
 
 WORLD = 4
 STEPS = 4
@@ -208,15 +208,7 @@ def play(fault: str, who: int, when: int, *, check: bool, timeout: float = 3.0) 
 
 
 def _serve(pipe: Connection) -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    store, port = loopback_store()
     pipe.send(port)
     time.sleep(600)
     del store

@@ -59,6 +59,7 @@ ORDER = [  # each may import from those before it
     "grad",
     "modules.experts",
     "modules.skeleton",
+    "modules.patterns",
     "modules.remat",
     "modules.attributes",
     "modules.parallelize",

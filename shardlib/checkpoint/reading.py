@@ -23,7 +23,7 @@ from shardlib.collectives import blocks, lead, played
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, scope
-from shardlib.modules.parallelize import matches
+from shardlib.modules.patterns import matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place as TensorPlace
 from shardlib.tensor import ShardedTensor

@@ -59,7 +59,7 @@ def launch(
     _check_travels(fn, args)
     world = math.prod(sizes.values())
     with tempfile.TemporaryDirectory() as folder:
-        store, port = _store()
+        store, port = loopback_store()
         os.environ[_FOLDER] = folder
         try:
             given = (world, folder, port, fn, args, sizes, device, timeout)
@@ -85,7 +85,7 @@ def launch(
 _FOLDER = "SHARDLIB_LAUNCH_FOLDER"
 
 
-def _store() -> tuple[dist.TCPStore, int]:
+def loopback_store() -> tuple[dist.TCPStore, int]:
     """Where the ranks meet, and its port: it listens on the loopback interface alone."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]

@@ -19,7 +19,8 @@ from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
-from shardlib.modules.parallelize import Apply, Rules, matches, placed, swapped
+from shardlib.modules.parallelize import Apply, Rules, placed, swapped
+from shardlib.modules.patterns import matches
 from shardlib.modules.remat import Remat
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
@@ -82,11 +83,7 @@ def init(
             _run(module, tensors, [n for n in names if n in tensors], run, todo, mesh)
         _given(tensors, fill or {}, todo)
         real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name in todo.names(tensors):
-            if not real[name].is_meta:
-                kept = shard(real[name].detach(), tensors[name].sharding, mesh, src=0, pad=pad)
-                tensors[name].raw.copy_(kept.raw)
-                todo.done(name)
+        _kept(tensors, real, todo, mesh)
     if missing := todo.names(tensors):
         raise UnknownParameter(
             f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights "
@@ -96,6 +93,18 @@ def init(
             fix=f"sl.init(module, rules, fill={{{', '.join(f'{n!r}: torch.nn.init.zeros_' for n in missing)}}})",
         )
     return apply, params
+
+
+def _kept(
+    tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
+) -> None:
+    """What the module's code left out keeps the value that its constructor gave, where it has one."""
+    for name in todo.names(tensors):
+        if not real[name].is_meta:
+            to = tensors[name]
+            kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
+            to.raw.copy_(kept.raw)
+            todo.done(name)
 
 
 def restored(
@@ -123,12 +132,7 @@ def restored(
             own = [n for n in owned if n in tensors]
             if own:
                 _run(module, tensors, own, run, todo, mesh, aside)
-        for name in todo.names(tensors):
-            if not real[name].is_meta:
-                pad = tensors[name].is_padded
-                kept = shard(real[name].detach(), tensors[name].sharding, mesh, src=0, pad=pad)
-                tensors[name].raw.copy_(kept.raw)
-                todo.done(name)
+        _kept(tensors, real, todo, mesh)
     if missing := todo.names(tensors):
         raise UnknownParameter(
             f"nothing gives a value to {', '.join(missing)}: no file, and no reset_parameters or "

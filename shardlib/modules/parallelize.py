@@ -8,7 +8,6 @@ replicated, or sharded, by accident.
 """
 
 import difflib
-import fnmatch
 import inspect
 import re
 import threading
@@ -38,7 +37,8 @@ from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
 from shardlib.modules.attributes import reported
 from shardlib.modules.experts import divided, standing_in
-from shardlib.modules.remat import Remat, regions, remembering
+from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.remat import Remat, regions, remembering, version_of
 from shardlib.modules.skeleton import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, place_whole, shard, unshard
@@ -50,15 +50,15 @@ __all__ = [
     "Rules",
     "Suggested",
     "match_rules",
-    "matches",
     "parallelize",
     "placed",
     "swapped",
 ]
 
-Pattern = str | re.Pattern[str] | Callable[[str, Tensor], bool]
 Rules = Sequence[
-    tuple[Pattern, LayoutLike] | tuple[Pattern, LayoutLike, LayoutLike] | tuple[str, ...]
+    tuple[Pattern[Tensor], LayoutLike]
+    | tuple[Pattern[Tensor], LayoutLike, LayoutLike]
+    | tuple[str, ...]
 ]
 
 
@@ -173,7 +173,7 @@ class Apply:
             with self._running() as copy:
                 again = partial(copy.swapped, state, written)
                 with self.calling(params), within(again=again), standing_in(copy.stacks):
-                    copy.state, own = state, {n: (state[n], _version(state[n])) for n in buffers}
+                    copy.state, own = state, {n: (state[n], version_of(state[n])) for n in buffers}
                     try:
                         watch = nullcontext() if checking() is None else reported(copy.module)
                         with exchanged(copy.module, state), watch:
@@ -184,7 +184,7 @@ class Apply:
                     finally:
                         copy.state = None
                         for n, (b, version) in own.items():
-                            if state[n] is not b or _version(b) != version:
+                            if state[n] is not b or version_of(b) != version:
                                 written[n] = buffers[n]
 
         return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
@@ -353,11 +353,6 @@ class Mode:
             self.copy.training = self.seen = module.training
 
 
-def _version(x: Tensor) -> int:
-    """How often was written to a tensor in place."""
-    return (x.raw if isinstance(x, ShardedTensor) else x)._version
-
-
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -418,15 +413,7 @@ def swapped(
         return run()
 
 
-def matches(pattern: Pattern, name: str, value: Tensor) -> bool:
-    if isinstance(pattern, str):
-        return fnmatch.fnmatchcase(name, pattern)
-    if isinstance(pattern, re.Pattern):
-        return pattern.search(name) is not None
-    return bool(pattern(name, value))
-
-
-def _pattern_text(pattern: Pattern) -> str:
+def _pattern_text(pattern: Pattern[Tensor]) -> str:
     if isinstance(pattern, str):
         return repr(pattern)
     return f"re.compile({pattern.pattern!r})" if isinstance(pattern, re.Pattern) else repr(pattern)
@@ -525,7 +512,7 @@ def match_rules(
     return layouts, out_layouts
 
 
-def _without(unused: list[Pattern], rules: Rules) -> str:
+def _without(unused: list[Pattern[Tensor]], rules: Rules) -> str:
     """The line that drops these rules; a function has no text
     that finds it, so then by their numbers.
     """
@@ -555,12 +542,12 @@ def _read(
     return found
 
 
-def _reached(pattern: Pattern, named: Mapping[str, Tensor]) -> bool:
+def _reached(pattern: Pattern[Tensor], named: Mapping[str, Tensor]) -> bool:
     return any(matches(pattern, n, v) for n, v in named.items())
 
 
 def _lint(
-    unmatched: list[str], unused: list[Pattern], named: Mapping[str, Tensor], rules: Rules
+    unmatched: list[str], unused: list[Pattern[Tensor]], named: Mapping[str, Tensor], rules: Rules
 ) -> str:
     lines = []
     for name in unmatched:

@@ -15,7 +15,6 @@ keep of a Transformer's block).
 
 import difflib
 import enum
-import fnmatch
 import functools
 import io
 import pickle
@@ -33,15 +32,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.errors import RuleLint
 from shardlib.mesh import within
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["POLICIES", "Remat", "regions", "remembering"]
+__all__ = ["POLICIES", "Remat", "regions", "remembering", "version_of"]
 
 POLICIES = ("all", "products", "full", "host")
 
-Pattern = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
-Remat = Sequence[tuple[Pattern, str]]
+Remat = Sequence[tuple[Pattern[nn.Module], str]]
 
 
 def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
@@ -57,7 +56,7 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
     names = {n: m for n, m in module.named_modules() if n}
     taken: dict[str, str] = {}
     for pattern, policy in _read(remat):
-        found = [n for n, m in names.items() if _matches(pattern, n, m)]
+        found = [n for n, m in names.items() if matches(pattern, n, m)]
         called = [n for n in found if not _is_list(names[n])]
         outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
         if not found:
@@ -90,7 +89,7 @@ def _is_list(module: nn.Module) -> bool:
 _NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward}
 
 
-def _read(remat: Remat) -> Iterable[tuple[Pattern, str]]:
+def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
     """The rules, after a look at their form."""
     given: list[Any] = [remat] if isinstance(remat, str) else list(remat)
     for rule in given:
@@ -109,14 +108,6 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern, str]]:
                 fix=f"sl.parallelize(module, rules, remat=[({rule[0]!r}, {near[0]!r})])",
             )
         yield rule[0], rule[1]
-
-
-def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
-    if isinstance(pattern, str):
-        return fnmatch.fnmatchcase(name, pattern)
-    if isinstance(pattern, re.Pattern):
-        return pattern.search(name) is not None
-    return bool(pattern(name, module))
 
 
 def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
@@ -150,11 +141,11 @@ def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> 
                 kept.begin()
             with within(region=kept):
                 if written is None:
-                    marks = [(b, _version(b)) for b in module.buffers()]
+                    marks = [(b, version_of(b)) for b in module.buffers()]
                     try:
                         return forward(*args, **kwargs)
                     finally:
-                        written = [b for b, version in marks if _version(b) != version]
+                        written = [b for b, version in marks if version_of(b) != version]
                 args = tuple(before[i]() if i in before else a for i, a in enumerate(args))
                 kwargs = {k: before[k]() if k in before else v for k, v in kwargs.items()}
                 held = [b.clone() for b in written]
@@ -170,8 +161,13 @@ def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> 
     return run
 
 
-def _version(x: Tensor) -> int:
-    return (x.raw if isinstance(x, ShardedTensor) else x)._version
+def version_of(x: Tensor) -> int:
+    """How often was written to a tensor in place; 0 for what torch does not count.
+
+    Tensors made under ``torch.inference_mode`` count no writes, and no backward reads them.
+    """
+    raw = x.raw if isinstance(x, ShardedTensor) else x
+    return 0 if raw.is_inference() else raw._version
 
 
 _FIXED = (Tensor, nn.Module, int, float, complex, str, bytes, enum.Enum, type, FunctionType)

@@ -828,10 +828,12 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
     kinds = {v.dtype: None for v in values}
+    empty: list[ShardedTensor] = []
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
-    elif any(v.padded_shape != (0,) for v in values):
-        values = [v for v in values if v.padded_shape != (0,)]  # as torch does
+    elif any(v.padded_shape != (0,) for v in values):  # torch joins them to pieces of any shape
+        empty = [v for v in values if v.padded_shape == (0,)]
+        values = [v for v in values if v.padded_shape != (0,)]
     ndim = len(values[0].padded_shape)
     dim = dim_of(dim, ndim, func.__name__)
     rest = {
@@ -853,7 +855,8 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         common = reduce(torch.promote_types, kinds)
         values = [lift(v.to(common), mesh, func.__name__) for v in values]
     if len(values) == 1:
-        return values[0].clone()  # type: ignore[return-value]
+        only = values[0]
+        return only.becomes(_joined_raw(values, empty, dim)) if empty else only.clone()  # type: ignore[return-value]
     values = _alike(values, dim)
     first = values[0]
     if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
@@ -872,10 +875,19 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=mesh,
             fix=_joined(values, _with(first, dim, "."), dim),
         )
-    raw = local_call(torch.cat, mesh, ([v.raw for v in values], dim - len(first.padded_shape)), {})
+    raw = _joined_raw(values, empty, dim)
     size = list(first.padded_shape)
     size[dim] = sum(v.padded_shape[dim] for v in values)
     return ShardedTensor(raw, Place(first.sharding, torch.Size(size), mesh))
+
+
+def _joined_raw(values: list[ShardedTensor], empty: list[ShardedTensor], dim: int) -> Tensor:
+    """Join the blocks; pieces of shape (0,) stay in the graph: their gradients are empty."""
+    first = values[0]
+    at = dim - len(first.padded_shape)
+    block = [0 if d == at else n for d, n in enumerate(first.raw.shape, -first.raw.ndim)]
+    nothing = [v.raw.to(first.dtype).reshape(block) for v in empty]
+    return local_call(torch.cat, first.mesh, ([*(v.raw for v in values), *nothing], at), {})
 
 
 def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
-from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.transform import Step, Transform, handed_on, run_in_place
 from shardlib.optim.trees import each, settled, wide
 
 __all__ = ["loss_scale", "skip_nonfinite"]
@@ -63,9 +63,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
         update,
         _at_least(tx),
         donate,
-        groups=tx.groups,
-        sink=tx.sink,
-        shard=tx.shard,
+        **handed_on(tx),
     )
 
 
@@ -140,9 +138,7 @@ def loss_scale(
         update,
         _at_least(tx),
         donate,
-        groups=tx.groups,
-        sink=tx.sink,
-        shard=tx.shard,
+        **handed_on(tx),
     )
 
 

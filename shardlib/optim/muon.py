@@ -31,7 +31,7 @@ from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, record, within
-from shardlib.modules.parallelize import Pattern, matches
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.groups import by_mask
@@ -66,7 +66,7 @@ def muon(
     *,
     rest: Transform | None = None,
     matrices: Mask = None,
-    side: Sequence[tuple[Pattern, int | tuple[int, int]]] = (),
+    side: Sequence[tuple[Pattern[Any], int | tuple[int, int]]] = (),
     adjust: Adjust = "original",
     coefficients: Coefficients = COEFFICIENTS,
     steps: int = 5,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import RuleLint, ShardError
-from shardlib.modules.parallelize import Pattern, matches
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.trees import each
 
@@ -23,7 +23,7 @@ __all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named",
 Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
 """Globs or regexes of the paths that are meant; or a tree of bools; or a function of the tree."""
 
-Labels = Sequence[tuple[Pattern, str]] | Callable[[Any], Any] | Any
+Labels = Sequence[tuple[Pattern[Any], str]] | Callable[[Any], Any] | Any
 """(pattern, label) pairs of which the first that matches holds; or a tree of labels; or a function
 of the tree that gives one."""
 
@@ -159,7 +159,7 @@ def _is_pattern(p: Any) -> bool:
     return isinstance(p, str | re.Pattern) or callable(p)
 
 
-def _patterns(mask: Any) -> Sequence[Pattern] | None:
+def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
     if isinstance(mask, str | re.Pattern):
         return [mask]
     if (

@@ -10,6 +10,7 @@ from shardlib.errors import ShardError
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.clip import global_norm
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
+from shardlib.optim.trees import given_for
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Info", "step"]
@@ -76,15 +77,7 @@ def step(
 def _alike(params: Any, grads: Any) -> None:
     """Blocks are combined by position; what is refused later may have changed something."""
     leaves, tree = optree.tree_flatten(params)
-    try:
-        given = tree.flatten_up_to(grads)
-    except (ValueError, TypeError, KeyError):
-        raise ShardError(
-            "the gradients are another tree than the parameters",
-            op="optim.step",
-            fix="loss, grads = sl.value_and_grad(f)(params)",
-        ) from None
-    for p, g in zip(leaves, given, strict=True):
+    for p, g in zip(leaves, given_for(tree, grads, "optim.step"), strict=True):
         if g is None or not isinstance(p, Tensor):
             continue
         same = isinstance(g, Tensor) and p.shape == g.shape

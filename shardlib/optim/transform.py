@@ -27,9 +27,8 @@ from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "kept_whole", "pieces",
-    "ranged",
-    "run_in_place",
+    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "handed_on", "kept_whole",
+    "pieces", "ranged", "run_in_place",
 ]  # fmt: skip
 
 Hyper = ParamSpec("Hyper")
@@ -105,6 +104,11 @@ class Transform(NamedTuple):
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
     shard: Callable[[Any], Any] = kept_whole
+
+
+def handed_on(tx: Transform) -> dict[str, Any]:
+    """What a transform around another one takes over from it as it is: fields of Transform."""
+    return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
 
 
 def check_transform(tx: Any, op: str) -> None:

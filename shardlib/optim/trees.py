@@ -20,7 +20,7 @@ from shardlib.mesh import Mesh
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "moments", "need", "ready", "settled",
+    "EmptyState", "apply_updates", "each", "given_for", "moments", "need", "ready", "settled",
     "trainable", "wide", "zeros_like",
 ]  # fmt: skip
 
@@ -155,6 +155,21 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
                 mesh=g.mesh,
                 fix=f"sl.optim.zero(tx, axis={g.sharding.partial[0]!r})",
             )
+
+
+def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
+    """The gradients of a tree's leaves, in their order; ``tree`` is the parameters' structure.
+
+    Raises: ShardError where they are another tree.
+    """
+    try:
+        return tree.flatten_up_to(grads)
+    except (ValueError, TypeError, KeyError):
+        raise ShardError(
+            "the gradients are another tree than the parameters",
+            op=op,
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        ) from None
 
 
 def need(params: Any, op: str) -> None:

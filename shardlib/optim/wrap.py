@@ -8,7 +8,7 @@ import torch
 
 from shardlib.errors import ShardError
 from shardlib.optim.schedules import at_step
-from shardlib.optim.transform import Step, Transform, divide, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, divide, handed_on, pieces, run_in_place
 from shardlib.optim.trees import apply_updates, each, need, settled, trainable, wide, zeros_like
 
 __all__ = ["averaged", "ema", "inject_hyperparams", "multi_steps"]
@@ -75,8 +75,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
             t.div_(every)
         return MultiState(0, (), run_in_place(tx, total, state.inner, params, step))
 
-    how = {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
-    return Transform(init, update, tx.trait, donate, **how)
+    return Transform(init, update, tx.trait, donate, **handed_on(tx))
 
 
 class InjectState(NamedTuple):

@@ -33,6 +33,7 @@ from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
 from shardlib.optim.sink import Sink, Summed
 from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
+from shardlib.optim.trees import given_for
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["ZeroState", "zero"]
@@ -557,15 +558,7 @@ def _split(params: Any, leaves: list[Any], grads: Any) -> tuple[Any, list[bool],
     held = frozen(every)
     if isinstance(grads, Buckets):
         return grads, held, tree
-    try:
-        given = tree.flatten_up_to(grads)
-    except (ValueError, TypeError, KeyError):
-        raise ShardError(
-            "the gradients are another tree than the parameters",
-            op="zero",
-            fix="loss, grads = sl.value_and_grad(f)(params)",
-        ) from None
-    given = [g for g, f in zip(given, held, strict=True) if not f]
+    given = [g for g, f in zip(given_for(tree, grads, "zero"), held, strict=True) if not f]
     _lie_alike(leaves, given)
     return given, held, tree
 

@@ -24,7 +24,7 @@ from shardlib.ops.registry import Match
 from shardlib.planning.bounds import lower_bound
 from shardlib.tensor import ShardedTensor, settle, typeof
 
-__all__ = ["Explanation", "Row", "explain"]
+__all__ = ["Explanation", "Row", "explain", "size"]
 
 
 @dataclass
@@ -118,25 +118,25 @@ class Explanation:
         for rows in kinds.values():
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
             lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {row.at}")
-            moved = f"    forward {_size(Trace(row.forward).bytes)}, backward {_size(Trace(row.backward).bytes)}"
-            moved += f", temporaries {_size(row.memory)}" if row.memory else ""
+            moved = f"    forward {size(Trace(row.forward).bytes)}, backward {size(Trace(row.backward).bytes)}"
+            moved += f", temporaries {size(row.memory)}" if row.memory else ""
             chosen = (
                 f", {row.algorithm}" + (f": {row.note}" if row.note else "")
                 if row.algorithm
                 else ""
             )
             lines.append(moved + chosen)
-        lines.append(f"parameters  {_size(self.parameters)}")
+        lines.append(f"parameters  {size(self.parameters)}")
         if self.state:
-            lines.append(f"state       {_size(self.state)} of the optimizer")
-        lines.append(f"transient   {_size(self.transient)} at the most, beside them")
-        lines.append(f"peak        {_size(self.peak)}")
+            lines.append(f"state       {size(self.state)} of the optimizer")
+        lines.append(f"transient   {size(self.transient)} at the most, beside them")
+        lines.append(f"peak        {size(self.peak)}")
         for name, t in (("forward", self.forward), ("backward", self.backward)):
-            lines.append(f"{name:<11} {_size(t.bytes)} in {t.messages} messages")
+            lines.append(f"{name:<11} {size(t.bytes)} in {t.messages} messages")
         if self.bound:
             ratio = float(self.products) / self.bound
             lines.append(
-                f"products    {_size(self.products)} forward, {ratio:.2f} x the lower bound of "
+                f"products    {size(self.products)} forward, {ratio:.2f} x the lower bound of "
                 "each alone"
             )
         return "\n".join(lines)
@@ -327,7 +327,12 @@ def _name(func: Any) -> str:
     )
 
 
-def _size(n: int | Fraction) -> str:
+def size(n: float | Fraction) -> str:
+    """Bytes as people read them.
+
+    >>> size(100), size(2048), size(3 * 2**20)
+    ('100 B', '2.00 KiB', '3.00 MiB')
+    """
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= scale:
             return f"{float(n) / scale:.2f} {unit}"

@@ -11,7 +11,7 @@ from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
 from shardlib.tensor import ShardedTensor, layout_of
 
-__all__ = ["draw", "visualize"]
+__all__ = ["draw", "pyplot", "visualize"]
 
 
 def visualize(x: Any, dims: tuple[int, int] | None = None) -> str:
@@ -106,6 +106,20 @@ def _border(p: int, held: list[set[int]]) -> bool:
     return any((p in h) != (p - 1 in h) for h in held)
 
 
+def pyplot(op: str) -> Any:
+    """matplotlib's pyplot, writing to files alone."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise Unsupported(
+            "pictures need matplotlib", op=op, fix="pip install 'shardlib[bench]'"
+        ) from None
+    return plt
+
+
 def draw(tensors: dict[str, Tensor], file: str) -> None:
     """Write a picture of several matrices' blocks, coloured by rank.
 
@@ -117,15 +131,7 @@ def draw(tensors: dict[str, Tensor], file: str) -> None:
     ...     a = sl.shard(torch.zeros(4, 6), "x y")
     ...     draw({"a": a, "a.T": a.T}, f"{folder}/blocks.png")
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise Unsupported(
-            "pictures need matplotlib", op="draw", fix="pip install 'shardlib[bench]'"
-        ) from None
+    plt = pyplot("draw")
     figure, axes = plt.subplots(1, len(tensors), figsize=(3.4 * len(tensors), 3.6), squeeze=False)
     for ax, (name, x) in zip(axes[0], tensors.items(), strict=True):
         mesh = axis_sizes(x.mesh)  # type: ignore[attr-defined]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Trace, lead, played
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, enter, leave, rank_along, scope
+from shardlib.seeing.blocks import pyplot
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Frame", "Frames", "Sent", "frames"]
@@ -86,15 +87,7 @@ class Frames:
         ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
         ...     frames(torch.matmul, a, b).save(f"{folder}/summa.png")
         """
-        try:
-            import matplotlib
-
-            matplotlib.use("Agg")
-            import matplotlib.pyplot as plt
-        except ImportError:
-            raise Unsupported(
-                "pictures need matplotlib", op="frames", fix="pip install 'shardlib[bench]'"
-            ) from None
+        plt = pyplot("frames")
         shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
         columns = min(4, len(shown))
         rows = -(-len(shown) // columns)

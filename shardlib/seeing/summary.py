@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.optim.buckets import Buckets
+from shardlib.planning.explain import size
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -161,15 +162,3 @@ def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
         names = getattr(node, "_fields", range(len(node)))
         return sum(_count(v, of, (*path, str(k))) for k, v in zip(names, node, strict=True))
     return 0
-
-
-def size(n: float) -> str:
-    """Bytes as people read them.
-
-    >>> size(100), size(2048), size(3 * 2**20)
-    ('100 B', '2.00 KiB', '3.00 MiB')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n:.0f} B"

@@ -347,3 +347,27 @@ def test_the_loss_is_the_modules_own() -> None:
         assert logits.shape == (8, 8, 32)
         whole = sl.unshard(logits)
     assert abs(F.cross_entropy(whole.view(-1, 32), IDS.roll(-1, 1).view(-1)) - loss) < 1e-12
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("remat", [[], [("0", "full"), ("1", "products")]])
+def test_apply_runs_without_a_graph(mode: Any, remat: Any) -> None:
+    """Tensors of inference mode count no writes; nothing needs to know of them there."""
+    m = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with sl.simulate(data=2):
+        inputs = {"input": "data ."}
+        apply, params = sl.parallelize(m, [("*", "...")], inputs=inputs, remat=remat)
+        with mode():
+            y, state = apply.mutable(params, apply.buffers, x)
+            trained, mean = sl.unshard(y), sl.unshard(state["1.running_mean"])
+            again, _ = apply.mutable(params, state, x)
+            assert torch.allclose(sl.unshard(again), trained, atol=1e-12)
+        apply.module.eval()
+        with mode():
+            evaluated = sl.unshard(apply(params, x))
+    expected = m(x)
+    assert torch.allclose(trained, expected, atol=1e-12)
+    assert torch.allclose(mean, m[1].running_mean, atol=1e-12)
+    m[1].running_mean.zero_(), m[1].running_var.fill_(1)
+    assert torch.allclose(evaluated, m.eval()(x), atol=1e-12)

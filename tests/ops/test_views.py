@@ -65,3 +65,19 @@ def test_a_view_of_the_same_shape_keeps_the_layout(case: Any) -> None:
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_and_joins_equal_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("where", [".", "x"])
+def test_an_empty_piece_stays_in_the_graph(where: str, count: int) -> None:
+    """Torch gives a piece of shape (0,) an empty gradient, not none."""
+    empty = torch.zeros(0, dtype=torch.float64).requires_grad_()
+    x = torch.randn(4, 6, dtype=torch.float32).requires_grad_()
+    with sl.simulate(x=2, y=2):
+        pieces = [sl.shard(empty, where), *[sl.shard(x, "y .")] * count]
+        out = sl.unshard(torch.cat(pieces, 1))
+    expected = torch.cat([empty, *[x] * count], 1)
+    assert out.dtype == expected.dtype and torch.equal(out, expected)
+    ours = torch.autograd.grad(out.sum(), (empty, x))
+    for g, e in zip(ours, torch.autograd.grad(expected.sum(), (empty, x)), strict=True):
+        assert g.dtype == e.dtype and torch.equal(g, e)
