@@ -466,7 +466,17 @@ def _start(device: str) -> None:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         try:
-            dist.init_process_group(backend, timeout=_COMING)
+            store, rank, world = next(dist.rendezvous("env://", timeout=_COMING))
+            # torchrun with a fixed master port starts again on the store of those that failed,
+            # whose addresses must not be taken for those of the new processes
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"start {again}", store),
+                rank=rank,
+                world_size=world,
+                timeout=_COMING,
+            )
         except dist.DistError as e:
             raise MeshError(
                 f"rank {os.environ['RANK']} waited {_COMING.total_seconds():.0f} s for the other "
