@@ -46,7 +46,7 @@ MODULES = {
     "planning": "Choice Grid3 Link ReshardPlan attention_plan choose lower_bound probe",
     "random": "get_state seed set_state",
     "recipes": "Recipe cube3d ddp fsdp matrices megatron1d optimus2d ring roles tesseract widening",
-    "seeing": "Frames Summary draw frames summary visualize",
+    "seeing": "Frames Summary Timeline draw frames merged summary timeline visualize",
     "testing": "check_algorithm check_engine check_mask dense_attention",
 }
 

@@ -255,7 +255,8 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
     if mesh.device_mesh is not None:
         RECENT.append((number(), op.name, axes, raw.shape, dtype))
     if traces := scope().traces:
-        _note(traces, op, raw, mesh, axes, params)
+        ends = _note(traces, op, raw, mesh, axes, params)
+        return _ended(op.post(backend(mesh))(raw, mesh, axes, *params), ends)
     return op.post(backend(mesh))(raw, mesh, axes, *params)
 
 
@@ -303,9 +304,9 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 def _note(
     traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
-) -> None:
-    for t in traces:
-        t.before(op.name, raw, mesh, axes, params)
+) -> list[Callable[[], None]]:
+    """Count a transfer; give what is to be called when it is through."""
+    heard = [t.before(op.name, raw, mesh, axes, params) for t in traces]
     if op.moved is not None:
         n, p = _bytes(raw), mesh.axis_size(axes)
         # narrower than what is summed
@@ -314,6 +315,22 @@ def _note(
         if mesh.kind == "stacked":
             n //= mesh.size
         note(traces, op.name, axes[0] if len(axes) == 1 else axes, *op.moved(n, p, params))
+    return [end for end in heard if end is not None]
+
+
+def _ended(finish: Finish, ends: list[Callable[[], None]]) -> Finish:
+    """A transfer at whose end those are called that asked for it."""
+    if not ends:
+        return finish
+
+    def wait() -> Tensor:
+        try:
+            return finish()
+        finally:
+            for end in ends:
+                end()
+
+    return wait
 
 
 def _raw_call(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
@@ -665,10 +682,10 @@ def preduce_add(
             target.varies.join(None if varies is None else varies.axes)
     if mesh.device_mesh is not None:
         RECENT.append((number(), "preduce", (axis,), raw.shape, wire))
-    if traces := scope().traces:
-        _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), (root,))
+    traces = scope().traces
+    ends = _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), (root,)) if traces else []
     try:
-        backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire)()
+        _ended(backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire), ends)()
     except RuntimeError as e:
         _lost(e, _PREDUCE, raw, mesh, (axis,))
         raise
@@ -843,11 +860,11 @@ def scatter_into(
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
     if mesh.axis_size(axes) == 1:
         return lambda: out.copy_(flat)
-    if traces := scope().traces:
-        _note(traces, _PSUM_SCATTER, flat, mesh, axes, params)
+    traces = scope().traces
+    ends = _note(traces, _PSUM_SCATTER, flat, mesh, axes, params) if traces else []
     _remember("psum_scatter", flat, mesh, axes)
     posted = backend(mesh).psum_scatter_into(flat, mesh, axes, out, *params[1:], land=land)
-    return _heard(posted, _PSUM_SCATTER, flat, mesh, axes)
+    return _heard(_ended(posted, ends), _PSUM_SCATTER, flat, mesh, axes)
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
@@ -857,11 +874,13 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
     """
     if mesh.axis_size(axes) == 1:
         return lambda: flat
+    ends = []
     if traces := scope().traces:
         part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
-        _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
+        ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
     _remember("all_gather", flat, mesh, axes)
-    return _heard(backend(mesh).all_gather_into(flat, mesh, axes), _ALL_GATHER, flat, mesh, axes)
+    posted = _ended(backend(mesh).all_gather_into(flat, mesh, axes), ends)
+    return _heard(posted, _ALL_GATHER, flat, mesh, axes)
 
 
 def _remember(name: str, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
@@ -932,12 +951,15 @@ def start_ppermutes(
         return [start(ppermute, x, axis, perm) for x, perm in zip(xs, perms, strict=True)]
     tables = [_pairs(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
     raws = [held(x, mesh) for x in xs]
+    ends: list[Any] = []
     if traces := scope().traces:
         for raw, pairs in zip(raws, tables, strict=True):
-            _note(traces, _PPERMUTE, raw, mesh, axes, (pairs,))
+            ends.append(_note(traces, _PPERMUTE, raw, mesh, axes, (pairs,)))
     if mesh.device_mesh is not None:
         RECENT.extend([(number(), "ppermute", axes, raw.shape, raw.dtype) for raw in raws])
     posted = backend(mesh).ppermutes(raws, mesh, axes, tables)
+    if ends:
+        posted = [_ended(finish, some) for finish, some in zip(posted, ends, strict=True)]
     if mesh.kind != "stacked":
         return [Pending(finish) for finish in posted]
     return [

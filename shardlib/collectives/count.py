@@ -46,8 +46,10 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
 
-    def before(self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple) -> None:
-        """Hear of a transfer that is about to begin."""
+    def before(
+        self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple
+    ) -> Callable[[], None] | None:
+        """Hear of a transfer that is about to begin; what is returned is called at its end."""
 
     @property
     def bytes(self) -> int | Fraction:

@@ -5,6 +5,7 @@ Nothing runs: blocks are on the meta device and the mesh is only a mapping of na
 a plan for 512 ranks takes as long as one for two.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
-from shardlib.errors import ShardError, Unsupported, user_line
+from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import record, within
+from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.planning.bounds import lower_bound
@@ -29,7 +31,10 @@ __all__ = ["Explanation", "Row", "explain", "size"]
 
 @dataclass
 class Row:
-    """One operation: bytes and messages are per rank, ``memory`` is temporaries at the peak."""
+    """One operation: bytes and messages are per rank, ``memory`` is temporaries at the peak.
+
+    ``module``  the submodule whose forward it belongs to, as ``named_modules`` calls it.
+    """
 
     op: str
     at: str
@@ -42,6 +47,17 @@ class Row:
     memory: int = 0
     bound: float = 0.0
     product: bool = False
+    module: str = ""
+
+    @property
+    def bytes(self) -> int | Fraction:
+        """Received in both passes."""
+        return Trace(self.forward).bytes + Trace(self.backward).bytes
+
+    @property
+    def pattern(self) -> str:
+        """Its module with a ``*`` for every number, which is the same in every layer."""
+        return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.module)
 
     @property
     def same(self) -> tuple[Any, ...]:
@@ -49,6 +65,7 @@ class Row:
         return (
             self.op,
             self.at,
+            self.pattern,
             self.operands,
             self.out,
             self.algorithm,
@@ -109,16 +126,66 @@ class Explanation:
     def bound(self) -> float:
         return sum(row.bound for row in self.rows)
 
-    def __str__(self) -> str:
-        lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
-        kinds: dict[tuple[Any, ...], list[Row]] = {}
+    def kinds(self, by: str = "order") -> list[list[Row]]:
+        """Put together what is the same in every layer, of all that communicates or multiplies.
+
+        ``by``  "order", in which they run; or "bytes" or "memory", most first.
+        Raises: BadArgument for another order.
+        """
+        if by not in ("order", "bytes", "memory"):
+            raise BadArgument(f"no order {by!r}", op="explain", fix="plan.kinds('bytes')")
+        found: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             if row.algorithm or row.forward or row.backward:
-                kinds.setdefault(row.same, []).append(row)
-        for rows in kinds.values():
+                found.setdefault(row.same, []).append(row)
+        kinds = list(found.values())
+        if by == "bytes":
+            kinds.sort(key=lambda rows: -len(rows) * rows[0].bytes)
+        elif by == "memory":
+            kinds.sort(key=lambda rows: -rows[0].memory)
+        return kinds
+
+    def json(self) -> dict[str, Any]:
+        """Give the totals and a row per kind of operation as plain values, bytes per rank.
+
+        >>> import json, torch, shardlib as sl; from torch import nn
+        >>> with sl.simulate(x=2):
+        ...     apply, params = sl.parallelize(nn.Linear(4, 4, bias=False), [("weight", ". x")])
+        >>> found = sl.explain(apply, params, torch.empty(2, 4)).json()
+        >>> found["bytes"] == found["rows"][0]["bytes"], json.loads(json.dumps(found)) == found
+        (True, True)
+        """
+        rows = [
+            {
+                "op": row.op, "module": row.pattern, "at": row.at, "count": len(rows),
+                "operands": list(row.operands), "out": row.out, "algorithm": row.algorithm,
+                "note": row.note, "forward_bytes": _plain(Trace(row.forward).bytes * len(rows)),
+                "backward_bytes": _plain(Trace(row.backward).bytes * len(rows)),
+                "bytes": _plain(row.bytes * len(rows)), "memory": row.memory,
+            }
+            for rows in self.kinds()
+            for row in rows[:1]
+        ]  # fmt: skip
+        return {
+            "mesh": dict(self.mesh), "bytes": _plain(self.bytes), "messages": self.messages,
+            "forward_bytes": _plain(self.forward.bytes), "backward_bytes": _plain(self.backward.bytes),
+            "parameters": self.parameters, "state": self.state, "transient": self.transient,
+            "peak": self.peak, "bound": _plain(self.bound), "rows": rows,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, by: str = "order") -> str:
+        """Write a line per kind of operation, and the totals; ``by`` as ``kinds`` takes it."""
+        lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
+        for rows in self.kinds(by):
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
-            lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {row.at}")
+            where = "   ".join(part for part in (row.pattern, row.at) if part)
+            lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {where}")
             moved = f"    forward {size(Trace(row.forward).bytes)}, backward {size(Trace(row.backward).bytes)}"
+            if row.bytes:
+                moved += f" ({100 * float(row.bytes * len(rows) / self.bytes):.0f} % of all)"
             moved += f", temporaries {size(row.memory)}" if row.memory else ""
             chosen = (
                 f", {row.algorithm}" + (f": {row.note}" if row.note else "")
@@ -201,7 +268,7 @@ def _explained(
         both: Any = (tuple(args), kwargs)
         given = optree.tree_map(lambda x: _on_paper(x, paper), both, none_is_leaf=True)
         watch = _Watch(t, paper.size, backward)
-        with Live() as live:
+        with Live() as live, watch.paths:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             if backward:
@@ -216,7 +283,7 @@ def _bytes(tree: Any) -> int:
     """Of the tensors in a tree, on one rank."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
-    return sum(x.numel() * x.element_size() for x in raws)
+    return sum(x.numel() * x.elementsize() for x in raws)
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:
@@ -246,6 +313,7 @@ class _Watch:
     def __init__(self, t: Trace, ranks: int, backward: bool) -> None:
         self.t, self.ranks, self.marks = t, ranks, backward
         self.rows: list[Row] = []
+        self.paths = Paths()
         self.inside = False
         self.match: Match | None = None
         self.product = False
@@ -283,11 +351,11 @@ class _Watch:
         self, func: Any, operands: list[ShardedTensor], out: ShardedTensor, before: int
     ) -> None:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
-        row.forward = self.t.events[before:]
+        row.module, row.forward = self.paths.now(), self.t.events[before:]
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
-            k, item = operands[0].padded_shape[-1], out.raw.element_size()
+            k, item = operands[0].padded_shape[-1], out.raw.elementsize()
             row.product = self.product
             if row.product:
                 row.bound = (
@@ -325,6 +393,11 @@ def _name(func: Any) -> str:
         if name == "__get__"
         else name.strip("_")
     )
+
+
+def _plain(n: float | Fraction) -> int | float:
+    """A number that JSON has."""
+    return int(n) if n == int(n) else float(n)
 
 
 def size(n: float | Fraction) -> str:

@@ -1,7 +1,10 @@
-"""Pictures: where blocks lie, what parameters take, and what an algorithm sends, step by step."""
+"""Pictures: where blocks lie, what parameters take, what an algorithm sends, when a step did what."""
 
 from shardlib.seeing.blocks import draw, visualize
 from shardlib.seeing.frames import Frames, frames
 from shardlib.seeing.summary import Summary, summary
+from shardlib.seeing.timeline import Timeline, merged, timeline
 
-__all__ = ["Frames", "Summary", "draw", "frames", "summary", "visualize"]
+__all__ = [
+    "Frames", "Summary", "Timeline", "draw", "frames", "merged", "summary", "timeline", "visualize",
+]  # fmt: skip

@@ -1,25 +1,93 @@
-"""Draw where a tensor's blocks sit: text in a terminal, a picture in a file."""
+"""Draw where a tensor's blocks sit: text in a terminal, HTML in a notebook, a picture in a file."""
 
+import html
 import itertools
 import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shardlib.errors import Unsupported
+from shardlib.errors import OutOfRange
 from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
-from shardlib.tensor import ShardedTensor, layout_of
+from shardlib.seeing.canvas import INK, Shown, canvas, colours, tint
+from shardlib.tensor import ShardedTensor, layout_of, typeof
 
-__all__ = ["draw", "pyplot", "visualize"]
+__all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
 
 
-def visualize(x: Any, dims: tuple[int, int] | None = None) -> str:
-    """Draw a tensor as text: which ranks hold which block; of ``Frames`` every step.
+@dataclass(frozen=True)
+class Grid:
+    """Two dimensions of a tensor in contiguous pieces.
 
-    ``dims``  the two dimensions to show of more; if None, those that are split, where there are at
-              most two.
-    Raises: Unsupported where more than two dimensions are split and none were chosen.
+    ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
+    ``owners``  per row and column, the ranks that hold the piece; none of what is padding.
+    ``title``   the pieces of the other split dimensions that it belongs to.
+    """
+
+    rows: tuple[tuple[int, int] | None, ...]
+    columns: tuple[tuple[int, int], ...]
+    owners: tuple[tuple[tuple[int, ...], ...], ...]
+    labels: tuple[tuple[str, ...], ...]
+    padding: tuple[tuple[bool, ...], ...]
+    title: str = ""
+
+
+class Drawing(Shown, str):
+    """A drawing as text, which a notebook shows as a table and ``show()`` in colours."""
+
+    grids: tuple[Grid, ...]
+    note: str
+
+    def __new__(cls, drawn: Sequence[Grid], note: str = "") -> "Drawing":
+        made = str.__new__(cls, "".join(text for text, _ in _pieces(drawn, note)))
+        made.grids, made.note = tuple(drawn), note
+        return made
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.grids, self.note
+
+    def pieces(self) -> list[tuple[str, int | None]]:
+        return _pieces(self.grids, self.note)
+
+    def _repr_html_(self) -> str:
+        out = []
+        for grid in self.grids:
+            rows = []
+            for owners, labels, padding in zip(grid.owners, grid.labels, grid.padding, strict=True):
+                cells = [_cell(*cell) for cell in zip(owners, labels, padding, strict=True)]
+                rows.append(f"<tr>{''.join(cells)}</tr>")
+            title = f"<caption>{html.escape(grid.title)}</caption>" if grid.title else ""
+            out.append(f"<table style='{_TABLE}'>{title}{''.join(rows)}</table>")
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        return f"<div>{''.join(out)}{note}</div>"
+
+
+_TABLE = "display:inline-table;margin:4px;border-collapse:collapse"
+
+
+def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
+    colour = f"background:{tint(min(owners))};" if owners and not padding else ""
+    style = f"{colour}border:1px solid {INK};padding:6px 10px;text-align:center;color:inherit"
+    ranks = ",".join(map(str, owners))
+    shown = "padding" if padding else f"<b>{ranks}</b>"
+    return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
+
+
+def visualize(x: Any, dims: tuple[int, int] | None = None) -> Any:
+    """Draw a tensor as text: which ranks hold which block; of ``Frames`` and plans every step.
+
+    A notebook shows it as a table, ``.show()`` prints it in colours where rich is there.  Of more
+    than two split dimensions there is a table for each piece of those in front.
+
+    ``dims``  the two dimensions to show of more; if None, all that are split.
+    Raises: OutOfRange for dimensions that the tensor does not have.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -33,97 +101,161 @@ def visualize(x: Any, dims: tuple[int, int] | None = None) -> str:
     +--------+--------+
     """
     if not isinstance(x, Tensor):
-        return str(x)
+        return x if hasattr(x, "_repr_html_") else str(x)
+    pending = layout_of(x).partial
+    note = f"every block is one part of a sum over {' '.join(pending)}" if pending else ""
+    return Drawing(grids(x, dims), note)
+
+
+def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[Grid]:
+    """Cut a tensor into its contiguous pieces; see ``visualize``."""
     mesh = axis_sizes(x.mesh) if isinstance(x, ShardedTensor) else axis_sizes(x.device_mesh)  # type: ignore[attr-defined]
-    cells = _cells(*_shown(layout_of(x), tuple(x.shape), dims), mesh)
-    names = list(mesh)
-    rows = []
-    for line in cells:
-        texts = []
-        for ranks in line:
-            where = _common([_place(r, mesh) for r in ranks], names)
-            texts.append((",".join(map(str, ranks)), where))
-        rows.append(texts)
-    width = max(len(t) for row in rows for cell in row for t in cell) + 2
-    rule = "+" + "+".join("-" * (width + 1) for _ in rows[0]) + "+"
-    out = [rule]
-    for row in rows:
-        for k in range(2):
-            out.append("|" + "|".join(f" {cell[k]:<{width}}" for cell in row) + "|")
-        out.append(rule)
-    return "\n".join(out)
+    stored = tuple(x.padded_shape) if isinstance(x, ShardedTensor) else tuple(x.shape)
+    layout, true = layout_of(x).resolve(len(stored)), tuple(x.shape)
+    if any(not -len(true) <= d < len(true) for d in dims or ()):
+        raise OutOfRange(
+            f"dimensions {dims} of a tensor that has {len(true)}",
+            op="visualize",
+            operands={"tensor": typeof(x)},
+            fix="sl.visualize(x)",
+        )
+    split = [d for d, token in enumerate(layout.dims) if token.is_split]
+    if dims is not None:
+        front, shown = [], [d % len(true) for d in dims]
+    else:
+        front = split[:-2] if len(split) > 2 else []
+        rest = [d for d in range(len(true)) if d not in split]
+        shown = sorted((split[len(front) :] + rest[::-1])[:2])
+    pieces = _cut(layout, stored, true, mesh)
+    return [
+        _grid(chosen, front, shown, pieces, true, mesh)
+        for chosen in itertools.product(*(range(len(pieces[d])) for d in front))
+    ]
 
 
-def _place(rank: int, mesh: Any) -> dict[str, int]:
-    return coordinates(mesh)[rank]
+@dataclass(frozen=True)
+class _Piece:
+    """Positions start:stop of a dimension, and the ranks that hold them."""
+
+    start: int
+    stop: int
+    ranks: frozenset[int]
 
 
-def _common(places: list[dict[str, int]], names: list[str]) -> str:
+def _cut(
+    layout: Layout, stored: tuple[int, ...], true: tuple[int, ...], mesh: Mapping[str, int]
+) -> list[list[_Piece]]:
+    """Each dimension where some rank's positions begin or end, or padding begins."""
+    held = [layout.indices(stored, mesh, c) for c in coordinates(mesh)]
+    out = []
+    for d, n in enumerate(stored):
+        runs = [list(_runs(h[d])) for h in held]
+        ends = {p for rank in runs for run in rank for p in run} | {0, n, true[d]}
+        borders = sorted(ends)
+        owners: dict[int, set[int]] = {p: set() for p in borders}
+        for rank, some in enumerate(runs):
+            for start, stop in some:
+                for p in borders[bisect_left(borders, start) : bisect_left(borders, stop)]:
+                    owners[p].add(rank)
+        out.append(
+            [_Piece(a, b, frozenset(owners[a])) for a, b in itertools.pairwise(borders)]
+            or [_Piece(0, n, frozenset(range(len(held))))]
+        )
+    return out
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of what is held without a gap, in any order of holding."""
+    if isinstance(positions, range) and positions.step == 1:
+        if len(positions):
+            yield positions.start, positions.stop
+        return
+    start = last = None
+    for p in sorted(positions):
+        if start is None or last is None:
+            start = last = p
+        elif p == last + 1:
+            last = p
+        else:
+            yield start, last + 1
+            start = last = p
+    if start is not None and last is not None:
+        yield start, last + 1
+
+
+def _grid(
+    chosen: tuple[int, ...],
+    front: list[int],
+    shown: list[int],
+    pieces: list[list[_Piece]],
+    true: tuple[int, ...],
+    mesh: Mapping[str, int],
+) -> Grid:
+    every = frozenset(range(math.prod(mesh.values())))
+    above = every
+    for d, i in zip(front, chosen, strict=True):
+        above &= pieces[d][i].ranks
+    if not shown:  # a number
+        text = _common(sorted(above), mesh)
+        return Grid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
+    across = pieces[shown[-1]]
+    down: list[_Piece | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
+    owners, labels, padding = [], [], []
+    for row in down:
+        held = [sorted(above & c.ranks & (every if row is None else row.ranks)) for c in across]
+        owners.append(tuple(map(tuple, held)))
+        labels.append(tuple(_common(ranks, mesh) for ranks in held))
+        below = row is not None and row.start >= true[shown[0]]
+        padding.append(tuple(below or c.start >= true[shown[-1]] for c in across))
+    where = [":"] * len(true)
+    for d, i in zip(front, chosen, strict=True):
+        where[d] = f"{pieces[d][i].start}:{pieces[d][i].stop}"
+    return Grid(
+        tuple(None if row is None else (row.start, row.stop) for row in down),
+        tuple((c.start, c.stop) for c in across),
+        tuple(owners), tuple(labels), tuple(padding),
+        f"[{', '.join(where)}]" if front else "",
+    )  # fmt: skip
+
+
+def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
     """``x0 y1``, leaving out axes along which the block is copied."""
-    same = [n for n in names if len({p[n] for p in places}) == 1]
+    places = [coordinates(mesh)[r] for r in ranks]
+    same = [n for n in mesh if len({p[n] for p in places}) == 1]
     return " ".join(f"{n}{places[0][n]}" for n in same)
 
 
-def _shown(
-    layout: Layout, shape: tuple[int, ...], dims: tuple[int, int] | None
-) -> tuple[Layout, tuple[int, ...]]:
-    """The layout and sizes of the dimensions to show."""
-    layout = layout.resolve(len(shape))
-    if len(shape) <= 2 and dims is None:
-        return layout, shape
-    split = [d for d, token in enumerate(layout.dims) if token.is_split]
-    if dims is None and len(split) > 2:
-        raise Unsupported(
-            f"a picture shows two dimensions, and {len(split)} are split",
-            op="visualize",
-            operands={"layout": str(layout), "shape": list(shape)},
-            fix=f"sl.visualize(x, dims={(split[0], split[1])})",
-        )
-    rest = [d for d in range(len(shape)) if d not in split]
-    chosen = sorted((split + rest[::-1])[:2]) if dims is None else [d % len(shape) for d in dims]
-    return Layout(tuple(layout.dims[d] for d in chosen)), tuple(shape[d] for d in chosen)
+def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
+    """The drawing as runs of text, each with the number of its colour."""
+    out: list[tuple[str, int | None]] = []
+    for grid in drawn:
+        texts = [
+            [
+                ("padding" if pad else ",".join(map(str, ranks)), label)
+                for ranks, label, pad in zip(*row, strict=True)
+            ]
+            for row in zip(grid.owners, grid.labels, grid.padding, strict=True)
+        ]
+        width = max(len(t) for row in texts for cell in row for t in cell) + 2
+        rule = "+" + "+".join("-" * (width + 1) for _ in texts[0]) + "+"
+        out += [(f"{grid.title}\n", None)] if grid.title else []
+        out.append((rule, None))
+        for row, ranks, pads in zip(texts, grid.owners, grid.padding, strict=True):
+            for k in range(2):
+                out.append(("\n|", None))
+                for cell, held, pad in zip(row, ranks, pads, strict=True):
+                    out.append((f" {cell[k]:<{width}}", None if pad or not held else held[0]))
+                    out.append(("|", None))
+            out.append((f"\n{rule}", None))
+        out.append(("\n", None))
+    return [*out[:-1], (f"\n{note}", None)] if note else out[:-1]
 
 
-def _cells(layout: Layout, shape: tuple[int, ...], mesh: Any) -> list[list[list[int]]]:
-    """Rows and columns of contiguous pieces; each holds the ranks that own it."""
-    if len(shape) == 0:
-        return [[list(range(math.prod(mesh.values())))]]
-    held = [[set(i) for i in layout.indices(shape, mesh, c)] for c in coordinates(mesh)]
-    starts = [
-        [p for p in range(n) if p == 0 or _border(p, [h[d] for h in held])]
-        for d, n in enumerate(shape)
-    ]
-    rows, cols = starts if len(shape) == 2 else ([None], starts[0])
+def draw(tensors: Mapping[str, Tensor], file: str) -> None:
+    """Write a picture of several tensors' blocks, coloured by the first rank that holds each.
 
-    def owners(r: int | None, c: int) -> list[int]:
-        return [k for k, h in enumerate(held) if c in h[-1] and (r is None or r in h[0])]
-
-    return [[owners(r, c) for c in cols] for r in rows]
-
-
-def _border(p: int, held: list[set[int]]) -> bool:
-    """Whether positions p-1 and p lie apart for some rank."""
-    return any((p in h) != (p - 1 in h) for h in held)
-
-
-def pyplot(op: str) -> Any:
-    """matplotlib's pyplot, writing to files alone."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise Unsupported(
-            "pictures need matplotlib", op=op, fix="pip install 'shardlib[bench]'"
-        ) from None
-    return plt
-
-
-def draw(tensors: dict[str, Tensor], file: str) -> None:
-    """Write a picture of several matrices' blocks, coloured by rank.
-
-    Needs matplotlib.
+    Sizes are true to scale, padding is hatched; of more than two split dimensions there is a panel
+    for each piece of those in front.  Needs matplotlib.
 
     >>> import tempfile
     >>> import torch, shardlib as sl
@@ -131,29 +263,43 @@ def draw(tensors: dict[str, Tensor], file: str) -> None:
     ...     a = sl.shard(torch.zeros(4, 6), "x y")
     ...     draw({"a": a, "a.T": a.T}, f"{folder}/blocks.png")
     """
-    plt = pyplot("draw")
-    figure, axes = plt.subplots(1, len(tensors), figsize=(3.4 * len(tensors), 3.6), squeeze=False)
-    for ax, (name, x) in zip(axes[0], tensors.items(), strict=True):
-        mesh = axis_sizes(x.mesh)  # type: ignore[attr-defined]
-        cells = _cells(*_shown(layout_of(x), tuple(x.shape), None), mesh)
-        count = math.prod(mesh.values())
-        shown = [[min(ranks) for ranks in row] for row in cells]
-        ax.imshow(
-            shown,
-            cmap="Pastel1" if count <= 9 else "tab20",
-            vmin=0,
-            vmax=max(8, count - 1),
-            aspect="auto",
-        )
-        for (i, row), j in itertools.product(enumerate(cells), range(len(cells[0]))):
-            ax.text(j, i, ",".join(map(str, row[j])), ha="center", va="center", fontsize=9)
-        for i in range(1, len(cells)):
-            ax.axhline(i - 0.5, color="white", lw=3)
-        for j in range(1, len(cells[0])):
-            ax.axvline(j - 0.5, color="white", lw=3)
-        ax.set_xticks([]), ax.set_yticks([])
-        ax.set_title(f"{name}\n{list(x.shape)}  {layout_of(x)}", fontsize=9)
-    figure.suptitle("ranks that hold each block", fontsize=9)
-    figure.tight_layout()
+    panels = [(name, x, grid) for name, x in tensors.items() for grid in grids(x)]
+    columns = min(5, max(1, len(panels)))
+    rows = -(-len(panels) // columns)
+    figure, axes = canvas("draw", max(1, rows), columns, (2.5 * columns, 2.6 * max(1, rows)))
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for ax, (name, x, grid) in zip(axes.flat, panels, strict=False):
+        _panel(ax, grid)
+        title = " ".join(part for part in (name, grid.title) if part)
+        ax.set_title(f"{title}\n{typeof(x)}", fontsize=8, color=INK)
+    figure.suptitle("ranks that hold each block", fontsize=8, color=INK)
     figure.savefig(file, dpi=150)
-    plt.close(figure)
+
+
+def _panel(ax: Any, grid: Grid) -> None:
+    from matplotlib.patches import Rectangle
+
+    wide = grid.columns[-1][1] or 1
+    tall = (grid.rows[-1] or (0, 1))[1] or 1
+    for row, ranks, labels, pads in zip(
+        grid.rows, grid.owners, grid.labels, grid.padding, strict=True
+    ):
+        top, bottom = row or (0, 1)
+        for (left, right), held, label, pad in zip(grid.columns, ranks, labels, pads, strict=True):
+            width, height = (right - left) / wide, (bottom - top) / tall
+            x, y = left / wide, top / tall
+            look: dict[str, Any] = {"facecolor": colours(1, held[0])[0] if held else "none"}
+            look = {"facecolor": "none", "hatch": "///"} if pad else look
+            ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
+            text = ",".join(map(str, held))
+            if len(text) > 8:
+                text = f"{held[0]},..,{held[-1]}"
+            if not pad and width > 0.03 * len(text) and height > 0.08:
+                more = height > 0.2 and width > 0.03 * len(label) and label
+                ax.text(
+                    x + width / 2, y + height / 2, f"{text}\n{label}" if more else text,
+                    ha="center", va="center", fontsize=7.5, color="white",
+                )  # fmt: skip
+    ax.set_xlim(-0.01, 1.01)
+    ax.set_ylim(1.02, -0.02)

@@ -5,9 +5,11 @@ the operands' elements are all different, so a block of A is known wherever it t
 part of an operand is a sum on its way.
 """
 
+import html
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,9 +17,14 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Trace, lead, played
-from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, enter, leave, rank_along, scope
-from shardlib.seeing.blocks import pyplot
+from shardlib.errors import NoImplementation, ShardError
+from shardlib.layouts import Layout3D, Layout25D, Ring
+from shardlib.mesh import Mesh, enter, leave, rank_along, scope, simulate
+from shardlib.ops.attention import ring_attention
+from shardlib.ops.matmul import product
+from shardlib.ops.registry import Match, pinned, why
+from shardlib.placing import shard
+from shardlib.seeing.canvas import INK, Shown, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Frame", "Frames", "Sent", "frames"]
@@ -42,6 +49,11 @@ class Frame:
     what: tuple[str, ...]
     bytes: Fraction
 
+    @property
+    def kinds(self) -> list[str]:
+        """Name the operands that travel, as colours tell them apart."""
+        return sorted({_kind(s) for s in self.sent})
+
     def __str__(self) -> str:
         lines = [f"{', '.join(self.what)}   {float(self.bytes):,.0f} B per rank"]
         for s in self.sent:
@@ -50,8 +62,8 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Frames:
-    """The steps of one run; ``print`` them, or ``save`` them as a picture.
+class Frames(Shown):
+    """The steps of one run; ``print`` them, ``save`` them as a picture, or let a notebook show it.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4):
@@ -76,8 +88,31 @@ class Frames:
         return sum((f.bytes for f in self.frames), Fraction(0))
 
     def __str__(self) -> str:
-        steps = [f"{i}. {f}" for i, f in enumerate(self.frames, 1)]
-        return "\n".join([f"{self.title}   on {self.mesh}", *(steps or ["nothing moves"])])
+        return "".join(text for text, _ in self.pieces())
+
+    def pieces(self) -> list[tuple[str, int | None]]:
+        """Text in runs, each with the number of its colour."""
+        out: list[tuple[str, int | None]] = [(f"{self.title}   on {self.mesh}", None)]
+        for i, frame in enumerate(self.frames, 1):
+            head, *rows = str(frame).splitlines()
+            out.append((f"\n{i}. {head}", None))
+            for row, sent in zip(rows, frame.sent, strict=True):
+                before, block, after = row.partition(f" {sent.block} ")
+                kind = frame.kinds.index(_kind(sent))
+                out += [(f"\n{before}", None), (block, kind), (after, None)]
+        return out if self.frames else [*out, ("\nnothing moves", None)]
+
+    def _repr_html_(self) -> str:
+        at = _positions(self.mesh)
+        parts = []
+        for i, frame in enumerate(self.frames, 1):
+            head = f"{i}. {', '.join(frame.what)}<br>{float(frame.bytes):,.0f} B per rank"
+            parts.append(
+                f"<div style='margin:6px'><small>{head}</small><br>{_svg(frame, at)}</div>"
+            )
+        title = html.escape(f"{self.title}   on {self.mesh}")
+        body = "".join(parts) or "nothing moves"
+        return f"<div>{title}<div style='display:flex;flex-wrap:wrap'>{body}</div></div>"
 
     def save(self, file: str) -> None:
         """Write a picture, one panel per step; needs matplotlib.
@@ -87,34 +122,42 @@ class Frames:
         ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
         ...     frames(torch.matmul, a, b).save(f"{folder}/summa.png")
         """
-        plt = pyplot("frames")
         shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
-        columns = min(4, len(shown))
-        rows = -(-len(shown) // columns)
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(3.6 * columns, 3.8 * rows), squeeze=False
-        )
         at = _positions(self.mesh)
+        wide = max(x for x, _ in at) + 1.2
+        tall = max(1.5, -min(y for _, y in at) + 1.2)
+        columns = max(1, min(len(shown), 4, round(12 / (1.1 * wide))))
+        rows = -(-len(shown) // columns)
+        size = (max(2.4, 1.1 * wide) * columns, (1.1 * tall + 0.5) * rows + 0.4)
+        figure, axes = canvas("frames", rows, columns, size)
         for panel in axes.flat:
             panel.set_axis_off()
         for i, (frame, panel) in enumerate(zip(shown, axes.flat, strict=False), 1):
             _draw(panel, frame, at)
-            panel.set_title(f"{i}. {', '.join(frame.what)}", fontsize=8)
-        figure.suptitle(f"{self.title}   on {self.mesh}", fontsize=10)
-        figure.tight_layout()
-        figure.savefig(file, dpi=150, facecolor="white")
-        plt.close(figure)
+            head = f"{i}. {', '.join(frame.what)}" if self.frames else frame.what[0]
+            panel.set_title(head, fontsize=7, color=INK)
+        figure.suptitle(f"{self.title}   on {self.mesh}", fontsize=9, color=INK)
+        figure.savefig(file, dpi=150)
 
 
-def frames(f: Callable[..., Any], *operands: Any, **kwargs: Any) -> Frames:
+def frames(f: Callable[..., Any] | str, *operands: Any, **kwargs: Any) -> Frames:
     """Run ``f(*operands)`` on simulated ranks and say, step by step, who sends which block to whom.
 
+    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it multiplies, or
+                  attends over, small operands that lie as it wants them.
     ``operands``  sharded tensors on a simulated mesh; only their layouts and sizes matter, their
                   values are replaced, in fp32 where theirs are narrower.  They are called A, B,
                   C, ... in this order.
-    Raises: ShardError where no operand is sharded over simulated ranks.
+    Raises: ShardError where no operand is sharded over simulated ranks; NoImplementation where an
+            algorithm of this name takes nothing on this mesh.
 
     >>> import torch, shardlib as sl
+    >>> print(sl.seeing.frames("cannon", x=2, y=2)[0])
+    ppermute over y, ppermute over x   16 B per rank
+        2 -- A2 -> 3
+        3 -- A3 -> 2
+        1 -- B1 -> 3
+        3 -- B3 -> 1
     >>> with sl.simulate(x=2, y=2):
     ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
     ...     print(sl.seeing.frames(torch.matmul, a, b)[0])
@@ -124,6 +167,8 @@ def frames(f: Callable[..., Any], *operands: Any, **kwargs: Any) -> Frames:
         0 -- B0 -> 2
         1 -- B1 -> 3
     """
+    if isinstance(f, str):
+        return _of_name(f, kwargs)
     sharded = [x for x in operands if isinstance(x, ShardedTensor)]
     if not sharded or not lead(sharded[0].mesh):
         raise ShardError(
@@ -262,32 +307,154 @@ def _positions(mesh: Mesh) -> list[tuple[float, float]]:
     return out
 
 
+def _of_name(name: str, axes: dict[str, int]) -> Frames:
+    """The frames of an algorithm on the first operands that it takes."""
+    if not axes:
+        raise ShardError(
+            f"an algorithm runs on a mesh, and {name!r} was given none",
+            op="frames",
+            fix=f"sl.seeing.frames({name!r}, x=2, y=2)",
+        )
+    with simulate(**axes) as mesh:
+        known = []
+        for op, f, operands in _offers(mesh):
+            verdicts = dict(why(op, *operands).verdicts)
+            known += [n for n in verdicts if n not in known]
+            if isinstance(verdicts.get(name), Match):
+                with pinned(**{op: name}):
+                    return replace(frames(f, *operands), title=name)
+    what = (
+        f"{name!r} takes nothing that lies over" if name in known else f"no algorithm {name!r} on"
+    )
+    raise NoImplementation(
+        f"{what} {' '.join(f'{a}={n}' for a, n in axes.items())}",
+        op="frames",
+        operands={"algorithms": ", ".join(known)},
+        fix="sl.seeing.frames('summa', x=2, y=2)",
+    )
+
+
+def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[ShardedTensor, ...]]]:
+    """Operands on a mesh: of the known families first, then split in every way."""
+    n, names = 2 * mesh.size, mesh.names
+    pairs: list[tuple[Any, Any]] = []
+    if len(names) == 2:
+        pairs.append((f"{names[0]} {names[1]}",) * 2)
+    if len(names) == 3:
+        depth, x, y = names
+        deep = Layout25D(x, y, depth)
+        pairs += [(Layout3D(*names).act, Layout3D(*names).weight)]
+        pairs += [(deep.act, deep.weight), (deep.deep_act, deep.deep_weight)]
+    ways = list(split_ways(names))
+    pairs += [(f"{a} {b}", f"{c} {d}") for (a, b), (c, d) in itertools.product(ways, ways)]
+    x = torch.zeros(n, n)
+    for of_a, of_b in pairs:
+        yield "matmul", product, (shard(x, of_a, mesh), shard(x, of_b, mesh))
+    for axes in (names, *((a,) for a in names)) if len(names) > 1 else (names,):
+        for schedule in ("contiguous", "zigzag"):
+            ring = Ring(axes if len(axes) > 1 else axes[0], dim=2, schedule=schedule)
+            qkv = (shard(torch.zeros(1, mesh.size, n, 2), ring, mesh),) * 3
+            yield "attention", ring_attention, qkv
+
+
+def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Every way to split two dimensions, each over none, one or two axes.
+
+    >>> list(split_ways(("x",)))
+    [('x', '.'), ('.', 'x'), ('.', '.')]
+    """
+    pairs = [f"({a} {b})" for a, b in itertools.permutations(names, 2)]
+    tokens = [*names, *pairs, "."]
+    for p, q in itertools.product(tokens, repeat=2):
+        if not set(p.strip("()").split()) & set(q.strip("()").split()) - {"."}:
+            yield p, q
+
+
+def _kind(sent: Sent) -> str:
+    return "+".join(sorted(_operands(sent)))
+
+
+_BEND = 0.18
+
+
 def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
-    kinds = sorted({"+".join(sorted(_operands(s))) for s in frame.sent})
-    colours = {k: f"C{i}" for i, k in enumerate(kinds)}
+    shades = dict(zip(frame.kinds, colours(len(frame.kinds)), strict=True))
     for rank, (x, y) in enumerate(at):
         panel.text(
-            x, y, str(rank), ha="center", va="center", fontsize=9, zorder=3,
-            bbox={"boxstyle": "round,pad=0.4", "fc": "white", "ec": "0.4"},
+            x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3, color="white",
+            bbox={"boxstyle": "circle,pad=0.35", "fc": "#6b6b6b", "ec": INK, "lw": 0.8},
         )  # fmt: skip
     for s in frame.sent:
-        colour = colours["+".join(sorted(_operands(s)))]
-        (x0, y0), bend = at[s.sender], 0.18
+        colour, (x0, y0) = shades[_kind(s)], at[s.sender]
         for k, to in enumerate(s.receivers):
             x1, y1 = at[to]
             panel.annotate(
                 "", (x1, y1), (x0, y0), zorder=2,
-                arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 12, "shrinkB": 12,
-                            "connectionstyle": f"arc3,rad={bend}"},
+                arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 11, "shrinkB": 11,
+                            "lw": 1.1, "connectionstyle": f"arc3,rad={_BEND}"},
             )  # fmt: skip
-            if k == 0:  # on the arrow, which bends to the right of its way
-                along, aside = 0.35, 2 * 0.35 * 0.65 * bend
+            if k == 0:
+                x, y = _along(at[s.sender], at[to])
                 panel.text(
-                    x0 + along * (x1 - x0) + aside * (y1 - y0),
-                    y0 + along * (y1 - y0) - aside * (x1 - x0),
-                    s.block, fontsize=7, color=colour, ha="center", va="center", zorder=4,
-                    bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none"},
+                    x, y, s.block, fontsize=6.5, color="white", ha="center", va="center", zorder=4,
+                    bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
                 )  # fmt: skip
     xs, ys = [x for x, _ in at], [y for _, y in at]
     panel.set_xlim(min(xs) - 0.6, max(xs) + 0.6)
     panel.set_ylim(min(ys) - 0.6, max(ys) + 0.6)
+
+
+def _along(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+    """A point on an arrow, which bends to the right of its way."""
+    (x0, y0), (x1, y1) = start, end
+    t = 0.35
+    aside = 2 * t * (1 - t) * _BEND
+    return x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)
+
+
+def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> str:
+    """One step as a drawing that a page shows in its own ink."""
+    shades = dict(zip(frame.kinds, colours(len(frame.kinds)), strict=True))
+    left, low = min(x for x, _ in at) - 0.6, max(y for _, y in at) + 0.6
+    width = (max(x for x, _ in at) + 0.6 - left) * scale
+    height = (low - min(y for _, y in at) + 0.6) * scale
+
+    def spot(p: tuple[float, float]) -> tuple[float, float]:
+        return (p[0] - left) * scale, (low - p[1]) * scale
+
+    out = [f"<svg width='{width:.0f}' height='{height:.0f}' xmlns='http://www.w3.org/2000/svg'>"]
+    labels = []
+    for s in frame.sent:
+        colour = shades[_kind(s)]
+        for k, to in enumerate(s.receivers):
+            (ax, ay), (bx, by) = at[s.sender], at[to]
+            middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
+            length = math.hypot(bx - ax, by - ay) or 1.0
+            cut = 0.24 / length  # the arrow ends at the circle
+            tip = (bx + (middle[0] - bx) * 2 * cut, by + (middle[1] - by) * 2 * cut)
+            (x0, y0), (xm, ym), (x1, y1) = spot(at[s.sender]), spot(middle), spot(tip)
+            out.append(
+                f"<path d='M{x0:.1f} {y0:.1f}Q{xm:.1f} {ym:.1f} {x1:.1f} {y1:.1f}' fill='none' "
+                f"stroke='{colour}' stroke-width='1.6'/>"
+            )
+            turn = math.degrees(math.atan2(y1 - ym, x1 - xm))
+            out.append(
+                f"<path d='M0 0L-8 -3.5L-8 3.5Z' fill='{colour}' "
+                f"transform='translate({x1:.1f} {y1:.1f})rotate({turn:.0f})'/>"
+            )
+            if k == 0:
+                x, y = spot(_along(at[s.sender], at[to]))
+                half = 3.6 * len(s.block) + 3
+                labels.append(
+                    f"<rect x='{x - half:.1f}' y='{y - 7:.1f}' width='{2 * half:.1f}' height='14' "
+                    f"rx='3' fill='{colour}'/><text x='{x:.1f}' y='{y + 3.5:.1f}' fill='white' "
+                    f"font-size='10' text-anchor='middle'>{html.escape(s.block)}</text>"
+                )
+    for rank, p in enumerate(at):
+        x, y = spot(p)
+        out.append(
+            f"<circle cx='{x:.1f}' cy='{y:.1f}' r='12' fill='#6b6b6b' stroke='{INK}'/>"
+            f"<text x='{x:.1f}' y='{y + 4:.1f}' fill='white' font-size='11' "
+            f"text-anchor='middle'>{rank}</text>"
+        )
+    return "".join([*out, *labels, "</svg>"])

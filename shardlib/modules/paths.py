@@ -1,0 +1,73 @@
+"""Which submodule runs: the path of a call within its module, while somebody asks for it."""
+
+import threading
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+__all__ = ["Paths"]
+
+
+class Paths:
+    """While it is open, ``now()`` is the name of the submodule whose forward runs.
+
+    Names are those of ``named_modules`` of the outermost module that was called, "" where it runs
+    itself or none does; a region that is computed again in backward keeps its name.  Nothing is
+    registered before it is open or after.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    >>> seen = []
+    >>> handle = net[1][0].register_forward_hook(lambda *_: seen.append(paths.now()))
+    >>> with Paths() as paths:
+    ...     _ = net(torch.ones(1, 2))
+    >>> seen, paths.now()
+    (['1.0'], '')
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.roots: list[nn.Module] = []  # held, so that no module takes another's place
+        self.here = threading.local()
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> "Paths":
+        self.hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.here = threading.local()
+
+    def now(self) -> str:
+        """Name the submodule that runs in this thread."""
+        stack = self._stack()
+        return stack[-1] if stack else ""
+
+    def _stack(self) -> list[str]:
+        if not hasattr(self.here, "stack"):
+            self.here.stack = []
+        return self.here.stack
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        stack = self._stack()
+        if id(module) not in self.names:
+            above = f"{stack[-1]}." if stack and stack[-1] else ""
+            self.roots.append(module)
+            for name, child in module.named_modules():
+                own = f"{above}{type(module).__name__}" if stack else ""
+                path = f"{own}.{name}" if own and name else own or name
+                self.names.setdefault(id(child), path)
+        stack.append(self.names[id(module)])
+
+    def _leave(self, *_: Any) -> None:
+        if stack := self._stack():
+            stack.pop()

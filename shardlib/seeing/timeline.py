@@ -1,0 +1,611 @@
+"""A step as a timeline: each operation and collective with when, where in the code and the model.
+
+Inside ``with timeline()`` the dispatch of sharded tensors tells of each call, the collectives of
+each transfer, and hooks on the graph of which operation's gradient runs.  Outside, nothing listens
+and nothing is added.  Times are the host's: on a GPU an operation ends when it is posted, and the
+names that torch.profiler shows say which kernels are its own.
+
+Source of the format: "Trace Event Format", which chrome://tracing and ui.perfetto.dev read.
+"""
+
+import html
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardlib._compat import after_backward, backward_now
+from shardlib.collectives import Trace, lead
+from shardlib.errors import BadArgument, ShardError, user_line
+from shardlib.mesh import Entered, Mesh, enter, leave, scope
+from shardlib.modules.paths import Paths
+from shardlib.planning.explain import size
+from shardlib.seeing.canvas import INK, canvas, colours
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Span", "Timeline", "merged", "timeline"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation, collective or named phase of one rank.
+
+    ``kind``     "operation", "collective" or "phase".
+    ``start``    seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
+                 posted ahead: from there until it was waited for.
+    ``line``     the user's line; of a gradient that of its operation.   ``module``  whose forward.
+    ``type``     of the result; of a collective that of the block that is sent.
+    ``bytes``    received per rank; of an operation by the collectives inside it, and ``messages``.
+    """
+
+    name: str
+    kind: str
+    start: float
+    seconds: float
+    rank: int = 0
+    backward: bool = False
+    module: str = ""
+    line: str = ""
+    type: str = ""
+    axis: str = ""
+    bytes: float = 0.0
+    messages: int = 0
+    algorithm: str = ""
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass
+class Timeline:
+    """What ran while it was open; ``print`` it, ``save`` it, or let a notebook show it.
+
+    ``spans``   in the order they began.      ``ranks``  rank -> what it is called.
+    ``began``   seconds since the epoch, by which ranks are put beside each other.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     a, b = (sl.shard(torch.ones(8, 8), "x y").requires_grad_() for _ in "ab")
+    ...     with sl.seeing.timeline() as line:
+    ...         (a @ b).sum().backward()
+    >>> [(s.name, s.type, s.backward) for s in line.operations]
+    [('matmul', 'f32[8@x, 8@y]', False), ('sum', 'f32[]', False), ('sum', 'f32[]', True), ('matmul', 'f32[8@x, 8@y]', True)]
+    >>> line.bytes == sum(s.bytes for s in line.operations)
+    True
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    ranks: dict[int, str] = field(default_factory=dict)
+    began: float = 0.0
+
+    @property
+    def operations(self) -> list[Span]:
+        return [s for s in self.spans if s.kind == "operation"]
+
+    @property
+    def collectives(self) -> list[Span]:
+        return [s for s in self.spans if s.kind == "collective"]
+
+    @property
+    def seconds(self) -> float:
+        """From the first begin to the last end."""
+        return max((s.end for s in self.spans), default=0.0) - min(
+            (s.start for s in self.spans), default=0.0
+        )
+
+    @property
+    def bytes(self) -> float:
+        """Received per rank, on average over the ranks that are here."""
+        return sum(s.bytes for s in self.collectives) / max(1, len(self.ranks))
+
+    def rows(self, by: str = "seconds") -> list[dict[str, Any]]:
+        """Sum what is the same in every layer and on every rank, most first.
+
+        ``by``  "seconds", "bytes" or "count".   Layers' numbers in module paths are one ``*``.
+        A row has name, kind, backward, module, line, type, axis, algorithm, count, seconds and
+        bytes per rank, and its ``share`` of all the seconds of its kind.
+        Raises: BadArgument for another order.
+        """
+        if by not in ("seconds", "bytes", "count"):
+            raise BadArgument(
+                f"no order {by!r}", op="rows", fix="line.rows('bytes')  # or seconds, count"
+            )
+        ranks = max(1, len(self.ranks))
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for s in self.spans:
+            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", s.module)
+            same = (s.name, s.kind, s.backward, module, s.line, s.type, s.axis, s.algorithm)
+            names = ("name", "kind", "backward", "module", "line", "type", "axis", "algorithm")
+            row = found.setdefault(
+                same, dict(zip(names, same, strict=True)) | {"count": 0, "seconds": 0.0, "bytes": 0}
+            )
+            row["count"] += 1 / ranks
+            row["seconds"] += s.seconds / ranks
+            row["bytes"] += s.bytes / ranks
+        total = {k: sum(r["seconds"] for r in found.values() if r["kind"] == k) for k in _KINDS}
+        for row in found.values():
+            row["share"] = row["seconds"] / (total[row["kind"]] or 1.0)
+        return sorted(found.values(), key=lambda r: -r[by])
+
+    def table(self, by: str = "seconds", most: int = 24) -> list[list[str]]:
+        """Write the rows as text with their heading; those beyond ``most`` are one line."""
+        out = [["share", "ms", "times", "bytes", "", "what", "module", "type", "line"]]
+        rows = [r for r in self.rows(by) if r["kind"] != "phase"]
+        for r in rows[:most]:
+            what = f"{r['name']} over {r['axis']}" if r["axis"] else r["name"]
+            what += f" ({r['algorithm']})" if r["algorithm"] else ""
+            times = f"{r['count']:.0f}" if r["count"] == int(r["count"]) else f"{r['count']:.1f}"
+            way = "backward" if r["backward"] else "forward"
+            share = f"{100 * r['share']:.0f} %" if r["kind"] == "operation" else ""
+            moved = size(r["bytes"]) if r["bytes"] else ""
+            ms = f"{1e3 * r['seconds']:.3f}"
+            out.append([share, ms, times, moved, way, what, r["module"], r["type"], r["line"]])
+        if rows[most:]:
+            ms = f"{1e3 * sum(r['seconds'] for r in rows[most:]):.3f}"
+            out.append(["", ms, "", "", "", f"{len(rows) - most} more", "", "", ""])
+        return out
+
+    def __str__(self) -> str:
+        table = self.table()
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = [self._head()]
+        for row in table:
+            cells = [
+                c.rjust(w) if i < 4 else c.ljust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def _head(self) -> str:
+        ranks = max(1, len(self.ranks))
+        parts = [
+            f"{kind}s {1e3 * sum(s.seconds for s in self.spans if s.kind == kind) / ranks:.3f} ms"
+            for kind in ("operation", "collective")
+        ]
+        where = ", ".join(self.ranks.values()) if ranks < 4 else f"{ranks} ranks"
+        return (
+            f"{1e3 * self.seconds:.3f} ms on {where or 'no mesh'}: {', '.join(parts)}, "
+            f"{size(self.bytes)} received per rank"
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *body = self.table()
+        cell = "text-align:left;white-space:nowrap"
+        rows = ["".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)]
+        rows += ["".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in r) for r in body]
+        table = "".join(f"<tr>{r}</tr>" for r in rows)
+        return f"<p>{html.escape(self._head())}</p><table>{table}</table>"
+
+    # ------------------------------------------------------------ files
+
+    def chrome(self) -> dict[str, Any]:
+        """Give the trace as Chrome and Perfetto read it: a process per rank, a track per lane."""
+        events: list[dict[str, Any]] = []
+        for rank, name in sorted(self.ranks.items()):
+            events.append(_meta("process_name", rank, 0, name=name))
+            events.append(_meta("process_sort_index", rank, 0, sort_index=rank))
+        for rank, lanes in self._lanes().items():
+            for lane, (title, spans) in enumerate(lanes):
+                events.append(_meta("thread_name", rank, lane, name=title))
+                events.append(_meta("thread_sort_index", rank, lane, sort_index=lane))
+                for s in spans:
+                    way = "backward" if s.backward else "forward"
+                    events.append(
+                        {
+                            "name": _title(s), "cat": f"{s.kind},{way}", "ph": "X", "pid": rank,
+                            "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds, "args": asdict(s),
+                        }
+                    )  # fmt: skip
+        about = {"began": self.began, "ranks": {str(r): n for r, n in self.ranks.items()}}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+    def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
+        """The spans of each rank in tracks of which none has two at once that are not nested."""
+        out: dict[int, list[tuple[str, list[Span]]]] = {}
+        for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
+            own = [s for s in self.spans if s.rank == rank]
+            lanes = [(k, [s for s in own if s.kind == k]) for k in ("phase", "operation")]
+            moving: list[list[Span]] = []
+            for s in sorted((s for s in own if s.kind == "collective"), key=lambda s: s.start):
+                free = next((lane for lane in moving if lane[-1].end <= s.start), None)
+                if free is None:
+                    moving.append([s])
+                else:
+                    free.append(s)
+            titles = [f"collectives {i + 1}" if i else "collectives" for i in range(len(moving))]
+            lanes += list(zip(titles, moving, strict=True))
+            names = {"phase": "phases", "operation": "operations"}
+            out[rank] = [(names.get(k, k), spans) for k, spans in lanes if spans]
+        return out
+
+    def save(self, file: str | Path) -> None:
+        """Write the timeline: ``.json`` for ui.perfetto.dev, else a picture (``.png``, ``.svg``, ``.pdf``).
+
+        Pictures need matplotlib.
+
+        >>> import tempfile, torch, shardlib as sl
+        >>> with sl.simulate(x=2), tempfile.TemporaryDirectory() as folder:
+        ...     with sl.seeing.timeline() as line:
+        ...         _ = sl.unshard(sl.shard(torch.ones(4), "x") + 1)
+        ...     line.save(f"{folder}/step.json")
+        ...     line.save(f"{folder}/step.png")
+        ...     again = sl.seeing.Timeline.read(f"{folder}/step.json")
+        >>> again.spans == line.spans
+        True
+        """
+        if Path(file).suffix == ".json":
+            Path(file).write_text(json.dumps(self.chrome()))
+        else:
+            self._draw(file)
+
+    @staticmethod
+    def read(file: str | Path) -> "Timeline":
+        """Read what ``save`` wrote as ``.json``.
+
+        Raises: ShardError where the file is another's.
+        """
+        text = Path(file).read_text()
+        try:
+            found = json.loads(text)
+            about = found["otherData"]
+            spans = [Span(**e["args"]) for e in found["traceEvents"] if e["ph"] == "X"]
+            ranks = {int(r): n for r, n in about["ranks"].items()}
+            return Timeline(sorted(spans, key=_order), ranks, about["began"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ShardError(
+                f"{Path(file).name} is no timeline of shardlib: {e}",
+                op="Timeline.read",
+                fix="sl.seeing.Timeline.read(file)  # which Timeline.save wrote as .json",
+            ) from None
+
+    def gathered(self) -> "Timeline":
+        """Give every rank of a running job the timeline of all of them; on one process, itself.
+
+        Called by all ranks.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return self
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self)
+        return merged(found)
+
+    def _draw(self, file: str | Path) -> None:
+        lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
+        shown = lanes or [(0, "nothing ran", [])]
+        figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)))
+        panel = axes[0][0]
+        zero = min((s.start for s in self.spans), default=0.0)
+        kinds = list(dict.fromkeys(s.name for s in self.collectives))
+        shades = {"forward": "#4c78a8", "backward": "#e0883c", "phase": "#8a8a8a"}
+        shades |= dict(zip(kinds, colours(len(kinds), first=2), strict=True))
+        used: dict[str, str] = {}
+        for row, (_, _, spans) in enumerate(shown):
+            for s in spans:
+                key = s.name if s.kind == "collective" else "backward" if s.backward else "forward"
+                key = "phase" if s.kind == "phase" else key
+                used[key] = shades[key]
+                at, width = 1e3 * (s.start - zero), 1e3 * s.seconds
+                panel.barh(row, width, left=at, height=0.8, color=shades[key], lw=0.3, ec="white")
+                if s.seconds > 0.012 * len(s.name) * self.seconds:
+                    panel.text(
+                        at + width / 2, row, s.name, ha="center", va="center", fontsize=6.5,
+                        color="white", clip_on=True,
+                    )  # fmt: skip
+        labels = [
+            f"rank {rank}: {title}" if len(self.ranks) > 1 else title for rank, title, _ in shown
+        ]
+        panel.set_yticks(range(len(shown)), labels, fontsize=7)
+        panel.invert_yaxis()
+        panel.set_xlabel("ms", fontsize=8)
+        panel.tick_params(axis="x", labelsize=7)
+        for side in ("top", "right", "left"):
+            panel.spines[side].set_visible(False)
+        handles = [_patch(colour, name) for name, colour in used.items()]
+        panel.legend(
+            handles=handles, fontsize=7, frameon=False, ncols=8, labelcolor=INK,
+            loc="lower left", bbox_to_anchor=(0, 1.0),
+        )  # fmt: skip
+        figure.suptitle(self._head(), fontsize=8, color=INK)
+        figure.savefig(file, dpi=150)
+
+
+_KINDS = ("operation", "collective", "phase")
+
+
+def _patch(colour: str, name: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=name)
+
+
+def _order(s: Span) -> tuple[float, int]:
+    return s.start, s.rank
+
+
+def _meta(what: str, rank: int, lane: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": args}
+
+
+def _title(s: Span) -> str:
+    """A span as torch.profiler and Perfetto show it."""
+    if s.kind == "collective":
+        return f"{s.name} over {s.axis}"
+    where = f" [{s.module}]" if s.module else ""
+    return f"{s.name}{where}{' backward' if s.backward else ''}"
+
+
+def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
+    """Put the timelines of several ranks, or the files that they saved, beside each other by clock.
+
+    ``timelines``  of one job: each names its own ranks.  The clocks of several machines differ by
+                   what their time service leaves.
+    Raises: ShardError where two hold the same rank.
+
+    >>> from shardlib.seeing.timeline import Span, Timeline
+    >>> one = Timeline([Span("psum", "collective", 0.0, 1.0)], {0: "rank 0"}, began=100.0)
+    >>> two = Timeline([Span("psum", "collective", 0.0, 1.0, rank=1)], {1: "rank 1"}, began=100.5)
+    >>> both = merged([one, two])
+    >>> [(s.rank, s.start) for s in both.spans], both.ranks
+    ([(0, 0.0), (1, 0.5)], {0: 'rank 0', 1: 'rank 1'})
+    """
+    all_of_them = [t if isinstance(t, Timeline) else Timeline.read(t) for t in timelines]
+    began = min((t.began for t in all_of_them), default=0.0)
+    ranks: dict[int, str] = {}
+    spans: list[Span] = []
+    for t in all_of_them:
+        if twice := ranks.keys() & t.ranks.keys():
+            raise ShardError(
+                f"two timelines hold rank {min(twice)}",
+                op="merged",
+                fix="sl.seeing.merged(['step.0.json', 'step.1.json'])  # one file per rank",
+            )
+        ranks |= t.ranks
+        late = t.began - began
+        spans += [replace(s, start=s.start + late) for s in t.spans] if late else t.spans
+    return Timeline(sorted(spans, key=_order), dict(sorted(ranks.items())), began)
+
+
+class timeline(Entered):
+    """Record what runs while it is open; forward, backward and what is computed again there.
+
+    Operations and collectives also get their names in ``torch.profiler``, where that runs.
+    ``phase(name)``, of what ``with`` gives, names a stretch of the step.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> with sl.simulate(x=2):
+    ...     apply, params = sl.parallelize(net, sl.recipes.megatron1d(net))
+    ...     step = sl.value_and_grad(lambda p: apply(p, torch.ones(2, 8)).sum())
+    ...     with sl.seeing.timeline() as line:
+    ...         with line.phase("gradients"):
+    ...             loss, grads = step(params)
+    >>> [s.module for s in line.operations if s.name == "linear"]
+    ['0', '2', '2', '0']
+    >>> line.collectives[0].name, line.collectives[0].module, line.spans[0].name
+    ('psum', '2', 'gradients')
+    """
+
+    def __enter__(self) -> "Recording":
+        self.found = Recording()
+        now = scope()
+        recorder = _Recorder(self.found, now.watcher)
+        self.recorder = recorder
+        self.found.recorder = recorder
+        recorder.paths.__enter__()
+        enter(self, traces=(*now.traces, recorder), watcher=recorder)
+        return self.found
+
+    def __exit__(self, *error: object) -> None:
+        leave(self)
+        self.recorder.paths.__exit__(*error)
+        self.recorder.close()
+
+
+@dataclass(repr=False)
+class Recording(Timeline):
+    """A timeline that is being written."""
+
+    recorder: Any = field(default=None, repr=False, compare=False)
+
+    def phase(self, name: str) -> "_Phase":
+        """Name a stretch: ``with line.phase("update"): ...``."""
+        return _Phase(self.recorder, name)
+
+    def __reduce__(self) -> Any:
+        return Timeline, (self.spans, self.ranks, self.began)
+
+
+class _Phase:
+    def __init__(self, recorder: "_Recorder", name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def __enter__(self) -> None:
+        self.open = self.recorder.begin(Span(self.name, "phase", 0.0, 0.0, line=user_line()))
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.end(self.open)
+
+
+@dataclass
+class _Open:
+    """A span that has begun: its place among the spans, its first event, torch.profiler's name."""
+
+    span: Span
+    place: int
+    event: int
+    named: Any
+    started: float = 0.0
+
+
+class _Recorder(Trace):
+    """Hears of every function called on a sharded tensor, and of every transfer."""
+
+    def __init__(self, found: Timeline, outer: Any) -> None:
+        super().__init__()
+        self.found, self.outer, self.paths = found, outer, Paths()
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        found.began, self.zero = time.time(), time.perf_counter()
+        self.inside: _Open | None = None  # the operation that runs
+        self.back: _Open | None = None  # the one whose gradient runs
+        self.passes = -1  # the backward pass that was seen last
+        self.heard = True
+
+    # -------------------------------------------------------- spans
+
+    def begin(self, span: Span) -> _Open:
+        now = _Open(span, len(self.found.spans), len(self.events), record_function(_title(span)))
+        self.found.spans.append(_UNKNOWN)
+        self.name_rank(scope().mesh)
+        now.named.__enter__()
+        now.started = time.perf_counter()
+        return now
+
+    def end(self, now: _Open | None, keep: bool = True) -> None:
+        """Write a span down; the second time nothing."""
+        if now is None or now.named is None:
+            return
+        seconds = time.perf_counter() - now.started
+        now.named.__exit__(None, None, None)
+        now.named = None
+        last = now.event + 1 if now.span.kind == "collective" else None
+        moved = [] if now.span.kind == "phase" else self.events[now.event : last]
+        if keep or moved:
+            self.found.spans[now.place] = replace(
+                now.span, start=now.started - self.zero, seconds=seconds, rank=self.rank,
+                bytes=float(sum(e.bytes for e in moved)), messages=sum(e.messages for e in moved),
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """End what is open; what runs on the graph later is not heard."""
+        self.heard = False
+        self.end(self.back)
+        self.found.spans[:] = [s for s in self.found.spans if s is not _UNKNOWN]
+        self.found.ranks = self.found.ranks or {self.rank: f"rank {self.rank}"}
+
+    def name_rank(self, mesh: Mesh | None) -> None:
+        if mesh is None or self.rank in self.found.ranks:
+            return
+        sizes = " ".join(f"{a}={n}" for a, n in mesh.axes.items())
+        if lead(mesh):
+            name = f"{mesh.size} simulated ranks ({sizes})"
+        elif mesh.coord is not None:
+            name = f"rank {self.rank} ({' '.join(f'{a}={i}' for a, i in mesh.coord.items())})"
+        else:
+            name = f"one rank of {sizes}"
+        self.found.ranks[self.rank] = name
+
+    # -------------------------------------------------------- operations
+
+    def chose(self, match: Any, product: bool = False) -> None:
+        """Hear which algorithm runs."""
+        if self.inside is not None:
+            self.inside.span = replace(self.inside.span, algorithm=match.algorithm)
+        if hasattr(self.outer, "chose"):
+            self.outer.chose(match, product)
+
+    def __call__(
+        self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        run = implementation if self.outer is None else partial(self.outer, implementation)
+        if self.inside is not None or not self.heard:
+            return run(func, args, kwargs)
+        backward = backward_now() != -1
+        if backward:  # computed again: the gradient that ran before has ended
+            self.end(self.back)
+        module = self.paths.now()
+        span = Span(_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
+        self.inside = now = self.begin(span)
+        out: Any = None
+        try:
+            out = run(func, args, kwargs)
+        finally:
+            self.inside, result = None, _sharded(out)
+            if result is not None:
+                self.name_rank(result.mesh)
+                now.span = replace(now.span, type=typeof(result))
+                self._hook(result, now.span)
+            self.end(now, keep=result is not None)
+        return out
+
+    def _hook(self, result: ShardedTensor, span: Span) -> None:
+        """Have the gradient of an operation begin a span of its own."""
+        node = result.raw.grad_fn if result.read is None else None
+        if node is not None and node.metadata.get(_KEY) is not self:
+            node.metadata[_KEY] = self
+            node.register_prehook(lambda *_: self._turn(replace(span, backward=True)))
+
+    def _turn(self, span: Span) -> None:
+        if not self.heard:
+            return
+        self.end(self.back)
+        if (now := backward_now()) != self.passes:
+            self.passes = now
+            after_backward(self._through)
+        self.back = self.begin(span)
+
+    def _through(self) -> None:
+        """Hear that the backward pass has ended."""
+        self.end(self.back)
+        self.back, self.passes = None, -1
+
+    # -------------------------------------------------------- collectives
+
+    def before(
+        self, name: str, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], params: tuple
+    ) -> Callable[[], None] | None:
+        if name in _STAYING or not self.heard:
+            return None
+        self.name_rank(mesh)
+        backward = backward_now() != -1
+        of = self.inside or (self.back if backward else None)
+        line, module = (of.span.line, of.span.module) if of else (user_line(), self.paths.now())
+        block = raw[0] if lead(mesh) else raw
+        now = self.begin(
+            Span(
+                name,
+                "collective",
+                0.0,
+                0.0,
+                0,
+                backward,
+                module,
+                line,
+                typeof(block),
+                " ".join(axes),
+            )
+        )
+        return lambda: self.end(now)
+
+
+_KEY = "shardlib.timeline"
+_UNKNOWN = Span("", "", 0.0, 0.0)
+_STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
+
+
+def _sharded(out: Any) -> ShardedTensor | None:
+    """The first sharded tensor of what an operation returned."""
+    if isinstance(out, ShardedTensor):
+        return out
+    if isinstance(out, tuple | list):
+        return next((x for x in out if isinstance(x, ShardedTensor)), None)
+    return None
+
+
+def _name(func: Any) -> str:
+    """torch's name of a function; of a property that of the property."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_")
