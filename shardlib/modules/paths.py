@@ -22,7 +22,7 @@ class Paths:
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     >>> seen = []
-    >>> handle = net[1][0].register_forward_hook(lambda *_: seen.append(paths.now()))
+    >>> handle = net[1][0].register_forward_pre_hook(lambda *_: seen.append(paths.now()))
     >>> with Paths() as paths:
     ...     _ = net(torch.ones(1, 2))
     >>> seen, paths.now()

@@ -283,7 +283,7 @@ def _bytes(tree: Any) -> int:
     """Of the tensors in a tree, on one rank."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
-    return sum(x.numel() * x.elementsize() for x in raws)
+    return sum(x.numel() * x.element_size() for x in raws)
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:
@@ -355,7 +355,7 @@ class _Watch:
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
-            k, item = operands[0].padded_shape[-1], out.raw.elementsize()
+            k, item = operands[0].padded_shape[-1], out.raw.element_size()
             row.product = self.product
             if row.product:
                 row.bound = (

@@ -1,10 +1,12 @@
 """Pictures: where blocks lie, what parameters take, what an algorithm sends, when a step did what."""
 
 from shardlib.seeing.blocks import draw, visualize
+from shardlib.seeing.canvas import style
 from shardlib.seeing.frames import Frames, frames
 from shardlib.seeing.summary import Summary, summary
 from shardlib.seeing.timeline import Timeline, merged, timeline
 
 __all__ = [
-    "Frames", "Summary", "Timeline", "draw", "frames", "merged", "summary", "timeline", "visualize",
+    "Frames", "Summary", "Timeline", "draw", "frames", "merged", "style", "summary", "timeline",
+    "visualize",
 ]  # fmt: skip

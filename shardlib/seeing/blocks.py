@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
-from shardlib.seeing.canvas import INK, Shown, canvas, colours, tint
+from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 
 __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
@@ -251,30 +251,35 @@ def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
     return [*out[:-1], (f"\n{note}", None)] if note else out[:-1]
 
 
-def draw(tensors: Mapping[str, Tensor], file: str) -> None:
-    """Write a picture of several tensors' blocks, coloured by the first rank that holds each.
+def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
+    """Draw several tensors' blocks, coloured by the first rank that holds each.
 
     Sizes are true to scale, padding is hatched; of more than two split dimensions there is a panel
-    for each piece of those in front.  Needs matplotlib.
+    for each piece of those in front.  A notebook shows the picture; ``file`` is where to write it
+    too.  Needs matplotlib.
 
     >>> import tempfile
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2), tempfile.TemporaryDirectory() as folder:
     ...     a = sl.shard(torch.zeros(4, 6), "x y")
     ...     draw({"a": a, "a.T": a.T}, f"{folder}/blocks.png")
+    Picture('a, a.T')
     """
     panels = [(name, x, grid) for name, x in tensors.items() for grid in grids(x)]
     columns = min(5, max(1, len(panels)))
     rows = -(-len(panels) // columns)
-    figure, axes = canvas("draw", max(1, rows), columns, (2.5 * columns, 2.6 * max(1, rows)))
+    figure, axes = canvas("draw", max(1, rows), columns, (2.4 * columns, 2.3 * max(1, rows)))
     for ax in axes.flat:
         ax.set_axis_off()
     for ax, (name, x, grid) in zip(axes.flat, panels, strict=False):
         _panel(ax, grid)
         title = " ".join(part for part in (name, grid.title) if part)
-        ax.set_title(f"{title}\n{typeof(x)}", fontsize=8, color=INK)
-    figure.suptitle("ranks that hold each block", fontsize=8, color=INK)
-    figure.savefig(file, dpi=150)
+        ax.set_title(f"{title}\n{typeof(x)}", fontsize=8)
+    figure.suptitle("ranks that hold each block", fontsize=8)
+    picture = Picture(figure, ", ".join(tensors))
+    if file is not None:
+        picture.save(file)
+    return picture
 
 
 def _panel(ax: Any, grid: Grid) -> None:

@@ -4,13 +4,15 @@ No background, ink of middle grey, colours of middle lightness; blocks are tinte
 shines through.
 """
 
+import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shardlib.errors import Unsupported
 
-__all__ = ["INK", "PALETTE", "Shown", "canvas", "coloured", "colours", "tint"]
+__all__ = ["INK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours", "style", "tint"]
 
 INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
 
@@ -40,6 +42,27 @@ def tint(number: int) -> str:
     return f"rgba({red},{green},{blue},0.35)"
 
 
+def style() -> dict[str, Any]:
+    """Give matplotlib settings for figures that read well on light and dark pages.
+
+    No background, ink of middle grey.
+
+    >>> import matplotlib.pyplot as plt, shardlib as sl
+    >>> with plt.rc_context(sl.seeing.style()):
+    ...     figure, axes = plt.subplots()
+    >>> figure.get_facecolor()
+    (0.0, 0.0, 0.0, 0.0)
+    >>> plt.close(figure)
+    """
+    ink = "text axes.edge axes.label axes.title xtick ytick grid legend.label".split()
+    names = {"axes.edge": "axes.edgecolor", "axes.label": "axes.labelcolor",
+             "axes.title": "axes.titlecolor", "legend.label": "legend.labelcolor"}  # fmt: skip
+    found: dict[str, Any] = {names.get(k, f"{k}.color"): INK for k in ink}
+    found |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
+    found |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    return found | {"font.size": 8, "figure.dpi": 120, "savefig.dpi": 120}
+
+
 def canvas(op: str, rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """Make a matplotlib figure and its grid of panels, inches ``size``; pyplot is left alone.
 
@@ -50,22 +73,41 @@ def canvas(op: str, rows: int, columns: int, size: tuple[float, float]) -> tuple
     (1, 2)
     """
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise Unsupported(
             "pictures need matplotlib", op=op, fix="pip install 'shardlib[notebooks]'"
         ) from None
-    figure = Figure(figsize=size, layout="constrained")
-    figure.patch.set_alpha(0.0)
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat:
-        panel.set_facecolor("none")
-        panel.tick_params(colors=INK)
-        panel.xaxis.label.set_color(INK)
-        panel.yaxis.label.set_color(INK)
-        for spine in panel.spines.values():
-            spine.set_color(INK)
-    return figure, panels
+    with matplotlib.rc_context(style()):
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+class Picture:
+    """A figure that a notebook shows and ``save`` writes: ``.png``, ``.svg`` or ``.pdf``.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     picture = sl.seeing.draw({"a": sl.shard(torch.zeros(4, 6), "x y")})
+    >>> picture._repr_png_()[:4]
+    b'\\x89PNG'
+    """
+
+    def __init__(self, figure: Any, title: str) -> None:
+        self.figure, self.title = figure, title
+
+    def save(self, file: str | Path) -> None:
+        """Write it; the file's name says in which form."""
+        self.figure.savefig(file, dpi=150)
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.figure.savefig(out, format="png", dpi=100)
+        return out.getvalue()
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title!r})"
 
 
 def coloured(pieces: list[tuple[str, int | None]]) -> Any:
@@ -97,10 +139,10 @@ class Shown:
         >>> import torch, shardlib as sl
         >>> with sl.simulate(x=2):
         ...     sl.visualize(sl.shard(torch.zeros(4), "x")).show()
-        +----+----+
-        | 0  | 1  |
-        | x0 | x1 |
-        +----+----+
+        +-----+-----+
+        | 0   | 1   |
+        | x0  | x1  |
+        +-----+-----+
         """
         try:
             from rich.console import Console

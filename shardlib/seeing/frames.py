@@ -24,7 +24,7 @@ from shardlib.ops.attention import ring_attention
 from shardlib.ops.matmul import product
 from shardlib.ops.registry import Match, pinned, why
 from shardlib.placing import shard
-from shardlib.seeing.canvas import INK, Shown, canvas, colours
+from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Frame", "Frames", "Sent", "frames"]
@@ -61,7 +61,7 @@ class Frame:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Frames(Shown):
     """The steps of one run; ``print`` them, ``save`` them as a picture, or let a notebook show it.
 
@@ -90,6 +90,8 @@ class Frames(Shown):
     def __str__(self) -> str:
         return "".join(text for text, _ in self.pieces())
 
+    __repr__ = __str__
+
     def pieces(self) -> list[tuple[str, int | None]]:
         """Text in runs, each with the number of its colour."""
         out: list[tuple[str, int | None]] = [(f"{self.title}   on {self.mesh}", None)]
@@ -114,30 +116,34 @@ class Frames(Shown):
         body = "".join(parts) or "nothing moves"
         return f"<div>{title}<div style='display:flex;flex-wrap:wrap'>{body}</div></div>"
 
-    def save(self, file: str) -> None:
-        """Write a picture, one panel per step; needs matplotlib.
-
-        >>> import tempfile, torch, shardlib as sl
-        >>> with sl.simulate(x=2, y=2), tempfile.TemporaryDirectory() as folder:
-        ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
-        ...     frames(torch.matmul, a, b).save(f"{folder}/summa.png")
-        """
+    def picture(self) -> Picture:
+        """Draw a panel per step; needs matplotlib."""
         shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
         at = _positions(self.mesh)
         wide = max(x for x, _ in at) + 1.2
-        tall = max(1.5, -min(y for _, y in at) + 1.2)
-        columns = max(1, min(len(shown), 4, round(12 / (1.1 * wide))))
+        tall = max(1.2, -min(y for _, y in at) + 1.2)
+        columns = max(1, min(len(shown), 4, round(11 / wide)))
         rows = -(-len(shown) // columns)
-        size = (max(2.4, 1.1 * wide) * columns, (1.1 * tall + 0.5) * rows + 0.4)
+        size = (max(2.4, 1.0 * wide) * columns, (1.0 * tall + 0.4) * rows + 0.3)
         figure, axes = canvas("frames", rows, columns, size)
         for panel in axes.flat:
             panel.set_axis_off()
         for i, (frame, panel) in enumerate(zip(shown, axes.flat, strict=False), 1):
             _draw(panel, frame, at)
             head = f"{i}. {', '.join(frame.what)}" if self.frames else frame.what[0]
-            panel.set_title(head, fontsize=7, color=INK)
-        figure.suptitle(f"{self.title}   on {self.mesh}", fontsize=9, color=INK)
-        figure.savefig(file, dpi=150)
+            panel.set_title(head, fontsize=7)
+        figure.suptitle(f"{self.title}   on {self.mesh}", fontsize=9)
+        return Picture(figure, self.title)
+
+    def save(self, file: str) -> None:
+        """Write the picture; needs matplotlib.
+
+        >>> import tempfile, torch, shardlib as sl
+        >>> with sl.simulate(x=2, y=2), tempfile.TemporaryDirectory() as folder:
+        ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")
+        ...     frames(torch.matmul, a, b).save(f"{folder}/summa.png")
+        """
+        self.picture().save(file)
 
 
 def frames(f: Callable[..., Any] | str, *operands: Any, **kwargs: Any) -> Frames:
@@ -153,7 +159,7 @@ def frames(f: Callable[..., Any] | str, *operands: Any, **kwargs: Any) -> Frames
 
     >>> import torch, shardlib as sl
     >>> print(sl.seeing.frames("cannon", x=2, y=2)[0])
-    ppermute over y, ppermute over x   16 B per rank
+    ppermute over x y, ppermute over x y   64 B per rank
         2 -- A2 -> 3
         3 -- A3 -> 2
         1 -- B1 -> 3

@@ -28,7 +28,7 @@ from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
 from shardlib.planning.explain import size
-from shardlib.seeing.canvas import INK, canvas, colours
+from shardlib.seeing.canvas import Picture, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Span", "Timeline", "merged", "timeline"]
@@ -77,8 +77,8 @@ class Timeline:
     ...     a, b = (sl.shard(torch.ones(8, 8), "x y").requires_grad_() for _ in "ab")
     ...     with sl.seeing.timeline() as line:
     ...         (a @ b).sum().backward()
-    >>> [(s.name, s.type, s.backward) for s in line.operations]
-    [('matmul', 'f32[8@x, 8@y]', False), ('sum', 'f32[]', False), ('sum', 'f32[]', True), ('matmul', 'f32[8@x, 8@y]', True)]
+    >>> [(s.name, "back" if s.backward else s.type) for s in line.operations]
+    [('matmul', 'f32[8@x, 8@y]'), ('sum', 'f32[]'), ('sum', 'back'), ('matmul', 'back')]
     >>> line.bytes == sum(s.bytes for s in line.operations)
     True
     """
@@ -248,7 +248,7 @@ class Timeline:
         if Path(file).suffix == ".json":
             Path(file).write_text(json.dumps(self.chrome()))
         else:
-            self._draw(file)
+            self.picture().save(file)
 
     @staticmethod
     def read(file: str | Path) -> "Timeline":
@@ -281,7 +281,8 @@ class Timeline:
         dist.all_gather_object(found, self)
         return merged(found)
 
-    def _draw(self, file: str | Path) -> None:
+    def picture(self) -> Picture:
+        """Draw a bar per operation and collective, a track per kind and rank; needs matplotlib."""
         lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
         shown = lanes or [(0, "nothing ran", [])]
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)))
@@ -310,15 +311,13 @@ class Timeline:
         panel.invert_yaxis()
         panel.set_xlabel("ms", fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
-        for side in ("top", "right", "left"):
-            panel.spines[side].set_visible(False)
+        panel.spines["left"].set_visible(False)
         handles = [_patch(colour, name) for name, colour in used.items()]
         panel.legend(
-            handles=handles, fontsize=7, frameon=False, ncols=8, labelcolor=INK,
-            loc="lower left", bbox_to_anchor=(0, 1.0),
+            handles=handles, fontsize=7, ncols=8, loc="lower left", bbox_to_anchor=(0, 1.0),
         )  # fmt: skip
-        figure.suptitle(self._head(), fontsize=8, color=INK)
-        figure.savefig(file, dpi=150)
+        figure.suptitle(self._head(), fontsize=8)
+        return Picture(figure, "timeline")
 
 
 _KINDS = ("operation", "collective", "phase")
@@ -519,7 +518,7 @@ class _Recorder(Trace):
         self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         run = implementation if self.outer is None else partial(self.outer, implementation)
-        if self.inside is not None or not self.heard:
+        if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
         backward = backward_now() != -1
         if backward:  # computed again: the gradient that ran before has ended
@@ -592,6 +591,11 @@ class _Recorder(Trace):
 _KEY = "shardlib.timeline"
 _UNKNOWN = Span("", "", 0.0, 0.0)
 _STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
+
+
+def _runs_backward(func: Any) -> bool:
+    """Whether a function runs the graph, whose operations have spans of their own."""
+    return func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
 
 
 def _sharded(out: Any) -> ShardedTensor | None:

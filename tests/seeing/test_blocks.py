@@ -1,9 +1,16 @@
+import io
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 
 import shardlib as sl
+from shardlib.mesh import coordinates
+from shardlib.seeing.blocks import grids
+from tests.strategies import placed
 
 
 def test_pictures_show_every_contiguous_piece_and_its_owners() -> None:
@@ -28,16 +35,91 @@ def test_more_dimensions_are_shown_by_choosing_two() -> None:
         assert sl.visualize(x) == sl.visualize(sl.shard(torch.zeros(2, 4), "x y"))
         assert sl.visualize(x, dims=(1, 3)).count("| 0,1,2,3") == 1
         assert sl.visualize(sl.shard(torch.zeros(2, 2, 2), "x ...")).count("| 0,1") == 1
+
+
+def test_a_cube_is_a_table_for_each_piece_in_front() -> None:
     with sl.simulate(x=2, y=2, z=2):
         cube = sl.shard(torch.zeros(2, 2, 2), "x y z")
-        with pytest.raises(sl.ShardError, match="3 are split") as caught:
-            sl.visualize(cube)
-        assert caught.value.fix == "sl.visualize(x, dims=(0, 1))"
+        drawn = sl.visualize(cube)
+        assert [g.title for g in drawn.grids] == ["[0:1, :, :]", "[1:2, :, :]"]
+        assert [g.owners for g in drawn.grids] == [
+            (((0,), (1,)), ((2,), (3,))),
+            (((4,), (5,)), ((6,), (7,))),
+        ]
         assert sl.visualize(cube, dims=(0, 1)).count("| 0,1 ") == 1
+        with pytest.raises(
+            sl.errors.OutOfRange, match=r"dimensions \(0, 3\) of a tensor that has 3"
+        ):
+            sl.visualize(cube, dims=(0, 3))
+
+
+def test_padding_is_drawn_as_padding() -> None:
+    with sl.simulate(x=4):
+        drawn = sl.visualize(sl.shard(torch.zeros(5), "x", pad=True))
+    (grid,) = drawn.grids
+    assert grid.columns == ((0, 2), (2, 4), (4, 5), (5, 6), (6, 8))
+    assert grid.owners == (((0,), (1,), (2,), (2,), (3,)),)
+    assert grid.padding == ((False, False, False, True, True),)
+    assert str(drawn).count("padding") == 2
+
+
+def test_a_pending_sum_is_said() -> None:
+    with sl.simulate(x=2, y=2):
+        drawn = sl.visualize(sl.shard(torch.ones(4, 4), ". y + sum(x)"))
+    assert drawn.endswith("every block is one part of a sum over x")
+
+
+@given(placed())
+def test_every_element_is_drawn_with_the_ranks_that_hold_it(case: Any) -> None:
+    layout, shape, mesh = case
+    layout = layout.resolve(len(shape)).bare
+    with sl.simulate(**mesh):
+        x = sl.shard(torch.zeros(shape), layout)
+        drawn = grids(x)
+        front = [d for d, t in enumerate(layout.dims) if t.is_split][:-2]
+        shown = range(len(shape)) if len(shape) <= 2 else None
+    if front or shown is None or not shape or not all(shape):
+        return
+    (grid,) = drawn
+    for rank, coord in enumerate(coordinates(mesh)):
+        held = [set(i) for i in layout.indices(shape, mesh, coord)]
+        for row, line in zip(grid.rows, grid.owners, strict=True):
+            for column, owners in zip(grid.columns, line, strict=True):
+                ranges = [range(*p) for p in (row, column) if p is not None][-len(shape) :]
+                inside = all(set(r) <= h for r, h in zip(ranges, held, strict=True))
+                assert inside == (rank in owners)
+
+
+def test_a_notebook_gets_a_table_and_a_terminal_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    with sl.simulate(x=2, y=2):
+        drawn = sl.visualize(sl.shard(torch.zeros(4, 4), "x y"))
+    page = drawn._repr_html_()
+    assert page.count("<td") == 4 and "<b>3</b>" in page
+    assert repr(drawn) == str(drawn) and pickle.loads(pickle.dumps(drawn)).grids == drawn.grids
+    drawn.show()
+    assert capsys.readouterr().out == f"{drawn}\n"  # no terminal: plain
+    rich = pytest.importorskip("rich.console", reason="colours need rich, which is an extra")
+    out = io.StringIO()
+    rich.Console(file=out, force_terminal=True, color_system="truecolor").print(drawn)
+    assert "\x1b[" in out.getvalue() and "x1 y1" in out.getvalue()
 
 
 def test_draw_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which is an extra")
     with sl.simulate(x=2, y=2):
-        sl.seeing.draw({"w": sl.shard(torch.zeros(12, 4), "(3 y) x")}, str(tmp_path / "w.png"))
+        tensors = {"w": sl.shard(torch.zeros(12, 4), "(3 y) x")}
+        tensors["p"] = sl.shard(torch.zeros(5), "x", pad=True)
+        picture = sl.seeing.draw(tensors, str(tmp_path / "w.png"))
     assert (tmp_path / "w.png").stat().st_size > 1000
+    assert picture._repr_png_().startswith(b"\x89PNG") and repr(picture) == "Picture('w, p')"
+
+
+def test_matplotlibs_back_end_stays_as_it_was() -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    matplotlib.use("svg")
+    try:
+        with sl.simulate(x=2):
+            sl.seeing.draw({"w": sl.shard(torch.zeros(4), "x")})
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use("agg")

@@ -32,7 +32,7 @@ def test_summa_sends_the_panels_of_its_owners_along_rows_and_columns() -> None:
         with sl.trace() as t:
             _ = a @ b
         assert len(film) == 2 and film.bytes == t.bytes
-        assert "0 -- A0 -> 1" in sl.visualize(film)
+        assert "0 -- A0 -> 1" in str(sl.visualize(film))
 
 
 def test_cannon_skews_then_shifts_every_block_once() -> None:
@@ -70,6 +70,45 @@ def test_replicas_are_one_block_and_nothing_moves_where_all_is_local() -> None:
         assert len(film) == 0 and "nothing moves" in str(film)
         film = sl.seeing.frames(sl.unshard, a)
         assert {s.block for s in film[0].sent} == {"A0", "A2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "steps"),
+    [
+        ("summa", {"x": 2, "y": 3}, 6),
+        ("cannon", {"x": 3, "y": 3}, 3),
+        ("ring", {"s": 4}, 3),
+        ("ulysses", {"s": 4}, 3),
+    ],
+)
+def test_an_algorithm_is_drawn_by_its_name(name: str, axes: dict[str, int], steps: int) -> None:
+    film = sl.seeing.frames(name, **axes)
+    assert film.title == name and dict(film.mesh) == axes and len(film) == steps
+
+
+def test_a_name_that_no_algorithm_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(sl.errors.NoImplementation, match="no algorithm 'suma' on x=2 y=2") as e:
+        sl.seeing.frames("suma", x=2, y=2)
+    assert "summa" in e.value.operands["algorithms"] and "ring" in e.value.operands["algorithms"]
+    with pytest.raises(sl.errors.NoImplementation, match="'cannon' takes nothing"):
+        sl.seeing.frames("cannon", x=2)
+    with pytest.raises(sl.ShardError, match="was given none"):
+        sl.seeing.frames("cannon")
+
+
+def test_a_notebook_gets_a_drawing_of_each_step() -> None:
+    film = sl.seeing.frames("cannon", x=2, y=2)
+    page = film._repr_html_()
+    assert page.count("<svg") == len(film) and page.count("<circle") == 4 * len(film)
+    assert page.count(">A3</text>") == 2 and sl.visualize(film) is film
+    assert "nothing moves" in sl.seeing.frames(torch.neg, *operand())._repr_html_()
+    pytest.importorskip("rich", reason="colours need rich, which is an extra")
+    assert film.__rich__().plain == str(film)
+
+
+def operand() -> tuple[Any]:
+    with sl.simulate(x=2):
+        return (sl.shard(torch.ones(4), "x"),)
 
 
 def test_frames_are_taken_of_simulated_ranks() -> None:

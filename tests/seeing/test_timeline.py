@@ -1,5 +1,6 @@
 """A timeline holds what ran, where, and the bytes that are counted; outside it nothing listens."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,15 @@ def model() -> nn.Module:
     return nn.Sequential(Block(), Block())
 
 
-def step(remat: Any = None) -> tuple[Timeline, Any]:
+def step(remat: Any = ()) -> tuple[Timeline, Any]:
     """One step of two blocks under megatron1d on simulated ranks, and what was counted."""
     net = model()
     with sl.simulate(data=2, x=2):
         rules = sl.recipes.megatron1d(net)
         apply, params = sl.parallelize(net, rules, inputs={"input": "data ..."}, remat=remat)
         run = sl.value_and_grad(lambda p: apply(p, torch.ones(4, 8)).square().sum())
-        with timeline() as line, sl.trace() as counted:
-            with line.phase("gradients"):
-                run(params)
+        with timeline() as line, sl.trace() as counted, line.phase("gradients"):
+            run(params)
     return line, counted
 
 
@@ -70,7 +70,7 @@ def test_every_gradient_has_the_place_of_its_operation() -> None:
 
 
 def test_what_is_computed_again_is_backward_and_keeps_its_module() -> None:
-    line, counted = step(remat={"*": "none"})
+    line, counted = step(remat=[("*", "full")])
     again = [s.module for s in line.operations if s.name == "linear" and s.backward]
     assert sorted(again) == sorted(["0.down", "0.up", "1.down", "1.up"] * 2)
     assert line.bytes == float(counted.bytes)
@@ -82,7 +82,7 @@ def test_spans_lie_within_the_phase_and_operations_do_not_overlap() -> None:
     assert (phase.name, phase.kind) == ("gradients", "phase")
     assert all(phase.start <= s.start and s.end <= phase.end for s in line.spans)
     ops = sorted(line.operations, key=lambda s: s.start)
-    assert all(a.end <= b.start for a, b in zip(ops, ops[1:], strict=False))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(ops))
 
 
 def test_outside_nothing_listens_and_values_are_the_same() -> None:
@@ -141,7 +141,7 @@ def test_transfers_that_overlap_lie_on_tracks_of_their_own() -> None:
 
 
 def test_rows_sum_layers_and_are_sorted() -> None:
-    line, counted = step()
+    line, _ = step()
     rows = line.rows("bytes")
     assert [r["bytes"] for r in rows] == sorted((r["bytes"] for r in rows), reverse=True)
     down = next(r for r in rows if r["name"] == "psum" and r["module"] == "*.down")
