@@ -20,6 +20,7 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
     "optim/test_adaptive.py": "optim/momentum",  # optimizers of one element, by one law
     "optim/test_muon.py": "optim/newton_schulz optim/owners",  # where matrices are computed
+    "optim/test_soap.py": "optim/owned",
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",
     "ops/matmul/test_once.py": "ops/matmul/streamed",
     "ops/attention/test_op.py": (  # every engine on every mask, layout and ring

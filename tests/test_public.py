@@ -42,7 +42,7 @@ MODULES = {
         averaged chain clip_by_global_norm clip_by_parameter_norm clip_by_value constant cosine ema
         from_torch global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict
         loss_scale masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
-        skip_nonfinite state_dict step warmup_cosine wsd zero""",
+        skip_nonfinite soap state_dict step warmup_cosine wsd zero""",
     "planning": "Choice Grid3 Link ReshardPlan attention_plan choose lower_bound probe",
     "random": "get_state seed set_state",
     "recipes": "Recipe cube3d ddp fsdp matrices megatron1d optimus2d ring roles tesseract widening",

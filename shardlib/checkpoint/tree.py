@@ -27,6 +27,7 @@ from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.owned import Owned
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Leaves", "alone", "blocks", "place_of", "rank_of", "said_of", "spoken", "unspoken"]
@@ -47,7 +48,7 @@ class Leaves:
     def of(tree: Any, op: str) -> "Leaves":
         """Raises: ShardError for two leaves of one name, and for what cannot be saved."""
         paths, leaves, spec = optree.tree_flatten_with_accessor(
-            tree, is_leaf=lambda x: isinstance(x, Buckets), none_is_leaf=True
+            tree, is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
         )
         names = ["/".join(_escaped(_key(e)) for e in path) for path in paths]
         if len(set(names)) < len(names):
@@ -92,9 +93,9 @@ def _check(name: str, x: Any, op: str) -> None:
         name.encode()
     except UnicodeError:
         raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
-    if isinstance(x, Buckets):
+    if isinstance(x, Buckets | Owned):
         raise Unsupported(
-            f"{name!r} is a state in buckets, whose order of elements is that of one mesh",
+            f"{name!r} is a state in flat vectors, whose order of elements is that of one mesh",
             op=op,
             fix="tree = {'params': params, 'state': sl.optim.state_dict(state)}",
         )

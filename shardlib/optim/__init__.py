@@ -20,6 +20,7 @@ from shardlib.optim.muon import muon
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.precision import Precision, mixed
 from shardlib.optim.schedules import constant, cosine, joined, linear, warmup_cosine, wsd
+from shardlib.optim.soap import soap
 from shardlib.optim.step import Info, step
 from shardlib.optim.transform import Transform
 from shardlib.optim.trees import apply_updates
@@ -33,5 +34,5 @@ __all__ = [
     "global_norm", "identity", "inject_hyperparams", "is_finite", "joined", "lamb", "linear",
     "lion", "load_state_dict", "loss_scale", "masked", "mixed", "multi_steps", "muon",
     "partition", "rmsprop", "scale", "scale_by_schedule", "set_to_zero", "sgd",
-    "skip_nonfinite", "state_dict", "step", "warmup_cosine", "wsd", "zero",
+    "skip_nonfinite", "soap", "state_dict", "step", "warmup_cosine", "wsd", "zero",
 ]  # fmt: skip

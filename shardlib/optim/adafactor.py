@@ -8,6 +8,7 @@ Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5.
 """
 
 import math
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ from shardlib.optim.buckets import Buckets
 from shardlib.optim.owners import Laid, Spread, laid
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import merged, named, one_each, only
-from shardlib.optim.sums import norms, scaled
-from shardlib.optim.transform import Transform
+from shardlib.optim.spans import SPAN, spans, writable
+from shardlib.optim.sums import norms, scale_in_place, scaled
+from shardlib.optim.transform import Step, Transform, divide, keep, pieces
 from shardlib.optim.trees import each, moments, need, ready, trainable, wide, zeros_like
 from shardlib.tensor import ShardedTensor
 
@@ -86,18 +88,41 @@ def adafactor(
         flat = _others(grads)
         full = each(lambda v, g: v.lerp((g * g).to(v.dtype), share), state.full, flat)
         small = each(lambda g, v: _unit(v, g, eps1), flat, full)
-        matrices = laid(optree.tree_map(_cleared, _matrices(grads)))
-        rows, cols = _means(matrices, state, share)
-        way = _joined(grads, small, matrices, rows, cols, eps1)
+        chosen = optree.tree_map(_cleared, _matrices(grads))
+        rows, cols = _means(laid(chosen), state, share)
+        made = each(lambda g: torch.zeros_like(g, memory_format=torch.contiguous_format), chosen)
+        _directions(laid(chosen), laid(made), rows, cols, eps1)
+        way = merged(grads, _parted(grads), {True: made, False: small})
         updates = scaled(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
         if weight_decay:
             updates = each(lambda u, p: u.add_(p, alpha=-rate * weight_decay), updates, params)
         return updates, FactoredState(count, rows, cols, full)
 
+    def donate(grads: Any, state: FactoredState, params: Any, step: Step) -> FactoredState:
+        ready(grads, "adafactor")
+        divide(grads, step)
+        count, rate = state.count + 1, at_step(lr, state.count)
+        share, step.lr = float(count) ** decay, rate
+        flat = _others(grads)
+        small = writable(flat, state.full)
+        for g, v, u in spans(*pieces(flat, state.full, small)):
+            v.lerp_((g * g).to(v.dtype), share)
+            u.copy_(_unit(v, g, eps1))
+        chosen = optree.tree_map(_cleared, _matrices(grads))
+        chosen = writable(chosen, chosen, copy=True)
+        matrices = laid(chosen)
+        rows, cols = keep((state.rows, state.cols), _means(matrices, state, share))
+        _directions(matrices, matrices, rows, cols, eps1)
+        way = merged(grads, _parted(grads), {True: chosen, False: small})
+        scale_in_place(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
+        for p, u in spans(*pieces(params, way)):
+            p.add_(u.add_(p, alpha=-rate * weight_decay) if weight_decay else u)
+        return FactoredState(count, rows, cols, state.full)
+
     def groups(params: Any) -> list[str]:
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
 
-    return Transform(init, update, "rows", groups=groups)
+    return Transform(init, update, "rows", donate, groups=groups)
 
 
 def _is_matrix(x: Any) -> bool:
@@ -198,6 +223,18 @@ def _slabs(one: Laid) -> list[_Slab]:
     return table[key]
 
 
+def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
+    """The run in parts of about ``SPAN`` elements, each of whole rows but for its ends."""
+    width = max(len(slab.cols), 1)
+    by = max(SPAN // width, 1)
+    for top in range(0, slab.count, by):
+        n = min(by, slab.count - top)
+        lo, hi = max(top * width - slab.first, 0), (top + n) * width - slab.first
+        at = slice(top, top + n)
+        band = _Slab(slab.stack[at], slab.rows[at], slab.cols, 0 if top else slab.first, n)
+        yield run[lo:hi], band
+
+
 def _filled(run: Tensor, slab: _Slab) -> Tensor:
     """The run as rows, with zeros for what the first and last of them lack."""
     width = max(len(slab.cols), 1)
@@ -232,8 +269,8 @@ def _means(
             by_row, by_col = total[at : at + k * m], total[at + k * m : at + k * (m + n)]
             at += k * (m + n)
             stack, rows_true, cols_true = _true(one.spread)
-            row = by_row.view(k, m)[:stack, :rows_true] / cols_true
-            col = by_col.view(k, n)[:stack, :cols_true] / rows_true
+            row = by_row.view(k, m)[:stack, :rows_true] / max(cols_true, 1)
+            col = by_col.view(k, n)[:stack, :cols_true] / max(rows_true, 1)
             rows[one.path] = rows[one.path].lerp(row.to(rows[one.path].dtype), share)
             cols[one.path] = cols[one.path].lerp(col.to(cols[one.path].dtype), share)
     return rows, cols
@@ -255,10 +292,12 @@ def _sums(one: Laid, i: int) -> Tensor:
     if not len(one.runs[i]) or not _counts(one, i):
         return out
     slab = _slabs(one)[i]
-    squares = _filled(one.runs[i], slab).square()
-    out[: k * m].index_add_(0, slab.stack * m + slab.rows, squares.sum(1, dtype=torch.float64))
     by_col = torch.zeros(k, len(slab.cols), dtype=torch.float64, device=out.device)
-    by_col.index_add_(0, slab.stack, squares.double())
+    for part, band in _bands(one.runs[i], slab):
+        squares = _filled(part, band).square()
+        by_row = squares.sum(1, dtype=torch.float64)
+        out[: k * m].index_add_(0, band.stack * m + band.rows, by_row)
+        by_col.index_add_(0, band.stack, squares.double())
     out[k * m :].view(k, n).index_add_(1, slab.cols, by_col)
     return out
 
@@ -278,31 +317,27 @@ def _counts(one: Laid, i: int) -> bool:
     return True
 
 
-def _joined(
-    grads: Any,
-    small: Any,
+def _directions(
     matrices: list[Laid],
+    into: list[Laid],
     rows: dict[str, Tensor],
     cols: dict[str, Tensor],
     eps1: float | None,
-) -> Any:
-    """The tree of directions: matrices by their rows and columns, what has a full moment by that."""
-    chosen = _matrices(grads)
-    made = each(torch.zeros_like, chosen)
-    for given, out in zip(matrices, laid(made), strict=True):
+) -> None:
+    """Gradients over the roots of what their rows and columns say of their mean squares."""
+    for given, out in zip(matrices, into, strict=True):
         row, col = rows[given.path], cols[given.path]
         least = torch.finfo(given.runs[0].dtype).eps if eps1 is None else eps1
         mean = row.mean(1, keepdim=True).clamp(min=least)
         stack, m, n = _true(given.spread)
         for i, (run, to) in enumerate(zip(given.runs, out.runs, strict=True)):
-            if not len(run):
-                continue
-            slab = _slabs(given)[i]
-            at, r, c = (
-                x.clamp(max=most - 1) for x, most in zip(slab[:3], (stack, m, n), strict=True)
-            )
-            estimate = (row[at, r] / mean[at, 0])[:, None] * col[at][:, c]
-            unit = estimate.clamp_(min=least * least).rsqrt_().to(run.dtype)
-            unit = unit.mul_(_filled(run, slab)).reshape(-1)
-            to.copy_(unit[slab.first : slab.first + len(run)])
-    return merged(grads, _parted(grads), {True: made, False: small})
+            at = 0
+            for part, slab in _bands(run, _slabs(given)[i]) if len(run) else ():
+                k, r, c = (
+                    x.clamp(max=most - 1) for x, most in zip(slab[:3], (stack, m, n), strict=True)
+                )
+                estimate = (row[k, r] / mean[k, 0])[:, None] * col[k][:, c]
+                unit = estimate.clamp_(min=least * least).rsqrt_().to(run.dtype)
+                unit = unit.mul_(_filled(part, slab)).reshape(-1)
+                to[at : at + len(part)] = unit[slab.first : slab.first + len(part)]
+                at += len(part)

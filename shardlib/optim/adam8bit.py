@@ -9,6 +9,7 @@ Source: Dettmers et al., arXiv 2110.02861, sections 2.1 and 2.2.
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.buckets import ALIGN
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Transform, ranged
+from shardlib.optim.spans import SPAN
+from shardlib.optim.transform import Step, Transform, divide, ranged
 from shardlib.optim.trees import each, moments, need, ready
 from shardlib.tensor import Place, ShardedTensor
 
@@ -72,17 +74,66 @@ def adam8bit(
         mu = _decoded(state.mu, state.mu_scale, grads, True)
         nu = _decoded(state.nu, state.nu_scale, grads, False)
         mu, nu = running(grads, MomentState(count, mu, nu), b1, b2)
-        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
-
-        def step(_: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-            u = (m * -size).div_((v.sqrt() / root).add_(eps))
-            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
-
-        updates = each(step, grads, mu, nu, *([params] if weight_decay else []))
+        of = direction(count, rate)
+        updates = each(
+            lambda _, m, v, *p: of(m, v, *p), grads, mu, nu, *([params] if weight_decay else [])
+        )
         (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
         return updates, CodedState(count, mu, nu, mu_scale, nu_scale)
 
-    return Transform(init, update)
+    def direction(count: int, rate: float) -> Any:
+        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
+
+        def of(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+            u = (m * -size).div_((v.sqrt() / root).add_(eps))
+            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
+
+        return of
+
+    def donate(grads: Any, state: CodedState, params: Any, step: Step) -> CodedState:
+        ready(grads, "adam8bit", state.mu)
+        divide(grads, step)
+        count, step.lr = state.count + 1, at_step(lr, state.count)
+        of = direction(count, step.lr)
+        for g, p, mu, nu, mu_scale, nu_scale in _spans(grads, params, state):
+            dtype = _kept(g)
+            m = _decode(mu, mu_scale, 0, True, dtype).lerp_(g.to(dtype), 1 - b1)
+            v = (_decode(nu, nu_scale, 0, False, dtype) * b2).addcmul_(g, g, value=1 - b2)
+            p.add_(of(m, v, *([p] if weight_decay else [])))
+            for codes, scale, x, signed in ((mu, mu_scale, m, True), (nu, nu_scale, v, False)):
+                new, largest = _encode(x, 0, signed)
+                codes.copy_(new)
+                scale.copy_(largest)
+        return state._replace(count=count)
+
+    return Transform(init, update, donate=donate)
+
+
+def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor, ...]]:
+    """Of every block: gradient, parameter, codes and scales of a span, which is whole blocks of 64.
+
+    What lies in another order than its elements is copied, and the parameter written back.
+    """
+    trees = (grads, params, state.mu, state.nu, state.mu_scale, state.nu_scale)
+    leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
+    for row in zip(*leaves, strict=True):
+        if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
+            continue
+        raws = [x.raw.detach() if isinstance(x, ShardedTensor) else x.detach() for x in row]
+        mesh = row[0].mesh if isinstance(row[0], ShardedTensor) else None
+        of_ranks = zip(*([r] if mesh is None else blocks(r, mesh) for r in raws), strict=True)
+        for parts in of_ranks:
+            flat = [t.reshape(-1) for t in parts]
+            rows = [t.split(SPAN if i < 4 else SPAN // ALIGN) for i, t in enumerate(flat)]
+            yield from zip(*rows, strict=True)
+            for old, new in zip(parts[1:4], flat[1:4], strict=True):
+                if not old.is_contiguous():
+                    old.copy_(new.view(old.shape))
+
+
+def _kept(like: Tensor) -> torch.dtype:
+    """The dtype in which decoded moments of such gradients are."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=8)
@@ -162,9 +213,8 @@ def _decoded(codes: Any, scales: list[Any], like: Any, signed: bool) -> Any:
         if not isinstance(c, Tensor) or not isinstance(g, Tensor):
             out.append(None)
             continue
-        dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
         if isinstance(c, ShardedTensor):
-            out.append(c.becomes(_decode(c.raw, s.raw, lead(c.mesh), signed, dtype)))
+            out.append(c.becomes(_decode(c.raw, s.raw, lead(c.mesh), signed, _kept(g))))
         else:
-            out.append(_decode(c, s, 0, signed, dtype))
+            out.append(_decode(c, s, 0, signed, _kept(g)))
     return optree.tree_unflatten(shape, out)

@@ -3,11 +3,11 @@
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim.rmsprop import rmsprop as torchs_rmsprop
 
 from shardlib.optim.groups import by_mask
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
+from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
@@ -211,24 +211,19 @@ def rmsprop(
     def donate(grads: Any, state: RmsState, params: Any, step: Step) -> RmsState:
         ready(grads, "rmsprop", state.nu)
         divide(grads, step)
-        kept = [t for t, on in ((state.mean, centered), (state.trace, momentum)) if on]
-        g, p, v, *more = pieces(grads, params, state.nu, *kept)
-        if p and len({t.dtype for row in (g, p, v) for t in row}) > 1:
-            return run_in_place(Transform(init, update), grads, state, params, step)
-        means = more[0] if centered else []
-        traces = more[-1] if momentum else []
         step.lr = rate = at_step(lr, state.count)
-        if p:
-            torchs_rmsprop(
-                p, g, v, means, traces, _counts(p, state.count),
-                foreach=True, lr=rate, alpha=decay, eps=eps, weight_decay=weight_decay,
-                momentum=momentum, centered=centered,
-            )  # fmt: skip
+        kept = [t for t, on in ((state.mean, centered), (state.trace, momentum)) if on]
+        for g, p, v, *more in spans(*pieces(grads, params, state.nu, *kept)):
+            g = g.add(p, alpha=weight_decay) if weight_decay else g
+            v.mul_(decay).addcmul_(g, g, value=1 - decay)
+            root = v
+            if centered:
+                more[0].lerp_(g.to(more[0].dtype), 1 - decay)
+                root = v.addcmul(more[0], more[0], value=-1)
+            way = g / root.sqrt().add_(eps)
+            if momentum:
+                way = more[-1].mul_(momentum).add_(way)
+            p.add_(way * -rate)
         return state._replace(count=state.count + 1)
 
     return Transform(init, update, donate=donate)
-
-
-def _counts(tensors: list[Tensor], count: int) -> list[Tensor]:
-    """Steps taken, as torch's functions want them: a tensor for each parameter."""
-    return [tensors[0].new_tensor(float(count)) for _ in tensors]

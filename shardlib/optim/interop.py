@@ -204,7 +204,8 @@ class as_torch(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = {n: p.grad for n, p in self._params.items()}
+        # a step in place may overwrite gradients, and these stay in the parameters
+        grads = {n: None if p.grad is None else p.grad.clone() for n, p in self._params.items()}
         injected = _injected(self._state)
         for state, group in zip(injected, self.param_groups, strict=False):
             state.hyperparams.update({k: float(group[k]) for k in state.hyperparams})

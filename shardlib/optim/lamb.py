@@ -7,8 +7,9 @@ from torch import Tensor
 
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.sums import norms, scaled
-from shardlib.optim.transform import Transform, ranged
+from shardlib.optim.spans import spans, writable
+from shardlib.optim.sums import norms, scale_in_place, scaled
+from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
 __all__ = ["lamb"]
@@ -38,23 +39,46 @@ def lamb(
         mu = moments(params)
         return MomentState(0, mu, zeros_like(mu))
 
+    def direction(count: int) -> Any:
+        size, root = 1 - b1**count, (1 - b2**count) ** 0.5
+
+        def of(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+            u = (m / size).div_((v.sqrt() / root).add_(eps))
+            return u.add_(p, alpha=weight_decay) if weight_decay else u
+
+        return of
+
+    def lengths(params: Any, way: Any, rate: float) -> list[Tensor | None]:
+        long, wide = norms(params, way)
+        return [
+            None if w is None else _ratio(p, w) * -rate for p, w in zip(long, wide, strict=True)
+        ]
+
     def update(grads: Any, state: MomentState, params: Any = None) -> tuple[Any, MomentState]:
         ready(grads, "lamb", state.mu)
         need(params, "lamb")
         count, rate = state.count + 1, at_step(lr, state.count)
         mu, nu = running(grads, state, b1, b2)
-        size, root = 1 - b1**count, (1 - b2**count) ** 0.5
+        of = direction(count)
+        way = each(lambda _, m, v, p: of(m, v, p), grads, mu, nu, params)
+        return scaled(way, lengths(params, way, rate)), MomentState(count, mu, nu)
 
-        def step(_: Tensor, m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            u = (m / size).div_((v.sqrt() / root).add_(eps))
-            return u.add_(p, alpha=weight_decay) if weight_decay else u
+    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+        ready(grads, "lamb", state.mu)
+        divide(grads, step)
+        count, rate = state.count + 1, at_step(lr, state.count)
+        way, of = writable(grads, state.mu), direction(count)
+        for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
+            m.lerp_(g.to(m.dtype), 1 - b1)
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+            u.copy_(of(m, v, p))
+        scale_in_place(way, lengths(params, way, rate))
+        for p, u in zip(*pieces(params, way), strict=True):
+            p.add_(u)
+        step.lr = rate
+        return state._replace(count=count)
 
-        way = each(step, grads, mu, nu, params)
-        long, wide = norms(params, way)
-        by = [None if w is None else _ratio(p, w) * -rate for p, w in zip(long, wide, strict=True)]
-        return scaled(way, by), MomentState(count, mu, nu)
-
-    return Transform(init, update, "tensor")
+    return Transform(init, update, "tensor", donate)
 
 
 def _ratio(tensor: Tensor | None, way: Tensor) -> Tensor:

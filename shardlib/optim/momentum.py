@@ -2,11 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from shardlib.optim.groups import by_mask
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
+from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
 from shardlib.optim.trees import each, moments, need, ready
 
@@ -106,7 +105,7 @@ def lion(
         rate = at_step(lr, state.count)
         sign = each(lambda g, m: m.lerp(g.to(m.dtype), 1 - b1).sign_(), grads, state.trace)
         if weight_decay:
-            sign = each(lambda s, p: s + p * weight_decay, sign, params)
+            sign = each(lambda s, p: s.add(p, alpha=weight_decay), sign, params)
         trace = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b2), state.trace, grads)
         return each(lambda s: s * -rate, sign), TraceState(state.count + 1, trace)
 
@@ -114,17 +113,11 @@ def lion(
         ready(grads, "lion", state.trace)
         divide(grads, step)
         step.lr = rate = at_step(lr, state.count)
-        for g, p, m in zip(*pieces(grads, params, state.trace), strict=True):
-            _lion(p, g.to(m.dtype), m, rate, b1, b2, weight_decay)
+        for g, p, m in spans(*pieces(grads, params, state.trace)):
+            sign = m.lerp(g.to(m.dtype), 1 - b1).sign_()
+            sign = sign.add_(p, alpha=weight_decay) if weight_decay else sign
+            p.add_(sign.mul_(-rate))
+            m.lerp_(g.to(m.dtype), 1 - b2)
         return state._replace(count=state.count + 1)
 
     return Transform(init, update, donate=donate)
-
-
-def _lion(p: Tensor, g: Tensor, m: Tensor, rate: float, b1: float, b2: float, decay: float) -> None:
-    """One tensor's step in place, with one temporary of its size."""
-    sign = m.lerp(g, 1 - b1).sign_()
-    if decay:
-        sign.add_(p, alpha=decay)
-    p.add_(sign, alpha=-rate)
-    m.lerp_(g, 1 - b2)

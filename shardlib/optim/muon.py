@@ -16,7 +16,7 @@ Source: Jordan et al., Muon (2024), kellerjordan.github.io/posts/muon; torch.opt
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -25,25 +25,36 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import blocks
+from shardlib.collectives import blocks, played, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Link, Mesh, bind, coordinates, record, within
+from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, within
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.groups import by_mask
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.owners import Laid, Spread, apart, deal, laid, through_owners
+from shardlib.optim.owners import (
+    Laid,
+    Spread,
+    apart,
+    deal,
+    in_batches,
+    join,
+    laid,
+    only_matrices,
+    through_owners,
+)
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask, named, one_each
-from shardlib.optim.sums import scaled
-from shardlib.optim.transform import Transform, ranged
+from shardlib.optim.select import Mask, one_each
+from shardlib.optim.spans import spans, writable
+from shardlib.optim.sums import scale_in_place, scaled
+from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
 from shardlib.optim.trees import each, moments, need, ready, wide
 from shardlib.placing import reshard
-from shardlib.tensor import Place, ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor
 
 __all__ = ["muon"]
 
@@ -98,7 +109,7 @@ def muon(
     how = _How(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side))
 
     def init(params: Any) -> MuonState:
-        _check(params)
+        only_matrices(params, "muon")
         return MuonState(0, moments(params))
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
@@ -111,13 +122,29 @@ def muon(
         if nesterov:
             way = each(lambda m, g: g.to(m.dtype).lerp(m, momentum), trace, grads)
         way = _orthogonal(way, how)
-        sizes = [x if x is None else x * -rate for x in _adjusted(way, adjust, how)]
-        updates = scaled(way, sizes)
+        updates = scaled(way, sizes(way, rate))
         if weight_decay:
             updates = each(lambda u, p: u.add_(p, alpha=-rate * weight_decay), updates, params)
         return updates, MuonState(state.count + 1, trace)
 
-    core = Transform(init, update, "matrix")
+    def sizes(way: Any, rate: float) -> list[Tensor | None]:
+        return [x if x is None else x * -rate for x in _adjusted(way, adjust, how)]
+
+    def donate(grads: Any, state: MuonState, params: Any, step: Step) -> MuonState:
+        ready(grads, "muon", state.trace)
+        divide(grads, step)
+        step.lr = rate = at_step(lr, state.count)
+        way = writable(grads, state.trace)
+        for g, m, w in spans(*pieces(grads, state.trace, way)):
+            m.lerp_(g.to(m.dtype), 1 - momentum)
+            w.copy_(g.to(m.dtype).lerp(m, momentum) if nesterov else m)
+        _orthogonal(way, how, into=way)
+        scale_in_place(way, sizes(way, rate))
+        for p, w in spans(*pieces(params, way)):
+            p.add_(w.add_(p, alpha=-rate * weight_decay) if weight_decay else w)
+        return state._replace(count=state.count + 1)
+
+    core = Transform(init, update, "matrix", donate)
     if rest is None and matrices is None:
         return core
     if rest is None or matrices is None:
@@ -156,19 +183,6 @@ class _How(NamedTuple):
         return rows, cols
 
 
-def _check(params: Any) -> None:
-    """Refuse what is no matrix."""
-    for path, x in named(params).items():
-        if isinstance(x, Tensor) and x.ndim < 2:
-            raise Unsupported(
-                f"{path or 'the parameter'} of {x.ndim} dimensions is no matrix",
-                op="muon",
-                operands={"parameter": typeof(x)},
-                fix="tx = sl.optim.muon(0.02, rest=sl.optim.adamw(3e-4), "
-                "matrices=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))",
-            )
-
-
 def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
     """The factor of each matrix's rate."""
     out: list[Tensor | None] = []
@@ -205,6 +219,7 @@ class MuonCase:
     most: float
     share: float | None = None
     links: tuple[tuple[str, Link], ...] = ()
+    steps: int = 5
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -227,6 +242,7 @@ class MuonCase:
 
     def match(self, name: str, work: float, cost: Cost) -> Match:
         """The price of a way: ``work`` is the flops of the rank that has most."""
+        work = work * self.steps / 5
         seconds = work / self.rate
         whole = Cost(cost.bytes, cost.messages, cost.memory, cost.along, seconds)
         note = f"{work / 1e9:.3g} GF on the rank with most, {1e3 * whole.seconds(dict(self.links)):.3g} ms"
@@ -244,17 +260,19 @@ class MuonCase:
 def _local(case: MuonCase) -> Match | str:
     if not all(_whole_blocks(s, case.sizes) for s in case.spreads):
         return "a matrix is split"
-    work = sum(_local_count(s, s.layout, case.mesh) * flops(*_one(s)) for s in case.spreads)
-    return case.match("local", work, Cost())
+    if any(s.cut for s in case.spreads) and (why := case.too_large()) is not None:
+        return why
+    work = sum(_count(s, s.layout, case.mesh) * flops(*s.one) for s in case.spreads)
+    return case.match("local", work, _joining(case))
 
 
 @algorithm("muon", "gathered", order=1)
 def _gathered(case: MuonCase) -> Match | str:
     if (why := case.too_large()) is not None:
         return why
-    work, cost = 0, Cost()
+    work, cost = 0, _joining(case)
     for s in case.spreads:
-        target = _rows_whole(s.layout)
+        target = _gathered_layout(s, case.sizes)
         plan = s.layout >> target
         cost += moving(
             case.axes,
@@ -262,7 +280,7 @@ def _gathered(case: MuonCase) -> Match | str:
             plan.messages(s.padded, case.mesh),
             plan.peak(s.padded, case.mesh, case.dtype.itemsize),
         )
-        work += _local_count(s, target, case.mesh) * s.side[0] * s.side[1] * flops(*_one(s))
+        work += _count(s, target, case.mesh) * flops(*s.one)
     return case.match("gathered", work, cost)
 
 
@@ -282,19 +300,49 @@ def _owners(case: MuonCase) -> Match | str:
 
 @algorithm("muon", "blocks", order=3)
 def _blocks(case: MuonCase) -> Match | str:
-    if any(len(s.shape) != 2 or s.side != (1, 1) for s in case.spreads):
-        return "stacks of matrices and matrices side by side have no product on blocks"
     if not any(s.layout.axes for s in case.spreads):
         return "nothing is split"
-    cost, work = Cost(), Fraction(0)
+    cost, work = _joining(case), Fraction(0)
     for s in case.spreads:
-        found = _on_paper(s, case.sizes, case.dtype, case.links)
+        one = _beside(s)
+        if isinstance(one, str):
+            return one
+        found = _on_paper(one, case.sizes, case.dtype, case.links, case.steps)
         if isinstance(found, str):
             return found
-        cost += found
-        ways = math.prod(case.mesh[a] for a in s.layout.axes)
-        work += Fraction(flops(*s.shape), ways)
+        for _ in range(s.side[0] * s.side[1]):
+            cost += found
+        work += Fraction(s.flops, math.prod(case.mesh[a] for a in s.layout.axes))
     return case.match("blocks", float(work), cost)
+
+
+def _joining(case: MuonCase) -> Cost:
+    """What it takes to have whole blocks where they are cut into runs."""
+    ways = math.prod(case.mesh[a] for a in case.spreads[0].cut)
+    if ways == 1:
+        return Cost()
+    elements = sum(math.prod(s.layout.local_shape(s.padded, case.mesh)) for s in case.spreads)
+    nbytes = Fraction(elements * case.dtype.itemsize * (ways - 1), ways)
+    return moving(case.spreads[0].cut, nbytes, 1 if case.share is not None else ways - 1)
+
+
+def _beside(s: Spread) -> Spread | str:
+    """One of the matrices side by side, where each of them is split over the same ranks."""
+    if len(s.shape) != 2:
+        return "stacks of matrices have no product on blocks"
+    dims = []
+    for dim, n in zip(s.layout.dims, s.side, strict=True):
+        if n == 1:
+            dims.append(dim)
+        elif dim.parts[:1] == (n,) or not dim.parts:
+            dims.append(Dim(dim.parts[1:], dim.order))
+        else:
+            return f"{n} matrices side by side are not each split over the ranks: their layout says ({n} ...)"
+    if s.side == (1, 1):
+        return replace(s, runs=None, cut=())
+    if s.padded != s.shape or s.layout.skew:
+        return "matrices side by side that are padded have no product on blocks"
+    return Spread(Layout(tuple(dims)), s.one, s.one)
 
 
 @lru_cache(maxsize=256)
@@ -303,16 +351,16 @@ def _on_paper(
     sizes: tuple[tuple[str, int], ...],
     dtype: torch.dtype,
     links: tuple[tuple[str, Link], ...],
+    steps: int,
 ) -> Cost | str:
     """What the products on blocks move: they run on shapes alone, and are counted."""
     mesh = record(**dict(sizes))
     mesh.links.update(links)
     local = torch.empty(s.layout.local_shape(s.padded, mesh), dtype=dtype, device="meta")
-    place = Place(s.layout, torch.Size(s.padded), mesh, _true(s))
     counted = Trace()
     try:
         with within(traces=(counted,), pins=(), budget=None), bind(mesh):
-            on_blocks(ShardedTensor(local, place))
+            on_blocks(ShardedTensor(local, s.place(mesh)), steps=steps)
     except ShardError as e:
         return e.message.partition("\n")[0]
     along = tuple(
@@ -322,49 +370,48 @@ def _on_paper(
     return Cost(counted.bytes, counted.messages, 0, along)
 
 
-def _true(s: Spread) -> torch.Size | None:
-    return None if s.padded == s.shape else torch.Size(s.shape)
+@lru_cache(maxsize=1024)
+def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
+    """The layout with as little gathered as whole matrices need."""
+    found = list(s.layout.dims)
+    for d in (-2, -1):
+        if s.layout.skew or s.padded != s.shape or not _in_matrices(s, d, sizes):
+            found[d] = Dim()
+    return Layout(tuple(found))
 
 
-def _rows_whole(layout: Layout) -> Layout:
-    return Layout((*layout.dims[:-2], Dim(), Dim()))
-
-
-def _one(s: Spread) -> tuple[int, int]:
-    """The shape of one of the matrices side by side."""
-    return s.shape[-2] // s.side[0], s.shape[-1] // s.side[1]
-
-
-def _local_count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
-    """Matrices in a block of ``layout``, of those side by side each."""
+def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
+    """Matrices in a block of ``layout``, in which they are whole."""
     *lead, rows, cols = layout.local_shape(s.padded, mesh)
-    if layout.dims[-2:] == (Dim(), Dim()) and s.side != (1, 1):
-        return math.prod(lead)
-    m, n = _one(s)
-    return math.prod(lead) * max(rows // m, 1) * max(cols // n, 1)
+    if s.padded[-2:] != s.shape[-2:]:
+        return math.prod(lead) * s.side[0] * s.side[1]
+    m, n = s.one
+    return math.prod(lead) * (rows // m if m else 0) * (cols // n if n else 0)
 
 
 @lru_cache(maxsize=1024)
 def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
     """Whether every rank's block consists of whole matrices."""
-    mesh = dict(sizes)
-    if s.runs is not None or s.layout.skew:
+    if s.layout.skew:
         return False
     if s.layout.dims[-2:] == (Dim(), Dim()) and s.padded[-2:] == s.shape[-2:]:
         return True
-    if s.padded != s.shape:
-        return False
+    return s.padded == s.shape and all(_in_matrices(s, d, sizes) for d in (-2, -1))
+
+
+def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
+    """Whether every rank's places in dimension ``d`` are whole matrices."""
+    mesh = dict(sizes)
     return all(
-        _in_pieces(places, n)
+        _in_pieces(s.layout.indices(s.shape, mesh, coord)[d], s.one[d])
         for coord in coordinates(mesh)
-        for places, n in zip(s.layout.indices(s.shape, mesh, coord)[-2:], _one(s), strict=True)
     )
 
 
 def _in_pieces(places: Sequence[int], n: int) -> bool:
     """Whether places are runs of n neighbours, each from a multiple of n on."""
-    firsts = places[::n]
-    return len(places) % n == 0 and all(
+    firsts = places[::n] if n else ()
+    return len(places) % max(n, 1) == 0 and all(
         first % n == 0 and list(places[i * n : (i + 1) * n]) == list(range(first, first + n))
         for i, first in enumerate(firsts)
     )
@@ -372,96 +419,97 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
 
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
-    """The case of parameters, or trees of them, that are updated together."""
-    named_leaves = {f"{i}.{n}": x for i, t in enumerate(operands) for n, x in named(t).items()}
-    leaves = {n: x for n, x in named_leaves.items() if isinstance(x, ShardedTensor) and x.ndim > 1}
-    if not leaves:
+    """The case of parameters, of trees of them, or of state that ``zero`` has cut."""
+    leaves = optree.tree_leaves(operands, is_leaf=lambda x: isinstance(x, Buckets))
+    found = [one for x in leaves for one in laid(x)]
+    found = [one for one in found if one.mesh is not None]
+    if not found:
         raise Unsupported(
             "there is no sharded matrix", op="why", fix='sl.why("muon", sl.shard(w, "..."))'
         )
-    return _case_of(list(leaves.values()), [(1, 1)] * len(leaves), None, math.inf)
+    return _case_of([x for x in found if x.spread.cut == found[0].spread.cut], None, math.inf)
 
 
 def _case_of(
-    leaves: Sequence[ShardedTensor],
-    sides: Sequence[tuple[int, int]],
-    dtype: torch.dtype | None,
-    most: float,
+    items: Sequence[Laid], dtype: torch.dtype | None, most: float, steps: int = 5
 ) -> MuonCase:
-    mesh = leaves[0].mesh
-    spreads = tuple(
-        Spread(x.sharding.bare.resolve(x.ndim), tuple(x.padded_shape), tuple(x.shape), None, side)
-        for x, side in zip(leaves, sides, strict=True)
-    )
+    mesh, like = items[0].mesh, items[0].runs[0]
+    assert mesh is not None, "where a whole matrix is computed is no choice"
     return MuonCase(
-        spreads,
+        tuple(x.spread for x in items),
         tuple(mesh.axes.items()),
-        dtype or wide(leaves[0].dtype),
-        RATES.get(leaves[0].raw.device.type, RATES["cpu"]),
+        dtype or wide(like.dtype),
+        RATES.get(like.device.type, RATES["cpu"]),
         most,
         None,
         tuple(mesh.links.items()),
+        steps,
     )
 
 
-def _orthogonal(tree: Any, how: _How) -> Any:
-    """Every matrix of the tree made orthogonal."""
+# ---------------------------------------------------------------- and computed
+
+
+def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
+    """Every matrix of the tree made orthogonal.
+
+    ``into``  a tree of blocks that lie flat, the tree itself if it may be overwritten.
+    """
     with torch.no_grad():
-        if isinstance(tree, Buckets):
-            return _in_buckets(tree, how)
-        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-        out = list(leaves)
-        together: dict[tuple[Mesh, torch.dtype], list[int]] = {}
-        paths = list(named(tree))
-        for i, x in enumerate(leaves):
-            if isinstance(x, ShardedTensor):
-                together.setdefault((x.mesh, x.dtype), []).append(i)
-            elif isinstance(x, Tensor):
-                out[i] = _plain(x, how.sides(paths[i], x), how)
-        for (mesh, _), at in together.items():
-            sides = [how.sides(paths[i], leaves[i]) for i in at]
-            done = _placed(mesh, [leaves[i] for i in at], sides, how)
-            for i, y in zip(at, done, strict=True):
-                out[i] = y
-        return optree.tree_unflatten(shape, out)
+        made = _like(tree) if into is None else into
+        together: dict[Any, list[tuple[Laid, Laid]]] = {}
+        for given, out in zip(laid(tree, how.sides), laid(made, how.sides), strict=True):
+            if given.spread.count and math.prod(given.spread.shape):
+                kind = given.runs[0].dtype
+                together.setdefault((given.mesh, kind), []).append((given, out))
+        for (mesh, kind), pairs in together.items():
+            dtype = how.dtype or wide(kind)
+            if mesh is not None:
+                _placed(mesh, pairs, how, dtype)
+                continue
+            for given, out in pairs:
+                x = given.runs[0].to(dtype).view(-1, *given.spread.shape[-2:])
+                out.runs[0].copy_(apart(how, x, given.spread.side).reshape(-1))
+        return made
 
 
-def _plain(x: Tensor, side: tuple[int, int], how: _How) -> Tensor:
-    """A whole matrix, or a stack of them."""
-    y = x.to(how.dtype or wide(x.dtype))
-    flat = y.reshape(-1, *y.shape[-2:]) if y.numel() else y
-    return (apart(how, flat, side) if y.numel() else y).reshape(x.shape).to(x.dtype)
+def _like(tree: Any) -> Any:
+    """Memory for results: blocks that lie flat."""
+    if isinstance(tree, Buckets):
+        return tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
+    flat = torch.contiguous_format
+    return each(lambda x: torch.empty_like(x, memory_format=flat), tree)
 
 
-def _placed(
-    mesh: Mesh, leaves: list[ShardedTensor], sides: list[tuple[int, int]], how: _How
-) -> list[ShardedTensor]:
+def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: torch.dtype) -> None:
     """Matrices of one mesh, each where it is cheapest."""
-    case = _case_of(leaves, sides, how.dtype, how.most)
+    case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
     ways = known(("muon", case), lambda: _ways(case), mesh.plans)
-    out: list[Any] = [None] * len(leaves)
-    for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
-        if way == "local":
-            out[i] = x.becomes(_each_local(x.raw, x, case.spreads[i], how))
-        elif way == "gathered":
-            out[i] = _by_gathering(x, case.spreads[i], how)
-        elif way == "blocks":
-            y = ShardedTensor(x.raw.to(case.dtype), x.place)
-            done = on_blocks(y, how.coefficients, how.steps, how.eps)
-            out[i] = x.becomes(done.raw.to(x.dtype))
-    dealt = [i for i, way in enumerate(ways) if way == "owners"]
+    dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
     if dealt:
-        runs = [[b.reshape(-1).to(case.dtype) for b in blocks(leaves[i].raw, mesh)] for i in dealt]
-        for i, rows in zip(
-            dealt,
-            through_owners(runs, [case.spreads[i] for i in dealt], mesh, how),
-            strict=True,
-        ):
-            raw = torch.empty_like(leaves[i].raw, memory_format=torch.contiguous_format)
-            for block, row in zip(blocks(raw, mesh), rows, strict=True):
-                block.copy_(row.view(block.shape))
-            out[i] = leaves[i].becomes(raw)
-    return out
+        through_owners(
+            [given.runs for given, _ in dealt],
+            deal(tuple(given.spread for given, _ in dealt), case.sizes),
+            mesh,
+            in_batches(how),
+            [out.runs for _, out in dealt],
+            dtype,
+        )
+    others = [(pair, way) for pair, way in zip(pairs, ways, strict=True) if way != "owners"]
+    cut = [given for (given, _), _ in others if given.spread.cut]
+    joined = iter(join([x.runs for x in cut], [x.spread for x in cut], mesh, dtype) if cut else ())
+    for (given, out), way in others:
+        s = given.spread
+        whole = next(joined) if s.cut else [run.to(dtype) for run in given.runs]
+        shape = s.layout.local_shape(s.padded, mesh.axes)
+        x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
+        done = _WAYS[way](x, s, how)
+        for i, (to, block) in enumerate(zip(out.runs, blocks(done, mesh), strict=True)):
+            flat, coord = block.reshape(-1), played(mesh)[i]
+            if s.runs is not None:
+                lo, hi = s.runs[rank_along(mesh.names, coord, mesh.axes)]
+                flat = flat[lo:hi]
+            to.copy_(flat)
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:
@@ -470,44 +518,46 @@ def _ways(case: MuonCase) -> tuple[str, ...]:
     if case.ranks > 1:
         load = deal(case.spreads, case.sizes).load
         share = max(load) / max(sum(load), 1)
-    out = []
-    for s in case.spreads:
-        one = MuonCase((s,), case.sizes, case.dtype, case.rate, case.most, share, case.links)
-        out.append(decide("muon", one).run)
-    return tuple(out)
+    return tuple(decide("muon", replace(case, spreads=(s,), share=share)).run for s in case.spreads)
 
 
-def _each_local(raw: Tensor, x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+def _each_local(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
     """Blocks that consist of whole matrices."""
-    m, n = _one(s)
-    rows, cols = raw.shape[-2:]
-    flat = raw.reshape(-1, rows, cols).to(how.dtype or wide(raw.dtype))
-    return apart(how, flat, (rows // m, cols // n)).reshape(raw.shape).to(raw.dtype)
+    (m, n), (rows, cols) = s.one, x.raw.shape[-2:]
+    flat = x.raw.reshape(-1, rows, cols)
+    return apart(how, flat, (rows // m, cols // n)).reshape(x.raw.shape)
 
 
-def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> ShardedTensor:
-    """Each matrix on every rank."""
-    dtype = how.dtype or wide(x.dtype)
-    whole = reshard(x.with_padding.becomes(x.raw.to(dtype)), _rows_whole(s.layout))
-    m, n = s.shape[-2:]
-    true = whole.raw[..., :m, :n]
+def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+    """Each matrix on every rank that holds a part of it."""
+    whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
+    (m, n), side = s.one, s.side
+    if whole.sharding.dims[-2:] == (Dim(), Dim()):
+        true = whole.raw[..., : s.shape[-2], : s.shape[-1]]
+    else:
+        true = whole.raw
+        side = true.shape[-2] // m, true.shape[-1] // n
     out = torch.zeros_like(whole.raw)
-    out[..., :m, :n] = apart(how, true.reshape(-1, m, n), s.side).reshape(true.shape)
-    back = reshard(whole.becomes(out), s.layout)
-    return x.becomes(back.raw.to(x.dtype))
+    done = apart(how, true.reshape(-1, *true.shape[-2:]), side).reshape(true.shape)
+    out[..., : true.shape[-2], : true.shape[-1]] = done
+    return reshard(whole.becomes(out), s.layout).raw
 
 
-def _in_buckets(tree: Buckets, how: _How) -> Any:
-    """Matrices that ``zero`` has cut, by their owners."""
-    result = tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
-    rows: dict[torch.dtype, list[tuple[Laid, Laid]]] = {}
-    for given, made in zip(laid(tree, how.sides), laid(result, how.sides), strict=True):
-        dtype = how.dtype or wide(given.runs[0].dtype)
-        rows.setdefault(dtype, []).append((given, made))
-    for dtype, group in rows.items():
-        runs = [[t.to(dtype) for t in given.runs] for given, _ in group]
-        done = through_owners(runs, [given.spread for given, _ in group], tree.mesh, how)
-        for (_, made), found in zip(group, done, strict=True):
-            for to, t in zip(made.runs, found, strict=True):
-                to.copy_(t)
-    return result
+def _by_blocks(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+    """Every matrix where it lies, also those side by side, of which each rank has a part."""
+    one = _beside(s)
+    assert isinstance(one, Spread), "the price was asked"
+    if s.side == (1, 1):
+        return on_blocks(x, how.coefficients, how.steps, how.eps).raw
+    rows, cols = s.side
+    m, n = one.layout.local_shape(one.padded, x.mesh.axes)
+    out = torch.empty_like(x.raw)
+    for i in range(rows):
+        for j in range(cols):
+            at = (..., slice(i * m, (i + 1) * m), slice(j * n, (j + 1) * n))
+            matrix = ShardedTensor(x.raw[at].contiguous(), one.place(x.mesh))
+            out[at] = on_blocks(matrix, how.coefficients, how.steps, how.eps).raw
+    return out
+
+
+_WAYS = {"local": _each_local, "gathered": _by_gathering, "blocks": _by_blocks}

@@ -18,6 +18,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import bind
 from shardlib.optim.buckets import Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
+from shardlib.optim.owned import Owned
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -42,8 +43,9 @@ def state_dict(state: Any) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for name, x in _nodes(state):
-        if isinstance(x, Buckets):
-            for path, value in _by_parameter(x):
+        if isinstance(x, Buckets | Owned):
+            found = x.by_parameter() if isinstance(x, Owned) else _by_parameter(x)
+            for path, value in found:
                 out[f"{name}.{path}" if name else path] = value
         elif x is not None:  # frozen
             out[name] = x
@@ -78,7 +80,7 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     wanted = {
         f"{name}.{path}" if name and path else name or path
         for name, x in nodes
-        for path in (x.paths_held if isinstance(x, Buckets) else [""])
+        for path in (x.paths_held if isinstance(x, Buckets | Owned) else [""])
         if x is not None
     }
     missing, unknown = sorted(wanted - set(kept)), sorted(set(kept) - wanted)
@@ -96,14 +98,18 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
     with torch.no_grad():
         new = [
-            _filled(x, name, kept) if isinstance(x, Buckets) else _like(x, name, kept.get(name))
+            _filled(x, name, kept)
+            if isinstance(x, Buckets)
+            else _owned(x, name, kept)
+            if isinstance(x, Owned)
+            else _like(x, name, kept.get(name))
             for x, (name, _) in zip(leaves, nodes, strict=True)
         ]
     return optree.tree_unflatten(tree, new)
 
 
 def _is_buckets(x: Any) -> bool:
-    return isinstance(x, Buckets)
+    return isinstance(x, Buckets | Owned)
 
 
 def _nodes(state: Any) -> list[tuple[str, Any]]:
@@ -172,6 +178,14 @@ def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]
             out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)).clone())
     return x.like(out)
+
+
+def _owned(x: Owned, name: str, kept: Mapping[str, Any]) -> Owned:
+    """What owners keep, with the values of these names."""
+    found = {path: kept[f"{name}.{path}" if name else path] for path in x.paths_held}
+    for path, value in found.items():
+        _check(f"{name}.{path}", value, x.shape(path), x.vector.dtype)
+    return x.filled(found)
 
 
 def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:

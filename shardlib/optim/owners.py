@@ -19,14 +19,18 @@ from torch import Tensor
 
 from shardlib.collectives import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.api import ragged_all_to_all
+from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.optim.buckets import Buckets, parts
 from shardlib.optim.newton_schulz import flops
 from shardlib.optim.select import named
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import Place, ShardedTensor, typeof
 
-__all__ = ["Deal", "Laid", "Spread", "apart", "deal", "laid", "through_owners"]
+__all__ = [
+    "Deal", "Laid", "Spread", "apart", "deal", "in_batches", "join", "laid", "only_matrices",
+    "through_owners",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Spread:
                             than two, the leading ones number matrices.
     ``runs``   per rank, which elements (start, stop) of its block it holds; None: all.
     ``side``   (rows, columns) of matrices that lie side by side in one, as a fused weight's.
+    ``cut``    the axes along which blocks are cut into runs, major first.
     """
 
     layout: Layout
@@ -44,6 +49,7 @@ class Spread:
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int], ...] | None = None
     side: tuple[int, int] = (1, 1)
+    cut: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -54,7 +60,18 @@ class Spread:
     def flops(self) -> int:
         """Of one of them."""
         rows, cols = self.side
-        return rows * cols * flops(self.shape[-2] // rows, self.shape[-1] // cols)
+        return rows * cols * flops(*self.one)
+
+    @property
+    def one(self) -> tuple[int, int]:
+        """The shape of one of the matrices side by side."""
+        rows, cols = self.side
+        return self.shape[-2] // rows, self.shape[-1] // cols
+
+    def place(self, mesh: Mesh) -> Place:
+        """Where the whole parameter lies."""
+        true = None if self.padded == self.shape else torch.Size(self.shape)
+        return Place(self.layout, torch.Size(self.padded), mesh, true)
 
 
 class Laid(NamedTuple):
@@ -88,6 +105,19 @@ def laid(tree: Any, side: Callable[[str, Tensor], tuple[int, int]] | None = None
     return out
 
 
+def only_matrices(params: Any, op: str) -> None:
+    """Refuse what is no matrix."""
+    for path, x in named(params).items():
+        if isinstance(x, Tensor) and x.ndim < 2:
+            raise Unsupported(
+                f"{path or 'the parameter'} of {x.ndim} dimensions is no matrix",
+                op=op,
+                operands={"parameter": typeof(x)},
+                fix=f"tx = sl.optim.{op}(0.02, rest=sl.optim.adamw(3e-4), "
+                "matrices=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))",
+            )
+
+
 def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | None) -> list[Laid]:
     mesh, index = tree.mesh, tree.index
     where = [rank_along(index.axes, c, mesh.axes) for c in coordinates(mesh.axes)]
@@ -107,7 +137,7 @@ def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | 
             runs = tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
             like = torch.empty(item.whole, device="meta")
             beside = (1, 1) if side is None else side(item.path, like)
-            spread = Spread(item.layout, item.tiled, item.whole, runs, beside)
+            spread = Spread(item.layout, item.tiled, item.whole, runs, beside, index.axes)
             keys = [(bucket.name, slot.offset, i) for i in range(len(played(mesh)))]
             given = [mine[key] if key in mine else empty for key in keys]  # noqa: SIM401
             out.append(Laid(item.path, spread, mesh, given))
@@ -142,7 +172,7 @@ class Deal:
     owner: tuple[int, ...]
     holds: tuple[tuple[Held, ...], ...]
     sends: tuple[tuple[Held, ...], ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    boxes: tuple["Box", ...]
 
     def _counts(self, parts: Sequence[Sequence[Held]]) -> tuple[tuple[int, ...], ...]:
         table = [[0] * len(parts) for _ in parts]
@@ -178,9 +208,21 @@ class Deal:
         return tuple(out)
 
 
+Work = Callable[[Spread], int]
+
+
+def _flops(s: Spread) -> int:
+    return s.flops
+
+
 @lru_cache(maxsize=64)
-def deal(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> Deal:
-    """Deal matrices, the one with most work first, to the rank with least.
+def deal(
+    spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...], work: Work = _flops
+) -> Deal:
+    """Deal matrices, the one with most work first, to the rank with least, or to one that holds
+    more of it, where that costs no rank more than 2 % of the work of the busiest.
+
+    ``work``  of one of a parameter's matrices, in any unit.
 
     >>> s = Spread(Layout.parse("x ."), (8, 8), (8, 8))
     >>> d = deal((s, s), (("x", 2),))
@@ -191,10 +233,6 @@ def deal(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> Dea
     ranks = coordinates(mesh)
     units = tuple((p, k) for p, s in enumerate(spreads) for k in range(s.count))
     number = {u: i for i, u in enumerate(units)}
-    load, owner = [0] * len(ranks), [0] * len(units)
-    for i in sorted(range(len(units)), key=lambda i: (-spreads[units[i][0]].flops, i)):
-        owner[i] = min(range(len(ranks)), key=lambda r: (load[r], r))
-        load[owner[i]] += spreads[units[i][0]].flops
     boxes: dict[Any, int] = {}
     holds: list[list[Held]] = [[] for _ in ranks]
     copies: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
@@ -203,6 +241,7 @@ def deal(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> Dea
             for h in _held(p, spread, coord, mesh, rank, number, boxes):
                 holds[rank].append(h)
                 copies[h.unit, h.box, h.at, h.hi - h.lo].append(rank)
+    owner = _dealt([work(spreads[p]) for p, _ in units], holds)
     source = {
         key: owner[key[0]] if owner[key[0]] in who else who[sum(key) % len(who)]
         for key, who in copies.items()
@@ -213,6 +252,31 @@ def deal(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> Dea
         for rank, mine in enumerate(ordered)
     ]
     return Deal(spreads, units, tuple(owner), tuple(ordered), tuple(sends), tuple(boxes))
+
+
+def _dealt(work: Sequence[int], holds: Sequence[Sequence[Held]]) -> list[int]:
+    """The owner of each unit."""
+    ranks = range(len(holds))
+    amount: list[dict[int, int]] = [defaultdict(int) for _ in work]
+    for rank, mine in enumerate(holds):
+        for h in mine:
+            amount[h.unit][rank] += h.hi - h.lo
+    order = sorted(range(len(work)), key=lambda i: (-work[i], i))
+
+    def within(most: float) -> tuple[list[int], int]:
+        load, owner = [0] * len(holds), [0] * len(work)
+        for i in order:
+            fits = [r for r in ranks if load[r] + work[i] <= most]
+            if fits:
+                owner[i] = min(fits, key=lambda r: (-amount[i][r], load[r], r))
+            else:
+                owner[i] = min(ranks, key=lambda r: (load[r], -amount[i][r], r))
+            load[owner[i]] += work[i]
+        return owner, max(load)
+
+    even, most = within(0)
+    near, highest = within(1.02 * most)
+    return near if highest <= 1.02 * most else even
 
 
 def _held(
@@ -241,103 +305,202 @@ def _held(
     return out
 
 
+Compute = Callable[[int, Sequence[int], Tensor, tuple[int, int]], None]
+"""What an owner does, in place: (number of the rank among those played here, units, their matrices
+[k, m, n], what lies side by side in them)."""
+
+
+def in_batches(f: Callable[[Tensor], Tensor]) -> Compute:
+    """Apply a function of a batch [k, m, n] to matrices, and to those side by side on their own."""
+
+    def run(rank: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
+        most = max(BATCH // max(math.prod(batch.shape[1:]), 1), 1)
+        for some in batch.split(most):
+            some.copy_(apart(f, some, side))
+
+    return run
+
+
 def through_owners(
     runs: Sequence[Sequence[Tensor]],
-    spreads: Sequence[Spread],
-    mesh: Mesh,
-    f: Callable[[Tensor], Tensor],
-) -> list[list[Tensor]]:
-    """Apply ``f`` to whole matrices by their owners.
+    plan: Deal,
+    mesh: Mesh | None,
+    f: Compute,
+    into: Sequence[Sequence[Tensor]],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Have owners compute on whole matrices.
 
     ``runs``  per parameter, of each rank that is played here the elements that it holds, a vector.
-    ``f``     a batch of matrices [k, m, n] -> the same shape.
-    Returns the results as the runs lie.
-    Moves: ``deal(...).moved / ranks`` elements per rank in two exchanges.
+    ``into``  where the results go, as the runs lie; the runs themselves, if they may change.
+    ``dtype`` in which matrices travel and are computed; None: as they are.
+    Moves: ``plan.moved / ranks`` elements per rank in two exchanges.
     """
-    plan = deal(tuple(spreads), tuple(mesh.axes.items()))
-    ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
-    flat = [[r.reshape(-1) for r in row] for row in runs]
+    ranks = [0]
+    if mesh is not None:
+        ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
+    kind = dtype or runs[0][0].dtype
 
-    def packed(i: int, rank: int) -> list[Tensor]:
-        return [flat[h.param][i][h.lo : h.hi] for h in plan.sends[rank]]
+    def sent(i: int, rank: int) -> list[Tensor]:
+        return [runs[h.param][i][h.lo : h.hi].to(kind) for h in plan.sends[rank]]
 
-    like = flat[0][0]
-    arrived = _exchange([packed(i, r) for i, r in enumerate(ranks)], plan.there, mesh, like)
-    results = [_owned(vector, plan, rank, f) for vector, rank in zip(arrived, ranks, strict=True)]
-    returned = _exchange(results, plan.back, mesh, like)
-    out = [[torch.empty_like(r) for r in row] for row in flat]
+    like = runs[0][0].new_empty(0, dtype=kind)
+    arrived = exchange([sent(i, r) for i, r in enumerate(ranks)], plan.there, mesh, like)
+    results = [_owned(arrived.pop(0), plan, rank, i, f) for i, rank in enumerate(ranks)]
+    returned = exchange(results, plan.back, mesh, like)
     for i, rank in enumerate(ranks):
         at = 0
         for h in plan.holds[rank]:
             n = h.hi - h.lo
-            out[h.param][i][h.lo : h.hi] = returned[i][at : at + n]
+            into[h.param][i][h.lo : h.hi] = returned[i][at : at + n]
             at += n
-    return [
-        [o.view(r.shape) for o, r in zip(a, b, strict=True)] for a, b in zip(out, runs, strict=True)
-    ]
 
 
-def _exchange(
-    parts: Sequence[Sequence[Tensor]], counts: tuple[tuple[int, ...], ...], mesh: Mesh, like: Tensor
+def join(
+    runs: Sequence[Sequence[Tensor]],
+    spreads: Sequence[Spread],
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+) -> list[list[Tensor]]:
+    """The whole blocks that are cut into runs, as vectors, on all ranks along the axes of the cut.
+
+    Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
+    """
+    every = coordinates(mesh.axes)
+    cut = spreads[0].cut
+    others = [[r for r, c in enumerate(every) if _differ(c, mine, cut)] for mine in every]
+    total = [sum(_run(s, r)[1] - _run(s, r)[0] for s in spreads) for r in range(len(every))]
+    counts = tuple(
+        tuple(total[i] if j in others[i] else 0 for j in range(len(every)))
+        for i in range(len(every))
+    )
+    kind = dtype or runs[0][0].dtype
+    ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
+    mine = [[row[i].to(kind) for row in runs] for i in range(len(ranks))]
+    sent = [part * len(others[rank]) for part, rank in zip(mine, ranks, strict=True)]
+    arrived = exchange(sent, counts, mesh, runs[0][0].new_empty(0, dtype=kind))
+    out: list[list[Tensor]] = [[] for _ in spreads]
+    for i, rank in enumerate(ranks):
+        at = dict.fromkeys(others[rank], 0)
+        start = 0
+        for r in others[rank]:
+            at[r], start = start, start + total[r]
+        for p, spread in enumerate(spreads):
+            size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
+            block = arrived[i].new_empty(size)
+            lo, hi = _run(spread, rank)
+            block[lo:hi] = mine[i][p]
+            for r in others[rank]:
+                lo, hi = _run(spread, r)
+                block[lo:hi] = arrived[i][at[r] : at[r] + hi - lo]
+                at[r] += hi - lo
+            out[p].append(block)
+    return out
+
+
+def _differ(one: dict[str, int], two: dict[str, int], cut: Sequence[str]) -> bool:
+    """Whether two ranks differ, and along these axes alone."""
+    return one != two and all(one[a] == two[a] for a in one if a not in cut)
+
+
+def _run(spread: Spread, rank: int) -> tuple[int, int]:
+    assert spread.runs is not None, "a block that is cut has runs"
+    return spread.runs[rank]
+
+
+def exchange(
+    parts: Sequence[Sequence[Tensor]],
+    counts: tuple[tuple[int, ...], ...],
+    mesh: Mesh | None,
+    like: Tensor,
 ) -> list[Tensor]:
     """What each rank played here receives, from rank 0, 1, ... on."""
     most = max(map(sum, counts))
     rows = []
     for mine in parts:
-        row = torch.cat([*mine, like.new_empty(0)])
-        rows.append(torch.nn.functional.pad(row, (0, most - len(row))))
+        row, n = like.new_empty(most), sum(map(len, mine))
+        if n:
+            torch.cat(list(mine), out=row[:n])
+        rows.append(row)
+    if mesh is None:
+        return rows
     with bind(mesh):
         came = unwrap(ragged_all_to_all(wrap(storage(rows, mesh), mesh), mesh.names, counts))
-    return list(came) if len(rows) > 1 or came.ndim > 1 else [came]
+    return blocks(came, mesh)
 
 
-def _owned(vector: Tensor, plan: Deal, rank: int, f: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """An owner's work: matrices put together, computed in batches of a shape, and cut again."""
-    blocks: dict[tuple[int, int], Tensor] = {}
+BATCH = 1 << 22
+"""Elements of matrices that are computed at a time."""
+
+
+def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> list[Tensor]:
+    """An owner's work: matrices put together, computed by shape, and cut again."""
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for unit, owner in enumerate(plan.owner):
+        if owner == rank:
+            spread = plan.spreads[plan.units[unit][0]]
+            alike[spread.shape[-2:], spread.padded[-2:], spread.side].append(unit)
+    whole: dict[int, Tensor] = {}
+    batches = []
+    for (shape, padded, side), units in alike.items():
+        batch = vector.new_zeros(len(units), *padded)
+        batches.append((units, batch[:, : shape[0], : shape[1]], side))
+        whole.update(zip(units, batch.unbind(), strict=True))
+    _assemble(vector, plan, rank, whole)
+    for units, true, side in batches:
+        f(number, units, true, side)
+    cut: dict[tuple[int, int], Tensor] = {}
+    out = []
+    for mine in plan.holds:
+        for h in mine:
+            if plan.owner[h.unit] == rank:
+                if (h.unit, h.box) not in cut:
+                    cut[h.unit, h.box] = _boxed(whole[h.unit], plan.boxes[h.box]).reshape(-1)
+                out.append(cut[h.unit, h.box][h.at : h.at + h.hi - h.lo])
+    return out
+
+
+def _assemble(vector: Tensor, plan: Deal, rank: int, whole: dict[int, Tensor]) -> None:
+    """Put what came into the matrices; a block that came in several parts is joined first."""
+    partly: dict[tuple[int, int], Tensor] = {}
     at = 0
     for mine in plan.sends:
         for h in mine:
-            if plan.owner[h.unit] == rank:
-                n = h.hi - h.lo
-                block = blocks.get((h.unit, h.box))
-                if block is None:
-                    rows, cols = plan.boxes[h.box]
-                    block = blocks[h.unit, h.box] = vector.new_zeros(len(rows) * len(cols))
-                block[h.at : h.at + n] = vector[at : at + n]
-                at += n
-    whole: dict[int, Tensor] = {}
-    for (unit, box), block in blocks.items():
-        spread = plan.spreads[plan.units[unit][0]]
-        if unit not in whole:
-            whole[unit] = vector.new_zeros(spread.padded[-2:])
-        rows, cols = (_span(p) for p in plan.boxes[box])
-        part = block.view(*map(len, plan.boxes[box]))
-        if isinstance(rows, slice) and isinstance(cols, slice):
-            whole[unit][rows, cols] = part
-        else:
-            whole[unit].index_put_((_index(rows, 1, vector), _index(cols, 0, vector)), part)
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for unit in whole:
-        spread = plan.spreads[plan.units[unit][0]]
-        alike[spread.shape[-2:], spread.side].append(unit)
-    for (shape, side), units in alike.items():
-        true = torch.stack([whole[u][: shape[0], : shape[1]] for u in units])
-        for u, done in zip(units, apart(f, true, side), strict=True):
-            whole[u][: shape[0], : shape[1]] = done
-    cut: dict[tuple[int, int], Tensor] = {}
-    for unit, box in blocks:
-        rows, cols = (_span(p) for p in plan.boxes[box])
-        if isinstance(rows, slice) and isinstance(cols, slice):
-            part = whole[unit][rows, cols]
-        else:
-            part = whole[unit][_index(rows, 1, vector), _index(cols, 0, vector)]
-        cut[unit, box] = part.reshape(-1)
-    return [
-        cut[h.unit, h.box][h.at : h.at + h.hi - h.lo]
-        for mine in plan.holds
-        for h in mine
-        if plan.owner[h.unit] == rank
-    ]
+            if plan.owner[h.unit] != rank:
+                continue
+            n, shape = h.hi - h.lo, [len(p) for p in plan.boxes[h.box]]
+            part, size = vector[at : at + n], shape[0] * shape[1]
+            at += n
+            if n == size:
+                _put(whole[h.unit], plan.boxes[h.box], part.view(shape))
+            elif size == whole[h.unit].numel() and all(
+                isinstance(_span(p), slice) for p in plan.boxes[h.box]
+            ):
+                whole[h.unit].view(-1)[h.at : h.at + n] = part
+            else:
+                if (h.unit, h.box) not in partly:
+                    partly[h.unit, h.box] = vector.new_zeros(size)
+                partly[h.unit, h.box][h.at : h.at + n] = part
+    for (unit, box), block in partly.items():
+        _put(whole[unit], plan.boxes[box], block.view(*map(len, plan.boxes[box])))
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _put(whole: Tensor, box: Box, part: Tensor) -> None:
+    rows, cols = map(_span, box)
+    if isinstance(rows, slice) and isinstance(cols, slice):
+        whole[rows, cols] = part
+    else:
+        whole.index_put_((_index(rows, 1, whole), _index(cols, 0, whole)), part)
+
+
+def _boxed(whole: Tensor, box: Box) -> Tensor:
+    rows, cols = map(_span, box)
+    if isinstance(rows, slice) and isinstance(cols, slice):
+        return whole[rows, cols]
+    return whole[_index(rows, 1, whole), _index(cols, 0, whole)]
 
 
 def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Tensor:

@@ -32,7 +32,7 @@ from shardlib.ops.padding import filled
 from shardlib.optim.buckets import Buckets
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["norms", "scaled", "squares", "summed", "totals"]
+__all__ = ["norms", "scale_in_place", "scaled", "squares", "summed", "totals"]
 
 BLOCK = 1 << 16
 """Elements that are summed in fp64 at a time, so that no whole copy is made."""
@@ -114,14 +114,25 @@ def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
     with torch.no_grad():
         if isinstance(tree, Buckets):
             out = tree.like({k: x.becomes(x.raw.clone()) for k, x in tree.items()})
-            for (number, *_), piece in zip(_numbered(out), out.pieces, strict=True):
-                by = numbers[number]
-                assert by is not None, "slots are never frozen"
-                piece.mul_(by.to(piece.device, piece.dtype))
+            scale_in_place(out, numbers)
             return out
         leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
         done = [x if by is None else _times(x, by) for x, by in zip(leaves, numbers, strict=True)]
         return optree.tree_unflatten(shape, done)
+
+
+def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
+    """Multiply each tensor of the tree by its number, of ``totals``' order."""
+    if isinstance(tree, Buckets):
+        for (number, *_), piece in zip(_numbered(tree), tree.pieces, strict=True):
+            by = numbers[number]
+            assert by is not None, "slots are never frozen"
+            piece.mul_(by.to(piece.device, piece.dtype))
+        return
+    for x, by in zip(optree.tree_leaves(tree, none_is_leaf=True), numbers, strict=True):
+        if by is not None:
+            raw = x.raw if isinstance(x, ShardedTensor) else x
+            raw.mul_(by.to(raw.device, raw.dtype))
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from shardlib.errors import ShardError
 from shardlib.optim.schedules import at_step
+from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, divide, handed_on, pieces, run_in_place
 from shardlib.optim.trees import apply_updates, each, need, settled, trainable, wide, zeros_like
 
@@ -206,7 +207,7 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
     def donate(grads: Any, state: AveragedState, params: Any, step: Step) -> AveragedState:
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:
-            for m, p in zip(*pieces(state.mean, params), strict=True):
+            for m, p in spans(*pieces(state.mean, params)):
                 m.lerp_(p.to(m.dtype), 1 - decay)
         return AveragedState(state.mean, inner)
 

@@ -110,3 +110,87 @@ def test_what_is_out_of_range_is_refused_by_its_name(make: Any, said: str) -> No
     with pytest.raises(sl.ShardError, match="(?s)" + re.escape(said)) as caught:
         make()
     assert caught.value.fix
+
+
+IN_PLACE: dict[str, Any] = {
+    "lamb": lambda: sl.optim.lamb(0.05, weight_decay=0.1),
+    "muon": lambda: sl.optim.muon(0.05, rest=sl.optim.lion(0.05), matrices=lambda t: _flat(t)),
+    "soap": lambda: sl.optim.soap(
+        0.05, every=2, rest=sl.optim.lion(0.05), matrices=lambda t: _flat(t)
+    ),
+    "adafactor": lambda: sl.optim.adafactor(0.05, weight_decay=0.1),
+    "adam8bit": lambda: sl.optim.adam8bit(0.05, weight_decay=0.1),
+    "rmsprop": lambda: sl.optim.rmsprop(0.05, momentum=0.9, centered=True, weight_decay=0.1),
+    "lion": lambda: sl.optim.lion(0.05, weight_decay=0.1),
+}
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "w": ((13, 20), "x y"),
+    "t": ((300, 310), "y x"),
+    "b": ((97,), "x"),
+    "s": ((), ""),
+    "n": ((0, 3), ". ."),
+}
+
+
+def _flat(tree: Any) -> Any:
+    return {k: k in "wt" for k in tree}
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def both_ways(name: str, dtype: torch.dtype, put: Any) -> None:
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(3.0), IN_PLACE[name]())
+    given = {k: put(k, drawn(s, i, dtype)) for i, (k, (s, _)) in enumerate(SHAPES.items())}
+    mine = {k: p.clone() for k, p in given.items()}
+    state, now = tx.init(given), tx.init(mine)
+    memory = [_raw(x).data_ptr() for x in optree.tree_leaves((mine, now)) if hasattr(x, "shape")]
+    for i in range(3):
+        grads = {
+            k: put(k, drawn(s, 50 + 10 * i + n, dtype))
+            for n, (k, (s, _)) in enumerate(SHAPES.items())
+        }
+        updates, state = tx.update(grads, state, given)
+        given = sl.optim.apply_updates(given, updates)
+        mine, now, _ = sl.optim.step(tx, mine, {k: g.clone() for k, g in grads.items()}, now)
+        for k, p in given.items():
+            assert torch.equal(_raw(p), _raw(mine[k])), (name, k, i)
+        for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(now), strict=True):
+            assert torch.equal(_raw(a), _raw(b)) if hasattr(a, "shape") else a == b
+    same = [_raw(x).data_ptr() for x in optree.tree_leaves((mine, now)) if hasattr(x, "shape")]
+    assert memory == same
+
+
+def _raw(x: Any) -> torch.Tensor:
+    return x.raw if isinstance(x, sl.ShardedTensor) else x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_step_in_place_is_the_pure_one_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    """In the memory that was given up, on whole tensors and on blocks, padded ones too."""
+    both_ways(name, dtype, lambda k, x: x)
+    with sl.simulate(x=2, y=2):
+        both_ways(name, dtype, lambda k, x: sl.shard(x, SHAPES[k][1], pad=True))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_transposed_gradients_count_as_any_others(name: str) -> None:
+    tx = IN_PLACE[name]()
+    tx = tx if name not in ("muon", "soap") else getattr(sl.optim, name)(0.05)
+    p, g = {"w": r(12, 8)}, {"w": r(8, 12, seed=1).T}
+    assert not g["w"].is_contiguous()
+    want, got = {"w": p["w"].clone()}, {"w": p["w"].clone()}
+    state, now = tx.init(want), tx.init(got)
+    for _ in range(2):
+        updates, state = tx.update({"w": g["w"].contiguous()}, state, want)
+        want = sl.optim.apply_updates(want, updates)
+        updates, now = tx.update(g, now, got)
+        got = sl.optim.apply_updates(got, updates)
+    mine, after = {"w": p["w"].clone()}, tx.init(p)
+    for _ in range(2):
+        mine, after, _ = sl.optim.step(tx, mine, {"w": g["w"].clone()}, after)
+    assert not torch.equal(want["w"], p["w"])
+    close(got["w"], want["w"], 1e-12)
+    close(mine["w"], want["w"], 1e-12)

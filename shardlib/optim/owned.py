@@ -1,0 +1,207 @@
+"""State of whole matrices, each kept by the one rank that owns the matrix.
+
+What a transform remembers of a matrix as a whole, such as statistics of its rows, need not travel:
+it stays where the matrix is computed.  A rank's matrices lie one after the other in a vector, all
+ranks' vectors are one ShardedTensor split over the whole mesh, and so every rank holds about its
+part of the state, whatever the layout of the parameters.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
+from shardlib.errors import ShardError
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.optim.owners import Deal, Laid
+from shardlib.placing import reshard, unshard
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = ["Held", "Kind", "Owned"]
+
+Kind = Literal["mn", "mm", "nn"]
+"""Of a matrix [m, n]: a number for each element, each pair of rows, or each pair of columns."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which numbers are kept of which matrices, and by whom.
+
+    ``paths``  of the parameters, in the order of ``plan.spreads``.
+    ``most``   pairs of more rows, or columns, than that are not kept.
+    """
+
+    paths: tuple[str, ...]
+    plan: Deal
+    kind: Kind
+    most: float = math.inf
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the numbers of one of each parameter's matrices."""
+        out = []
+        for spread in self.plan.spreads:
+            m, n = spread.shape[-2:]
+            side = {"mn": (m, n), "mm": (m, m), "nn": (n, n)}[self.kind]
+            kept = self.kind == "mn" or side[0] <= self.most
+            out.append(side if kept else (0, 0))
+        return tuple(out)
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per rank, (unit, where its numbers begin in the rank's vector)."""
+        out: list[list[tuple[int, int]]] = [[] for _ in self.plan.holds]
+        ends = [0] * len(out)
+        for unit, ((param, _), owner) in enumerate(
+            zip(self.plan.units, self.plan.owner, strict=True)
+        ):
+            out[owner].append((unit, ends[owner]))
+            ends[owner] += math.prod(self.shapes[param])
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def length(self) -> int:
+        """Of the vector of the rank that keeps most."""
+        ends = [0] * len(self.plan.holds)
+        for (param, _), owner in zip(self.plan.units, self.plan.owner, strict=True):
+            ends[owner] += math.prod(self.shapes[param])
+        return max(ends, default=0)
+
+
+class Owned:
+    """Numbers of matrices, with their owners; a node of trees with one vector in it.
+
+    ``vector``  a ShardedTensor split over all of the mesh, or without a mesh a plain one.
+    """
+
+    def __init__(self, vector: Any, held: Held, mesh: Mesh | None) -> None:
+        self.vector, self.held, self.mesh = vector, held, mesh
+
+    @staticmethod
+    def zeros(
+        items: Sequence[Laid], plan: Deal, kind: Kind, dtype: torch.dtype, most: float
+    ) -> "Owned":
+        """Of matrices as they lie, which ``plan`` deals."""
+        held, mesh = Held(tuple(x.path for x in items), plan, kind, most), items[0].mesh
+        new = items[0].runs[0].new_zeros
+        if mesh is None:
+            return Owned(new(held.length, dtype=dtype), held, mesh)
+        raw = storage([new(held.length, dtype=dtype) for _ in played(mesh)], mesh)
+        size = torch.Size([held.length * mesh.size])
+        place = Place(Layout((Dim(tuple(mesh.names)),)), size, mesh)
+        return Owned(ShardedTensor(raw, place), held, mesh)
+
+    def clone(self) -> "Owned":
+        """The same numbers in other memory."""
+        return Owned(self.vector.clone(), self.held, self.mesh)
+
+    def views(self, i: int) -> dict[int, Tensor]:
+        """Unit -> its numbers, of those that the i-th rank played here owns; writes stay."""
+        rank, vector = 0, self._vector(i)
+        if self.mesh is not None:
+            rank = rank_along(self.mesh.names, played(self.mesh)[i], self.mesh.axes)
+        units, shapes, out = self.held.plan.units, self.held.shapes, {}
+        for unit, at in self.held.places[rank]:
+            shape = shapes[units[unit][0]]
+            out[unit] = vector[at : at + math.prod(shape)].view(shape)
+        return out
+
+    def _vector(self, i: int) -> Tensor:
+        return self.vector if self.mesh is None else blocks(self.vector.raw, self.mesh)[i]
+
+    @property
+    def paths_held(self) -> list[str]:
+        """The paths of the parameters of which numbers are kept."""
+        shapes = zip(self.held.paths, self.held.shapes, strict=True)
+        return [path for path, shape in shapes if shape != (0, 0)]
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Of a parameter's numbers: those of a stack of matrices are one."""
+        param = self.held.paths.index(path)
+        return (*self.held.plan.spreads[param].shape[:-2], *self.held.shapes[param])
+
+    def by_parameter(self) -> list[tuple[str, Tensor]]:
+        """(path, its numbers as one tensor), split over the mesh where that divides them.
+
+        Moves: one psum of each.
+        """
+        return [(path, self._parameter(path)) for path in self.paths_held]
+
+    def _parameter(self, path: str) -> Tensor:
+        param = self.held.paths.index(path)
+        spread, shape = self.held.plan.spreads[param], self.held.shapes[param]
+        ranks = range(1 if self.mesh is None else len(played(self.mesh)))
+        rows = []
+        for i in ranks:
+            row = self._vector(i).new_zeros(spread.count, *shape)
+            for unit, view in self.views(i).items():
+                p, k = self.held.plan.units[unit]
+                if p == param:
+                    row[k] = view
+            rows.append(row.view(self.shape(path)))
+        if self.mesh is None:
+            return rows[0]
+        with bind(self.mesh):
+            raw = unwrap(psum(wrap(storage(rows, self.mesh), self.mesh), self.mesh.names))
+        size = torch.Size(self.shape(path))
+        value = ShardedTensor(raw, Place(Layout((Dim(),) * len(size)), size, self.mesh))
+        at = next((d for d, n in enumerate(size) if n and n % self.mesh.size == 0), None)
+        if at is None:
+            return value
+        dims = [Dim()] * len(size)
+        dims[at] = Dim(tuple(self.mesh.names))
+        return reshard(value, Layout(tuple(dims)))
+
+    def filled(self, values: Mapping[str, Tensor]) -> "Owned":
+        """The same with the numbers of each path."""
+        out = self.clone()
+        every = [out.views(i) for i in range(1 if self.mesh is None else len(played(self.mesh)))]
+        for path, value in values.items():
+            whole = unshard(value) if isinstance(value, ShardedTensor) else value
+            param = self.held.paths.index(path)
+            flat = whole.reshape(-1, *self.held.shapes[param])
+            for mine in every:
+                for unit, view in mine.items():
+                    p, k = self.held.plan.units[unit]
+                    if p == param:
+                        view.copy_(flat[k])
+        return out
+
+    def check(self, items: Sequence[Laid], op: str) -> None:
+        """Refuse other matrices than those of which these are the numbers."""
+        paths, spreads = tuple(x.path for x in items), tuple(x.spread for x in items)
+        held = self.held
+        if paths == held.paths and spreads == held.plan.spreads:
+            return
+        gone = sorted(set(held.paths) ^ set(paths)) or [
+            path for path, a, b in zip(paths, spreads, held.plan.spreads, strict=True) if a != b
+        ]
+        raise ShardError(
+            f"the state was made for other parameters: they differ at {', '.join(gone[:4])}",
+            op=op,
+            mesh=self.mesh,
+            fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
+        )
+
+
+def _flat(x: Owned) -> tuple[list[Any], Any, list[str]]:
+    return [x.vector], (x.held, x.mesh), ["vector"]
+
+
+def _unflat(where: tuple[Held, Mesh | None], children: Iterable[Any]) -> Owned:
+    return Owned(next(iter(children)), *where)
+
+
+optree.register_pytree_node(
+    Owned,  # type: ignore[arg-type]
+    _flat,  # type: ignore[arg-type]
+    _unflat,  # type: ignore[arg-type]
+    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+)

@@ -1,0 +1,220 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
+
+Of each matrix G [m, n] running means of G G^T and G^T G are kept; Adam's second moment is that of
+the gradient as their eigenvectors see it, and so is its step.  A matrix's statistics, its bases and
+its moments live with one rank, its owner: gradients travel there and directions back, the work is
+shared out by flops, and eigenvectors, which rounding may turn, are made once for all.  On every
+layout, and however ``zero`` cuts, the step is the one of a single device.
+
+Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.09568 (Shampoo).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError, Unsupported
+from shardlib.optim.groups import by_mask
+from shardlib.optim.owned import Kind, Owned
+from shardlib.optim.owners import Laid, Spread, deal, laid, only_matrices, through_owners
+from shardlib.optim.schedules import Schedule, at_step
+from shardlib.optim.select import Mask
+from shardlib.optim.spans import spans, writable
+from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
+from shardlib.optim.trees import each, moments, need, ready, wide
+
+__all__ = ["soap"]
+
+
+class SoapState(NamedTuple):
+    """Steps taken, and of each matrix, with its owner: Adam's first moment, its second one in the
+    eigenbasis, the running means of G G^T and G^T G, and their eigenvectors.
+    """
+
+    count: int
+    mu: Owned
+    nu: Owned
+    left: Owned
+    right: Owned
+    left_basis: Owned
+    right_basis: Owned
+
+
+@ranged
+def soap(
+    lr: float | Schedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    every: int = 10,
+    most: float = 10000,
+    rest: Transform | None = None,
+    matrices: Mask = None,
+) -> Transform:
+    """Adam in the eigenbasis of running means of G G^T and G^T G, on any layout.
+
+    The first step finds a basis and updates nothing.
+    ``every``     steps between two renewals of the bases, each one step of the power method and QR.
+    ``most``      a side of more rows or columns keeps no statistics: its basis is the identity.
+    ``rest``      what updates everything that ``matrices`` does not mean.
+    ``matrices``  globs of paths, a tree of bools, or a function of the tree; see
+                  ``recipes.matrices(model)``.  Leaves of three dimensions are stacks of matrices.
+    Holds:  2 m n + 2 m m + 2 n n numbers for a matrix, with its owner alone.
+    Moves:  what Muon's owners move: each matrix to its owner and back.
+    Raises: Unsupported for a leaf that is no matrix.
+
+    >>> tx, params = soap(0.1, weight_decay=0.0), {"w": torch.zeros(2, 2)}
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...     updates, state = tx.update({"w": torch.diag(torch.tensor([3.0, -2.0]))}, state, params)
+    >>> updates["w"].diagonal().round(decimals=2)
+    tensor([-0.0700,  0.0700])
+    """
+    if every < 1:
+        raise ShardError(f"{every} steps", op="soap", fix="tx = sl.optim.soap(3e-3, every=10)")
+
+    def init(params: Any) -> SoapState:
+        only_matrices(params, "soap")
+        items = _live(moments(params))
+        plan = deal(tuple(x.spread for x in items), _sizes(items), _work)
+        dtype = items[0].runs[0].dtype
+        for x in items:
+            dtype = torch.promote_types(dtype, x.runs[0].dtype)
+        kinds: tuple[Kind, ...] = ("mn", "mn", "mm", "nn", "mm", "nn")
+        return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
+
+    def directed(grads: Any, into: Any, state: SoapState) -> None:
+        """Write directions, and what the owners remember of these gradients, in place."""
+        items = _live(grads)
+        state.mu.check(items, "soap")
+        ranks = range(len(items[0].runs))
+        kept = [[x.views(i) for x in state[1:]] for i in ranks]
+
+        def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
+            for unit, g in zip(units, batch.unbind(), strict=True):
+                mine = _Numbers(*(x[unit] for x in kept[i]))
+                _step(g, mine, state.count, b1, b2, eps, every)
+
+        plan, dtype = state.mu.held.plan, state.mu.vector.dtype
+        runs, outs = ([x.runs for x in t] for t in (items, _live(into)))
+        through_owners(runs, plan, items[0].mesh, compute, outs, dtype)
+
+    def sized(count: int, rate: float) -> tuple[float, float]:
+        """What directions, and what weights, are multiplied by; the first step only looks."""
+        if not count:
+            return 0.0, 0.0
+        return -rate * (1 - b2**count) ** 0.5 / (1 - b1**count), -rate * weight_decay
+
+    def update(grads: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
+        ready(grads, "soap")
+        need(params, "soap")
+        new = SoapState(state.count, *(x.clone() for x in state[1:]))
+        with torch.no_grad():
+            seen = each(lambda g: g.to(wide(g.dtype)), grads)
+            way = each(lambda g: torch.zeros_like(g, memory_format=torch.contiguous_format), seen)
+            directed(seen, way, new)
+        size, decay = sized(state.count, at_step(lr, state.count))
+        way = each(lambda u: u * size, way)
+        if decay:
+            way = each(lambda u, p: u.add_(p, alpha=decay), way, params)
+        return way, new._replace(count=state.count + 1)
+
+    def donate(grads: Any, state: SoapState, params: Any, step: Step) -> SoapState:
+        ready(grads, "soap")
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        seen = each(lambda g: g.to(wide(g.dtype)), grads)
+        way = writable(seen, seen, copy=True)
+        directed(way, way, state)
+        size, decay = sized(state.count, step.lr)
+        for p, u in spans(*pieces(params, way)):
+            u.mul_(size)
+            p.add_(u.add_(p, alpha=decay) if decay else u)
+        return state._replace(count=state.count + 1)
+
+    core = Transform(init, update, "matrix", donate)
+    if rest is None and matrices is None:
+        return core
+    if rest is None or matrices is None:
+        raise ShardError(
+            "matrices= says which parameters are SOAP's, and rest= what updates the others",
+            op="soap",
+            fix='sl.optim.soap(3e-3, rest=sl.optim.adamw(3e-4), matrices="*.weight")',
+        )
+    return by_mask(matrices, core, rest, "soap")
+
+
+def _live(tree: Any) -> list[Laid]:
+    """The matrices that have elements, all of one mesh."""
+    items = [x for x in laid(tree) if x.spread.count and math.prod(x.spread.shape)]
+    if not items:
+        raise Unsupported("there is no matrix", op="soap", fix="tx = sl.optim.adamw(3e-4)")
+    if any(x.mesh is not items[0].mesh for x in items):
+        raise Unsupported(
+            "matrices of several meshes, or of one and of none, are kept in one state",
+            op="soap",
+            fix="params = sl.shard(params, '...')",
+        )
+    return items
+
+
+def _sizes(items: Sequence[Laid]) -> tuple[tuple[str, int], ...]:
+    mesh = items[0].mesh
+    return () if mesh is None else tuple(mesh.axes.items())
+
+
+def _work(s: Spread) -> int:
+    """Flops of a step: eight products of its size, and a QR of each side in some steps."""
+    m, n = s.shape[-2:]
+    return 8 * m * n * (m + n) + m**3 + n**3
+
+
+class _Numbers(NamedTuple):
+    """What is remembered of one matrix, as in SoapState; empty of sides without statistics."""
+
+    mu: Tensor
+    nu: Tensor
+    left: Tensor
+    right: Tensor
+    left_basis: Tensor
+    right_basis: Tensor
+
+
+def _step(
+    g: Tensor, own: _Numbers, count: int, b1: float, b2: float, eps: float, every: int
+) -> None:
+    """One matrix's step in place: ``g`` becomes its direction."""
+    mu, nu, left, right, left_basis, right_basis = own
+    sides = [(left, left_basis, 0), (right, right_basis, 1)]
+    seen = g.clone()
+    if count:
+        mu.lerp_(g.to(mu.dtype), 1 - b1)
+        turned = _turned(seen, left_basis, right_basis)
+        nu.mul_(b2).addcmul_(turned, turned, value=1 - b2)
+        way = _turned(mu, left_basis, right_basis) / nu.sqrt().add_(eps)
+        g.copy_(_turned(way, left_basis.mT, right_basis.mT))
+    else:
+        g.zero_()
+    for stats, basis, dim in sides:
+        if not stats.numel():
+            continue
+        pairs = seen @ seen.mT if dim == 0 else seen.mT @ seen
+        stats.lerp_(pairs.to(stats.dtype), 1 - b2)
+        if not count:
+            basis.copy_(torch.linalg.eigh(stats)[1].flip(1))
+        elif count % every == 0:
+            values = (basis.mT @ stats @ basis).diagonal()
+            order = values.argsort(descending=True, stable=True)
+            nu.copy_(nu.index_select(dim, order))
+            basis.copy_(torch.linalg.qr(stats @ basis[:, order])[0])
+
+
+def _turned(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """left^T x right, without the sides that have no basis."""
+    x = left.mT @ x if left.numel() else x
+    return x @ right if right.numel() else x
