@@ -8,6 +8,7 @@ interleaved, and figures are medians of each repetition's ratio.
     python -m benchmarks.zero --alone       the optimizer's step by itself, in one process
     python -m benchmarks.zero --memory      the peak of each contestant, in processes of its own
     python -m benchmarks.zero --rate 100    behind links of 100 Mbit/s
+    python -m benchmarks.zero --residue     12 clipped steps: how far each ends from one process
 """
 
 import argparse
@@ -41,7 +42,9 @@ from benchmarks.tensor_parallel import GPT, LEARNING, VOCAB
 Step = Callable[[Tensor, Tensor], float]
 
 
-def ours(args: argparse.Namespace, stage: int, x: int = 1, **how: Any) -> Step:
+def ours(
+    args: argparse.Namespace, stage: int, x: int = 1, clip: float | None = None, **how: Any
+) -> Step:
     mesh = sl.make_mesh(device="cpu", data=dist.get_world_size() // x, x=x)
     with sl.use_mesh(mesh):
         model = GPT(args.layers, args.width, args.length)
@@ -50,7 +53,10 @@ def ours(args: argparse.Namespace, stage: int, x: int = 1, **how: Any) -> Step:
             model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
         )
         del model
-        tx = sl.optim.zero(sl.optim.adamw(LEARNING), "data", stage, **how)
+        inner = sl.optim.adamw(LEARNING)
+        if clip is not None:
+            inner = sl.optim.chain(sl.optim.clip_by_global_norm(clip), inner)
+        tx = sl.optim.zero(inner, "data", stage, bucket_mb=args.bucket, **how)
         params = tx.shard(params)
         held = [params, tx.init(params)]
         del params
@@ -62,6 +68,10 @@ def ours(args: argparse.Namespace, stage: int, x: int = 1, **how: Any) -> Step:
             held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
         return loss.item()
 
+    def trained() -> dict[str, Tensor]:
+        return {k: sl.unshard(p).detach() for k, p in sl.optim.state_dict(held[0]).items()}
+
+    step.trained = trained  # type: ignore[attr-defined]
     return step
 
 
@@ -201,6 +211,44 @@ def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+CLIP, STEPS = 0.5, 12
+
+
+def residue(given: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Of each contestant after clipped steps: the largest and the mean distance from one process."""
+    args = argparse.Namespace(**given)
+    torch.set_num_threads(1)
+    batch = _batches(args)
+    alone = GPT(args.layers, args.width, args.length)
+    start = [p.detach().clone() for p in alone.parameters()]
+    wrapped = DistributedDataParallel(GPT(args.layers, args.width, args.length))
+    rank, world, norms = dist.get_rank(), dist.get_world_size(), []
+    for model, cut in ((alone, lambda b: b), (wrapped, lambda b: _part(b, rank, world))):
+        update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+        for t in range(STEPS):
+            model(*(cut(b) for b in batch[t % 4])).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            update.step()
+            update.zero_grad()
+    want = {k: p.detach() for k, p in alone.named_parameters()}
+    found = {"DDP": {k: p.detach() for k, p in wrapped.module.named_parameters()}}
+    for name, stage, x in (("zero 1", 1, 1), ("zero 2", 2, 1), ("zero 3", 3, 1), ("zero 2, x=2", 2, 2)):
+        step = ours(args, stage, x, CLIP)
+        for t in range(STEPS):
+            step(*batch[t % 4])
+        found[name] = step.trained()  # type: ignore[attr-defined]
+    moved = sum(float((a - b).abs().sum()) for a, b in zip(want.values(), start, strict=True))
+    rig.say(f"norms {min(norms):.2f} to {max(norms):.2f}, clipped at {CLIP}")
+    return [
+        (
+            name,
+            max(float((p - want[k]).abs().max()) for k, p in params.items()),
+            sum(float((p - want[k]).abs().sum()) for k, p in params.items()) / moved,
+        )
+        for name, params in found.items()
+    ]
+
+
 def peak(given: dict[str, Any], name: str) -> float:
     """MiB that a rank's training step adds to what the process held before."""
     args = argparse.Namespace(**given)
@@ -309,6 +357,8 @@ def main() -> int:
     p.add_argument("--names", default=",".join(CONTESTANTS).replace(", ", "; "))
     p.add_argument("--alone", action="store_true")
     p.add_argument("--memory", action="store_true")
+    p.add_argument("--residue", action="store_true")
+    p.add_argument("--bucket", type=float, default=25.0)
     p.add_argument("--rate", type=float, default=0.0)
     args = p.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -317,8 +367,12 @@ def main() -> int:
         alone(3 * args.repeats)
         return 0
     names = [n.replace("; ", ", ") for n in args.names.split(",")]
-    given = {n: getattr(args, n) for n in sizes} | {"names": names}
+    given = {n: getattr(args, n) for n in (*sizes, "bucket")} | {"names": names}
     print(f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens", flush=True)
+    if args.residue:
+        for name, most, mean in sl.launch(residue, given, x=4)[0]:
+            print(f"{name:<16} at most {most:.1e}, on average {mean:.1e} of what it moved")
+        return 0
     if args.memory:
         for name in names:
             print(f"{name:<16}{sl.launch(peak, given, name, x=4)[0]:>8.1f} MiB", flush=True)

@@ -1,6 +1,6 @@
 """What moves: named-axis collectives on local blocks, counted and differentiable."""
 
-from shardlib.collectives.alike import verify
+from shardlib.collectives.alike import agreed, verify
 from shardlib.collectives.api import (
     Pending,
     all_gather,

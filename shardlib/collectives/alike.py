@@ -1,4 +1,4 @@
-"""Verify, once at set-up, that the ranks hold the same where a layout says so.
+"""Verify, once at set-up, that the ranks hold the same where a layout says so; and agree on a value.
 
 Each rank leaves a digest of its blocks in the job's store, or finds that of another rank which
 holds the same blocks, and compares: a few bytes for each value, and no wait.  A difference is
@@ -17,7 +17,7 @@ from shardlib.errors import RankFailed
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, current_job
 
-__all__ = ["verify"]
+__all__ = ["agreed", "verify"]
 
 
 def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix: str) -> None:
@@ -60,6 +60,22 @@ def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix
 
 
 _KEEP = 16
+
+
+def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None:
+    """The numbers of the rank that says them first, on every rank of the mesh; nobody waits.
+
+    ``what``  names them; the n-th call with one name is the n-th on every rank.
+    None where no store connects the ranks.
+    """
+    if mesh.device_mesh is None or mesh.coord is None or mesh.size == 1:
+        return tuple(mine)
+    job = current_job()
+    if job is None:
+        return None
+    key = f"agreed/{mesh}/{what}"
+    n = job.turns[key] = job.turns.get(key, 0) + 1
+    return tuple(json.loads(job.store.compare_set(f"{key}/{n}", "", json.dumps(list(mine)))))
 
 
 def _alike(mesh: Mesh, layout: Layout) -> Sequence[str]:

@@ -24,8 +24,8 @@ from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.memory import Room
 
 __all__ = [
-    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index", "parts",
-    "register", "unflatten",
+    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
+    "overlap", "parts", "register", "unflatten",
 ]  # fmt: skip
 
 ALIGN = 64
@@ -114,6 +114,16 @@ class Index:
             i: (b, slot)
             for b, bucket in enumerate(self.buckets)
             for slot in bucket.slots
+            for i in slot.leaves
+        }
+
+    @cached_property
+    def number(self) -> dict[int, tuple[int, int]]:
+        """Leaf number -> (bucket number, number of its slot there)."""
+        return {
+            i: (b, n)
+            for b, bucket in enumerate(self.buckets)
+            for n, slot in enumerate(bucket.slots)
             for i in slot.leaves
         }
 
@@ -213,6 +223,29 @@ def _bucket(items: Sequence[Item], k: int, key: Any, slots: list[Slot], ways: in
 
 def _up(n: int, by: int) -> int:
     return -(-n // by) * by
+
+
+def overlap(where: Index, order: Sequence[int]) -> float:
+    """The share of the gradients that is still to come when a byte of them is posted, on average.
+
+    ``order``  the leaves' numbers in the order in which their gradients come; buckets are posted in
+    their own order, each when it is full.  A half is perfect; 0: all is posted when backward is through.
+
+    >>> items = tuple(Item(n, (64,), torch.float32, (), i) for i, n in enumerate("abcd"))
+    >>> one, other = (index(items, ("x",), 1, 256, order) for order in ((3, 2, 1, 0), (0, 1, 2, 3)))
+    >>> overlap(one, (3, 2, 1, 0)), overlap(other, (3, 2, 1, 0))
+    (0.375, 0.0)
+    """
+    sizes = [math.prod(item.shape) * item.dtype.itemsize for item in where.items]
+    left = total = sum(sizes[s.leaves[0]] for b in where.buckets for s in b.slots)
+    coming = {}
+    for i in order:
+        coming[i] = left = left - sizes[i]
+    now, found = total, 0
+    for bucket in where.buckets:
+        now = min([now, *(coming.get(i, 0) for s in bucket.slots for i in s.leaves)])
+        found += now * sum(sizes[s.leaves[0]] for s in bucket.slots)
+    return found / max(total, 1) ** 2
 
 
 def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:

@@ -13,6 +13,7 @@ al., arXiv 2304.11277, section 3.3.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Reading:
     ``now``     bucket name -> the parts that are read.    ``flat``  buckets that are gathered.
     ``blocks``  bucket name -> the parameters' blocks in it, as autograd knows them.
     ``coming``  buckets on their way.   ``seen``  the buckets in the order of first reading.
+    ``uses``    how often forward gathered each.   ``filling``  gradients of which some are to come.
     """
 
     def __init__(self, params: Parts) -> None:
@@ -77,6 +79,8 @@ class Reading:
         self.seen: list[str] = []
         self.done: set[str] = set()
         self.flying: list[Callable[[], object]] = []
+        self.filling: dict[str, Filling] = {}
+        self.posted: set[str] = set()
         self.asked = -1
 
     def values(self) -> dict[str, ShardedTensor]:
@@ -102,7 +106,8 @@ class Reading:
             flat = self._whole(name)
             if backward_now() == -1:
                 self._note(name)
-            self.uses[name] = self.uses.get(name, 0) + 1
+                if torch.is_grad_enabled():
+                    self.uses[name] = self.uses.get(name, 0) + 1
             found = _Gather.apply(self.now[name], self, name, flat)
             slots = self.buckets[name].slots
             self.blocks[name] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
@@ -194,31 +199,56 @@ class Reading:
 
     # ------------------------------------------------------------ gradients
 
-    def reduce(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor:
-        """The part of a bucket's summed gradient; filled when backward is through."""
-        bucket, shard = self.buckets[name], self.now[name]
-        memory = self.room.memory
+    def reduce(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """The part of a bucket's summed gradient; filled when backward is through.
+
+        What forward gathered twice, as a tied embedding, is summed when both have come: the first
+        call gives the part, the others nothing.
+        """
         with torch.no_grad():
-            flat = memory.take((*stack(self.mesh), bucket.length), shard.dtype, shard.device)
-            _pack(flat, bucket, grads)
             self.done.add(name)
             if name in self.flat and not self.index.keep:
                 self._drop(name)
-            out = memory.take(shard.shape, shard.dtype, shard.device)
-            later = scatter(flat, out, self.mesh, self.index.hops, memory)
-
-            def finish() -> None:
-                later()
-                memory.give(flat)
-
-            if self.uses[name] > 1:  # autograd adds to it at once
-                finish()
-                return out.clone()
-            self.flying.append(finish)
-            while len(self.flying) > 2:
-                self.flying.pop(0)()
+            now, first = self.filling.get(name), name not in self.filling
+            if now is None:
+                now = self.filling[name] = self._fill(name)
+            _pack(now.flat, self.buckets[name], grads, add=not first)
+            now.left -= 1
+            if name in self.posted:  # a graph that runs twice: autograd adds to what it has at once
+                return self._finished(name)
             self._at_the_end()
-            return out
+            if now.left <= 0:
+                self._post(name)
+            return now.out if first else None
+
+    def _fill(self, name: str) -> "Filling":
+        bucket, shard, memory = self.buckets[name], self.now[name], self.room.memory
+        flat = memory.take((*stack(self.mesh), bucket.length), shard.dtype, shard.device)
+        out = memory.take(shard.shape, shard.dtype, shard.device)
+        return Filling(flat, out, self.uses.get(name, 1))
+
+    def _post(self, name: str) -> None:
+        """Have a bucket's gradient on its way; at most two are."""
+        now, memory = self.filling.pop(name), self.room.memory
+        self.posted.add(name)
+        later = scatter(now.flat, now.out, self.mesh, self.index.hops, memory)
+
+        def finish() -> None:
+            later()
+            memory.give(now.flat)
+
+        self.flying.append(finish)
+        while len(self.flying) > 2:
+            self.flying.pop(0)()
+
+    def _finished(self, name: str) -> Tensor:
+        now = self.filling[name]
+        self._post(name)
+        while self.flying:
+            self.flying.pop(0)()
+        out = now.out.clone()
+        self.room.memory.give(now.out)
+        return out
 
     def _at_the_end(self) -> None:
         task = backward_now()
@@ -229,21 +259,36 @@ class Reading:
     def end_backward(self) -> None:
         """All gradients have arrived, and nothing gathered stays."""
         with torch.no_grad():
+            for name in list(self.filling):  # of which some uses were not differentiated
+                self._post(name)
             for finish in self.flying:
                 finish()
         self.flying.clear()
         self._land()
         self.asked = -1
         self.done.clear()
+        self.posted.clear()
         for name in list(self.flat):
             self._drop(name)
 
 
-def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...]) -> None:
+@dataclass
+class Filling:
+    """A bucket's gradient, the part of its sum, and how many uses are still to give theirs."""
+
+    flat: Tensor
+    out: Tensor
+    left: int
+
+
+def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:
     for slot, g in zip(bucket.slots, grads, strict=True):
         place = slot_of(flat, slot.offset, slot.shape)
         if g is None:
-            place.zero_()
+            if not add:
+                place.zero_()
+        elif add:
+            place.add_(g)
         else:
             place.copy_(g)
     for start, stop in bucket.gaps:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Memory:
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.lent: set[int] = set()
+        self.views: dict[int, Any] = {}  # address -> what was made of the memory there last
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor that holds anything; give it back when nobody reads it any more."""

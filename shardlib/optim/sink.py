@@ -14,14 +14,35 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Buckets, Index
+from shardlib.optim.buckets import Bucket, Buckets, Index
 from shardlib.optim.flat import Hops, scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.memory import Memory
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["Sink"]
+
+
+_zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
+
+
+class Lies:
+    """How a bucket lies in memory: its slots as blocks, what is between them, views made once."""
+
+    def __init__(self, flat: Tensor, bucket: Bucket) -> None:
+        self.flat, self.bucket, self.kind = flat, bucket, (flat.shape, flat.dtype)
+        self.slots = [slot_of(flat, s.offset, s.shape) for s in bucket.slots]
+        self.gaps = [flat[..., start:stop] for start, stop in bucket.gaps]
+        self.stand: dict[int, Tensor] = {}
+
+    def stands_for(self, n: int, g: Tensor) -> Tensor:
+        """One element in the shape and dtype of a gradient that lies in slot ``n``."""
+        found = self.stand.get(n)
+        if found is None or found.dtype != g.dtype or found.shape != g.shape:
+            found = self.stand[n] = g.new_empty(()).expand(g.shape)
+        return found
 
 
 class Sink:
@@ -32,6 +53,7 @@ class Sink:
                   gets its sum; "pending", it is kept whole and unsummed.
     ``dtypes``    of each bucket's gradients, and of the parts that are kept.
     ``most``      how many buckets may be on their way at once.
+    ``heard``     is told, at the end, in which order the leaves' gradients came.
     """
 
     def __init__(
@@ -47,13 +69,16 @@ class Sink:
         wire: torch.dtype | None = None,
         also: tuple[str, ...] = (),
         most: int = 2,
+        heard: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.index, self.mesh, self.hops, self.memory = index, mesh, hops, memory
         self.dtypes, self.device, self.to = dtypes, device, to
-        self.wire, self.also, self.most = wire, also, most
+        self.wire, self.also, self.most, self.heard = wire, also, most, heard
         self.pending = (*index.axes, *also)
-        self.left = [{s.leaves[0] for s in b.slots} for b in index.buckets]
+        self.left = [set(range(len(b.slots))) for b in index.buckets]
+        self.order: list[int] = []
         self.begun: list[Tensor | None] = [None] * len(self.left)
+        self.lies: list[Lies | None] = [None] * len(self.left)
         self.flying: list[tuple[int, Tensor, Callable[[], Tensor]]] = []
         self.out: list[Tensor | None] = [None] * len(self.left)
         self.next = 0
@@ -66,16 +91,18 @@ class Sink:
 
     def take(self, leaf: int, g: Tensor) -> Tensor:
         """Copy a gradient's storage into its bucket; one element stands for it from here on."""
-        b, at = self.index.where[leaf]
+        b, n = self.index.number[leaf]
         with torch.no_grad():
-            place = slot_of(self._bucket(b), at.offset, at.shape)
-            if at.leaves[0] in self.left[b]:
-                place.copy_(g)
-                self.left[b].discard(at.leaves[0])
+            lies, left = self.lies[b] or self._lies(b), self.left[b]
+            if n in left:
+                lies.slots[n].copy_(g)
+                left.discard(n)
+                self.order.append(leaf)
             else:  # a tied leaf's second gradient
-                place.add_(g)
-        self._post_full()
-        return g.new_empty(()).expand(g.shape)
+                lies.slots[n].add_(g)
+            if not left and b == self.next:
+                self._post_full()
+        return lies.stands_for(n, g)
 
     def finish(self) -> Buckets:
         """Post what is left, wait for all, and give the gradients."""
@@ -84,6 +111,8 @@ class Sink:
                 self._post()
             while self.flying:
                 self._land()
+        if self.heard is not None:
+            self.heard(self.order)
         index, mesh = self.index, self.mesh
         values = {}
         for bucket, raw in zip(index.buckets, self.out, strict=True):
@@ -95,28 +124,31 @@ class Sink:
             values[bucket.name] = ShardedTensor(raw, place)  # type: ignore[arg-type]
         return Buckets(values, index, mesh)
 
-    def _bucket(self, b: int) -> Tensor:
-        flat = self.begun[b]
-        if flat is None:
-            bucket = self.index.buckets[b]
-            shape = (*stack(self.mesh), bucket.length)
-            flat = self.begun[b] = self.memory.take(shape, self.dtypes[b][0], self.device)
-            for start, stop in bucket.gaps:  # they count in the norm
-                flat[..., start:stop] = 0
-        return flat
+    def _lies(self, b: int) -> Lies:
+        """Take memory for a bucket, where nothing but its slots may hold anything."""
+        bucket, dtype = self.index.buckets[b], self.dtypes[b][0]
+        flat = self.memory.take((*stack(self.mesh), bucket.length), dtype, self.device)
+        lies = self.memory.views.get(flat.data_ptr())
+        if lies is None or lies.bucket is not bucket or lies.kind != (flat.shape, dtype):
+            lies = self.memory.views[flat.data_ptr()] = Lies(flat, bucket)
+        if lies.gaps:  # they count in the norm
+            _zero(lies.gaps)
+        self.lies[b], self.begun[b] = lies, flat
+        return lies
 
     def _post_full(self) -> None:
         tied = self.index.tied
         while self.next < len(self.left) and not self.left[self.next] and self.next not in tied:
-            with torch.no_grad():
-                self._post()
+            self._post()
 
     def _post(self) -> None:
         b, self.next = self.next, self.next + 1
-        bucket, flat = self.index.buckets[b], self._bucket(b)
-        for slot in bucket.slots:
-            if slot.leaves[0] in self.left[b]:
-                flat[..., slot.offset : slot.offset + slot.length] = 0
+        bucket, flat = self.index.buckets[b], self.begun[b]
+        if self.left[b]:
+            lies = self.lies[b] or self._lies(b)
+            _zero([lies.slots[n] for n in self.left[b]])
+            flat = lies.flat
+        assert flat is not None  # it was begun, or what is left of it was
         if self.to == "pending":
             self.out[b] = flat
             return

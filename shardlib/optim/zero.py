@@ -21,16 +21,17 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, lead, pslice, unwrap, wrap
+from shardlib.collectives import agreed, all_gather, blocks, lead, played, storage, unwrap, wrap
 from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Buckets, Index, Item, flatten, index, unflatten
+from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.optim.buckets import Buckets, Index, Item, index, overlap, parts, unflatten
 from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place
 from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
+from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.sink import Sink, Summed
 from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
 from shardlib.optim.trees import given_for
@@ -135,7 +136,7 @@ def zero(
             return sink.finish()
         partial = _pending(grads, cut)
         if partial is None:
-            return _parts(grads, where, mesh, wide=True)
+            return _parts(grads, where, mesh, grads=True)
         firsts = [grads[b.slots[0].leaves[0]].raw for b in where.buckets]
         also = tuple(a for a in partial if a not in cut)
         sink = sink_for(where, mesh, firsts, room, also=also)
@@ -147,11 +148,11 @@ def zero(
 
     def init(params: Any) -> Any:
         if stage == 3:
-            parts = _own(_parted(params))
-        else:
-            leaves = _trained(params)
-            where, mesh = seen.index(params, leaves)
-            parts = _parts(leaves, where, mesh)
+            return begun(_own(_parted(params)))
+        leaves = _trained(params)
+        return begun(_parts(leaves, *seen.index(params, leaves)))
+
+    def begun(parts: Buckets) -> Any:
         if master is None:
             return tx.init(parts)
         full = _cast(parts, torch.float32)
@@ -159,6 +160,20 @@ def zero(
             return ZeroState(tx.init(full), full)
         _only_bf16(parts)
         return ZeroState(tx.init(full), _cast(parts, torch.int16, zeros=True))
+
+    def followed(
+        grads: Any, state: Any, leaves: list[Any], where: Index, mesh: Mesh
+    ) -> tuple[Any, Index]:
+        """The state in the buckets of the gradients, which may be those of a recorded order."""
+        if not isinstance(grads, Buckets) or grads.index is where or grads.index == where:
+            return state, where
+        if grads.index.items != where.items or not _moves(state):
+            _same_index(grads.index, where, mesh)
+        return moved(state, leaves, grads.index, mesh), grads.index
+
+    def moved(state: Any, leaves: list[Any], where: Index, mesh: Mesh) -> Any:
+        """The state in other buckets: by name, as if it were loaded."""
+        return load_state_dict(begun(_parts(leaves, where, mesh)), state_dict(state))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
@@ -179,6 +194,7 @@ def zero(
         where, mesh = seen.index(params, leaves, state)
         given, held, tree = _split(params, leaves, grads)
         with torch.no_grad():
+            state, where = followed(given, state, leaves, where, mesh)
             parts = reduced(given, where, mesh, Memory())
             updates, state = tx.update(parts, state, _parts(leaves, where, mesh))
             blocks: dict[int, Tensor] = {}
@@ -207,6 +223,7 @@ def zero(
         leaves = _trained(params)
         where, mesh = seen.index(params, leaves, state)
         given, _, _ = _split(params, leaves, grads)
+        state, where = followed(given, state, leaves, where, mesh)
         parts = reduced(given, where, mesh, memory)
         if isinstance(given, Buckets) and parts is not given:
             memory.give(*(g.raw for g in given.values()))
@@ -223,6 +240,10 @@ def zero(
         if not step.skipped:
             _send(flats, mine, state, where, mesh)
         memory.give(*(g.raw for g in parts.values()))
+        better = seen.better(where)  # no gradients are on their way now
+        if better is not None and _moves(state):
+            seen.take(better)
+            return moved(state, leaves, better, mesh)
         return state
 
     def _send(flats: list[Tensor], mine: Buckets, state: Any, where: Index, mesh: Mesh) -> None:
@@ -252,8 +273,9 @@ def zero(
         if stage == 0:
             dtypes = [(t.dtype, t.dtype) for t in like]
             tree = _gradients(params, leaves)
-            return Summed(where, mesh, hops, Memory(), dtypes, device=like[0].device, tree=tree)
-        return sink_for(where, mesh, like, memory)
+            how = {"device": like[0].device, "heard": seen.hears(where, mesh, at_once=True)}
+            return Summed(where, mesh, hops, Memory(), dtypes, tree=tree, **how)
+        return sink_for(where, mesh, like, memory, heard=seen.hears(where, mesh))
 
     if stage == 0:
         return tx._replace(sink=sink)
@@ -275,6 +297,10 @@ def zero(
     return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard)
 
 
+_WORTH = 0.05
+"""By how much more of the gradients must still be to come, for buckets to be made anew."""
+
+
 class _Seen:
     """What zero found out about the trees that it saw: their index, and lists of views."""
 
@@ -290,6 +316,8 @@ class _Seen:
         self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
         self.apart, self.hops, self.keep = apart, hops, keep
         self.found: dict[tuple[Item, ...], Index] = {}
+        self.heard: dict[int, Index] = {}
+        self.waiting: dict[int, Index] = {}
         self.last: tuple[Any, ...] = ()
         self.lists: dict[str, tuple[Any, Any]] = {}
         self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
@@ -299,7 +327,7 @@ class _Seen:
     ) -> tuple[Index, Mesh]:
         """The index of these leaves; ``state``'s own, which must be one of them.
 
-        Gradients arrive about in the opposite order of the modules.
+        Gradients arrive about in the opposite order of the modules, until their order was heard.
         """
         theirs = _index_of(state)
         key = [id(p.place) if isinstance(p, ShardedTensor) else 0 for p in leaves]
@@ -315,16 +343,53 @@ class _Seen:
         if theirs is not None:
             if theirs.items != items:
                 raise _changed(theirs.items, items, mesh)
-            self.found[items] = theirs
+            self.found.setdefault(items, theirs)
         if items not in self.found:
             ways, arrive = mesh.axis_size(self.axes), order[::-1]
             made = index(items, self.axes, ways, self.most_bytes, arrive)
             if self.hops:
                 made = replace(made, hops=self.hops, keep=self.keep)
             self.found[items] = made
+        where = self.found[items] if theirs is None else theirs
         # the places are kept, so that their ids stay theirs
-        self.last = (key, [p.place for p in leaves], mesh, self.found[items])
-        return self.found[items], mesh
+        self.last = (key, [p.place for p in leaves], mesh, where)
+        return where, mesh
+
+    def hears(
+        self, where: Index, mesh: Mesh, at_once: bool = False
+    ) -> Callable[[list[int]], object] | None:
+        """Who hears in which order gradients come, the first time: better buckets are made of it.
+
+        They are used from the next step on, for gradients that are still to be added up lie in the
+        old ones; ``at_once`` where nothing else lies in them.
+        """
+        if id(where) in self.heard or len(where.buckets) < 2:
+            return None
+
+        def hear(order: list[int]) -> None:
+            self.heard[id(where)] = where
+            said = agreed("arrival of gradients", mesh, order)
+            if said is None:
+                return
+            rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
+            every = tuple(dict.fromkeys((*said, *rest)))
+            made = index(where.items, where.axes, where.ways, self.most_bytes, every)
+            if overlap(made, said) < overlap(where, said) + _WORTH:
+                return
+            self.heard[id(made)] = made
+            if at_once:
+                self.take(made)
+            else:
+                self.waiting[id(where)] = made
+
+        return hear
+
+    def better(self, where: Index) -> Index | None:
+        """The buckets that were made of the order in which gradients came, to be used from now on."""
+        return self.waiting.pop(id(where), None) if self.waiting else None
+
+    def take(self, where: Index) -> None:
+        self.found[where.items], self.last = where, ()
 
     def adopt(self, leaves: list[Any], where: Index, mesh: Mesh) -> list[Tensor]:
         """``adopt``, which is not asked again about the very blocks that it gave."""
@@ -563,6 +628,17 @@ def _split(params: Any, leaves: list[Any], grads: Any) -> tuple[Any, list[bool],
     return given, held, tree
 
 
+def _moves(state: Any) -> bool:
+    """Whether all of a state but numbers is in buckets, element by element, and can go into others."""
+    every = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
+    return all(
+        all(x[b.name].raw.shape[-1] * x.index.ways == b.length for b in x.index.buckets)
+        if isinstance(x, Buckets)
+        else not isinstance(x, Tensor) or x.numel() == 1
+        for x in every
+    )
+
+
 def _index_of(state: Any) -> Index | None:
     """The index that a state was made for."""
     found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
@@ -708,15 +784,29 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, wide: bool = False) -> Buckets:
-    """This rank's part of every bucket, of values that are not pending."""
+def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) -> Buckets:
+    """This rank's part of every bucket, of values that are not pending; never a whole bucket.
+
+    ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
+    """
     out = {}
-    with torch.no_grad(), bind(mesh):
-        blocks = [x.local for x in leaves]
+    ranks = [rank_along(where.axes, c, mesh.axes) for c in played(mesh)]
+    with torch.no_grad():
+        every = [blocks(x.raw, mesh) for x in leaves]
         for bucket in where.buckets:
-            flat = flatten(blocks, bucket)
-            raw = unwrap(pslice(flat, where.axes, 0))
-            raw = raw.to(_wide(raw.dtype)) if wide else raw
+            first = every[bucket.slots[0].leaves[0]][0]
+            dtype = _wide(first.dtype) if grads else first.dtype
+            rows = [first.new_zeros(bucket.length // where.ways, dtype=dtype) for _ in ranks]
+            for r, rank in enumerate(ranks):
+                for p in parts(bucket, rank, where.ways):
+                    to = rows[r][p.start : p.start + p.length]
+                    one, *tied = (
+                        every[i][r].reshape(-1)[p.at : p.at + p.length] for i in p.slot.leaves
+                    )
+                    to.copy_(one)
+                    for other in tied if grads else ():
+                        to.add_(other)
+            raw = storage(rows, mesh)
             out[bucket.name] = ShardedTensor(raw, shard_place(where, bucket, mesh))
     return Buckets(out, where, mesh)
 

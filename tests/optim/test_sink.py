@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.optim.buckets import overlap
 from tests.ops.cases import r
 from tests.optim.test_gathered import sharded
 
@@ -204,3 +205,107 @@ def test_what_stands_around_zero_hands_its_buckets_on(stage: int) -> None:
                 ends.append({k: sl.unshard(p).detach() for k, p in params.items()})
             gap = max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
             assert gap < 1e-9, (name, gap)
+
+
+ORDER = [3, 0, 5, 1, 4, 2]  # in which gradients come, whatever the tree says
+
+
+def arriving(
+    dtype: torch.dtype, stage: int, how: Any, steps: int = 3, parts: int = 1
+) -> tuple[list[float], list[int], dict[str, torch.Tensor], Any]:
+    """Shares still to come when a byte is posted, and numbers of collectives, step by step."""
+    tx = sl.optim.zero(sl.optim.adamw(0.1), "data", stage, bucket_mb=0.001, **how)
+    params = params_of(dtype)
+    state, shares, counts = tx.init(params), [], []
+    for t in range(steps):
+        total: Any = None
+        for part in range(parts):
+            sink = tx.sink(params)  # type: ignore[misc]
+            for i in ORDER:
+                raw = list(params.values())[i].raw
+                g = r(*raw.shape, seed=10 * t + i + part).to(dtype)
+                sink.take(i, (g * 16).round() / 16)
+            shares.append(overlap(sink.index, ORDER))
+            grads = sink.finish()
+            total = (
+                grads if total is None else total.like({k: total[k] + grads[k] for k in total})
+            )
+        with sl.trace() as t_:
+            params, state, _ = sl.optim.step(tx, params, total, state)
+        counts.append(len(t_.events))
+    return shares, counts, {k: sl.unshard(p) for k, p in params.items()}, state
+
+
+@pytest.mark.parametrize("how", [{}, {"master": "fp32"}, {"master": "bf16+rem"}])
+def test_buckets_are_made_in_the_order_in_which_gradients_came(how: Any, pool: Any) -> None:
+    """From the second step on, on every rank alike; the state goes with them, and nothing is lost."""
+    dtype = torch.bfloat16 if how else torch.float32
+    with sl.simulate(data=2, x=2):
+        shares, counts, got, _ = arriving(dtype, 2, how)
+        _, _, want, _ = arriving(dtype, 1, how)  # its gradients are posted after backward
+    assert shares[0] < shares[1] - 0.05 and shares[1] == shares[2]
+    assert counts[0] > counts[1] == counts[2]  # the state moves once
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    for answer in pool.run(arriving_there, dtype, how, data=2, x=2):
+        assert answer[:2] == (shares, True)
+
+
+def arriving_there(dtype: torch.dtype, how: Any) -> Any:
+    shares, counts, got, _ = arriving(dtype, 2, how)
+    _, _, want, _ = arriving(dtype, 1, how)
+    return shares, all(torch.equal(got[k], want[k]) for k in want), counts
+
+
+def test_gradients_of_one_cycle_lie_in_the_same_buckets() -> None:
+    with sl.simulate(data=2, x=2):
+        shares, *_ = arriving(torch.float32, 2, {}, parts=2)
+    assert shares[0] == shares[1] < shares[2] == shares[3]
+
+
+def test_a_state_goes_where_its_gradients_lie() -> None:
+    """Two runs with one transform, of which the first heard the order; a state of other buckets."""
+    with sl.simulate(data=2, x=2):
+        tx, other = (
+            sl.optim.zero(sl.optim.adamw(0.1), "data", 2, bucket_mb=mb) for mb in (0.001, 25.0)
+        )
+        ends = []
+        for start in (tx, tx, other):
+            params = params_of()
+            state = start.init(params)
+            for _ in range(2):
+                sink = tx.sink(params)  # type: ignore[misc]
+                for i in ORDER:
+                    sink.take(i, list(params.values())[i].raw * 0.25)
+                params, state, _ = sl.optim.step(tx, params, sink.finish(), state)
+            ends.append({k: sl.unshard(p) for k, p in params.items()})
+        for end in ends[1:]:
+            assert all(torch.equal(ends[0][k], end[k]) for k in end)
+
+
+def test_a_state_that_hangs_on_its_buckets_stays_in_them() -> None:
+    with sl.simulate(data=2, x=2):
+        tx = sl.optim.zero(sl.optim.adam8bit(0.1), "data", 2, bucket_mb=0.001)
+        params = params_of()
+        state, seen = tx.init(params), []
+        for _ in range(3):
+            sink = tx.sink(params)  # type: ignore[misc]
+            for i in ORDER:
+                sink.take(i, list(params.values())[i].raw * 0.25)
+            seen.append(sink.index)
+            params, state, _ = sl.optim.step(tx, params, sink.finish(), state)
+        assert seen[0] == seen[1] == seen[2]
+
+
+def test_without_zero_buckets_follow_the_order_of_arrival_too() -> None:
+    with sl.simulate(data=2, x=2):
+        tx = sl.optim.zero(sl.optim.adamw(0.1), "data", 0, bucket_mb=0.001)
+        params, shares = params_of(), []
+        for _ in range(3):
+            sink = tx.sink(params)  # type: ignore[misc]
+            for i in ORDER:
+                sink.take(i, list(params.values())[i].raw)
+            shares.append(overlap(sink.index, ORDER))
+            grads = sink.finish()
+            for k, p in params.items():
+                assert torch.equal(sl.unshard(grads[k]), sl.unshard(p) * 2)
+        assert shares[0] < shares[1] - 0.05 and shares[1] == shares[2]
