@@ -232,7 +232,12 @@ def residue(given: dict[str, Any]) -> list[tuple[str, float, float]]:
             update.zero_grad()
     want = {k: p.detach() for k, p in alone.named_parameters()}
     found = {"DDP": {k: p.detach() for k, p in wrapped.module.named_parameters()}}
-    for name, stage, x in (("zero 1", 1, 1), ("zero 2", 2, 1), ("zero 3", 3, 1), ("zero 2, x=2", 2, 2)):
+    for name, stage, x in (
+        ("zero 1", 1, 1),
+        ("zero 2", 2, 1),
+        ("zero 3", 3, 1),
+        ("zero 2, x=2", 2, 2),
+    ):
         step = ours(args, stage, x, CLIP)
         for t in range(STEPS):
             step(*batch[t % 4])

@@ -280,8 +280,8 @@ def zero(
     if stage == 0:
         return tx._replace(sink=sink)
 
-    def shard(params: Any) -> Parts:
-        if isinstance(params, Parts):
+    def shard(params: Any) -> Any:
+        if stage < 3 or isinstance(params, Parts):
             return params
         leaves = optree.tree_leaves(params)
         held = frozen(leaves)

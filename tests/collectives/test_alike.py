@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
+from shardlib.collectives import agreed
 from tests import faults
 
 
@@ -47,3 +48,21 @@ def _alone() -> float:
     if dist.get_rank() == 2:
         sl.shard(torch.rand(3, 3), "...")
     return float(sl.psum(torch.ones(1), ("x", "y")))
+
+
+def test_ranks_agree_on_what_one_of_them_says(pool: Any) -> None:
+    """And nothing is counted; the next call under the same name is another question."""
+    for first, second, moved in pool.run(_agreed, x=2, y=2):
+        assert moved == 0 and first in [(r, 7) for r in range(4)] and second == (1, 2)
+    assert len({first for first, *_ in pool.run(_agreed, x=2, y=2)}) == 1
+    with sl.simulate(x=2) as mesh:
+        assert agreed("a number", mesh, [3]) == (3,)
+
+
+def _agreed() -> Any:
+    mesh = sl.current_mesh()
+    with sl.trace() as t:
+        first, second = (
+            agreed("a number", mesh, numbers) for numbers in ([dist.get_rank(), 7], [1, 2])
+        )
+    return first, second, t.bytes

@@ -91,7 +91,8 @@ def train(
         k: sl.shard(value(s, i).to(dtype), layout, pad=True)
         for i, (k, (s, layout)) in enumerate(shapes.items())
     }
-    places, split = params, how != "reduced"
+    places = {k: p.becomes(p.raw.detach()) for k, p in params.items()}  # a step gives params up
+    split = how != "reduced"
     params = tx.shard(params)
     state = tx.init(params)
     for t in range(3):
