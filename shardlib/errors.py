@@ -359,6 +359,7 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
             part in name for part in ("/torch/", "/optree/", "contextlib")
         )
         if not inside:
-            return f"{Path(name).name}:{line or frame.f_lineno}"
+            file = "cell" if "ipykernel_" in name else Path(name).name  # of a notebook
+            return f"{file}:{line or frame.f_lineno}"
         frame = None if only else frame.f_back
     return ""

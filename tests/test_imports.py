@@ -281,12 +281,13 @@ def test_no_module_is_called_utils() -> None:
 def test_no_path_of_one_machine() -> None:
     """A path under somebody's home or work folder works on that machine alone."""
     local = re.compile(r"""(?<![\w.:/-])/(home|root|work|Users|tmp)/""")
-    folders = ("shardlib", "tests", "examples", "benchmarks", "docs", ".ci")
+    folders = ("shardlib", "tests", "examples", "benchmarks", "docs", "notebooks", ".ci")
     files = [*ROOT.glob("*"), *(p for folder in folders for p in (ROOT / folder).rglob("*"))]
     texts = {
         p
         for p in files
-        if p.is_file() and (p.suffix in (".py", ".md", ".toml") or p.name in ("Makefile", "run"))
+        if p.is_file()
+        and (p.suffix in (".py", ".md", ".toml", ".ipynb") or p.name in ("Makefile", "run"))
     }
     for path in texts - {Path(__file__)}:
         hits = [line for line in path.read_text().splitlines() if local.search(line)]

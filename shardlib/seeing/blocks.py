@@ -268,14 +268,14 @@ def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
     panels = [(name, x, grid) for name, x in tensors.items() for grid in grids(x)]
     columns = min(5, max(1, len(panels)))
     rows = -(-len(panels) // columns)
-    figure, axes = canvas("draw", max(1, rows), columns, (2.4 * columns, 2.3 * max(1, rows)))
+    size, title = (2.4 * columns, 2.3 * max(1, rows)), "ranks that hold each block"
+    figure, axes = canvas("draw", max(1, rows), columns, size, title)
     for ax in axes.flat:
         ax.set_axis_off()
     for ax, (name, x, grid) in zip(axes.flat, panels, strict=False):
         _panel(ax, grid)
         title = " ".join(part for part in (name, grid.title) if part)
-        ax.set_title(f"{title}\n{typeof(x)}", fontsize=8)
-    figure.suptitle("ranks that hold each block", fontsize=8)
+        ax.set_title(f"{title}\n{typeof(x)}", fontsize=8, color=INK)
     picture = Picture(figure, ", ".join(tensors))
     if file is not None:
         picture.save(file)

@@ -54,16 +54,21 @@ def style() -> dict[str, Any]:
     (0.0, 0.0, 0.0, 0.0)
     >>> plt.close(figure)
     """
+    from cycler import cycler
+
     ink = "text axes.edge axes.label axes.title xtick ytick grid legend.label".split()
     names = {"axes.edge": "axes.edgecolor", "axes.label": "axes.labelcolor",
              "axes.title": "axes.titlecolor", "legend.label": "legend.labelcolor"}  # fmt: skip
     found: dict[str, Any] = {names.get(k, f"{k}.color"): INK for k in ink}
     found |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
+    found["axes.prop_cycle"] = cycler(color=PALETTE)
     found |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     return found | {"font.size": 8, "figure.dpi": 120, "savefig.dpi": 120}
 
 
-def canvas(op: str, rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def canvas(
+    op: str, rows: int, columns: int, size: tuple[float, float], title: str = ""
+) -> tuple[Any, Any]:
     """Make a matplotlib figure and its grid of panels, inches ``size``; pyplot is left alone.
 
     Raises: Unsupported where matplotlib is missing.
@@ -81,6 +86,7 @@ def canvas(op: str, rows: int, columns: int, size: tuple[float, float]) -> tuple
         ) from None
     with matplotlib.rc_context(style()):
         figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=8.5)
         return figure, figure.subplots(rows, columns, squeeze=False)
 
 

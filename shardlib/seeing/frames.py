@@ -120,19 +120,19 @@ class Frames(Shown):
         """Draw a panel per step; needs matplotlib."""
         shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
         at = _positions(self.mesh)
-        wide = max(x for x, _ in at) + 1.2
-        tall = max(1.2, -min(y for _, y in at) + 1.2)
+        wide = max(x for x, _ in at) + 1.4
+        tall = max(1.2, -min(y for _, y in at) + 1.4)
         columns = max(1, min(len(shown), 4, round(11 / wide)))
         rows = -(-len(shown) // columns)
         size = (max(2.4, 1.0 * wide) * columns, (1.0 * tall + 0.4) * rows + 0.3)
-        figure, axes = canvas("frames", rows, columns, size)
+        title = f"{self.title}   on {self.mesh}"
+        figure, axes = canvas("frames", rows, columns, size, title)
         for panel in axes.flat:
             panel.set_axis_off()
         for i, (frame, panel) in enumerate(zip(shown, axes.flat, strict=False), 1):
             _draw(panel, frame, at)
             head = f"{i}. {', '.join(frame.what)}" if self.frames else frame.what[0]
-            panel.set_title(head, fontsize=7)
-        figure.suptitle(f"{self.title}   on {self.mesh}", fontsize=9)
+            panel.set_title(head, fontsize=7, color=INK)
         return Picture(figure, self.title)
 
     def save(self, file: str) -> None:
@@ -299,8 +299,16 @@ def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]
 
 
 def _positions(mesh: Mesh) -> list[tuple[float, float]]:
-    """Where each rank stands: the last axis to the right, the one before down, others offset."""
-    names = list(mesh.names)
+    """Where each rank stands: the last axis to the right, the one before down, others as planes.
+
+    Ranks along one axis alone stand in a circle, and those of a plane behind another a bit lower,
+    so that what they send each other does not cross the ranks between.
+    """
+    names = [a for a in mesh.names if mesh.axes[a] > 1] or list(mesh.names)
+    if len(names) == 1 and mesh.size > 2:
+        radius = 0.5 / math.sin(math.pi / mesh.size)
+        turns = [2 * math.pi * i / mesh.size for i in range(mesh.size)]
+        return [(radius * (1 + math.sin(t)), radius * (math.cos(t) - 1)) for t in turns]
     right, down = names[-1], names[-2] if len(names) > 1 else None
     out = []
     for c in played(mesh):
@@ -309,7 +317,7 @@ def _positions(mesh: Mesh) -> list[tuple[float, float]]:
             depth += c[a] * k
             k *= mesh.axes[a]
         step = mesh.axes[right] + 0.7
-        out.append((c[right] + depth * step, -float(c[down]) if down else 0.0))
+        out.append((c[right] + depth * step, -float(c[down]) - 0.3 * depth if down else 0.0))
     return out
 
 
@@ -380,7 +388,14 @@ def _kind(sent: Sent) -> str:
     return "+".join(sorted(_operands(sent)))
 
 
-_BEND = 0.18
+def _bends(frame: Frame) -> dict[str, float]:
+    """How far arrows of each kind bend: apart where two kinds go the same way."""
+    ways: dict[tuple[int, int], set[str]] = {}
+    for s in frame.sent:
+        for to in s.receivers:
+            ways.setdefault((s.sender, to), set()).add(_kind(s))
+    apart = any(len(kinds) > 1 for kinds in ways.values())
+    return {k: 0.18 + 0.22 * i * apart for i, k in enumerate(frame.kinds)}
 
 
 def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
@@ -390,51 +405,55 @@ def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
             x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3, color="white",
             bbox={"boxstyle": "circle,pad=0.35", "fc": "#6b6b6b", "ec": INK, "lw": 0.8},
         )  # fmt: skip
+    bends = _bends(frame)
     for s in frame.sent:
-        colour, (x0, y0) = shades[_kind(s)], at[s.sender]
+        colour, bend, (x0, y0) = shades[_kind(s)], bends[_kind(s)], at[s.sender]
         for k, to in enumerate(s.receivers):
             x1, y1 = at[to]
             panel.annotate(
                 "", (x1, y1), (x0, y0), zorder=2,
                 arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 11, "shrinkB": 11,
-                            "lw": 1.1, "connectionstyle": f"arc3,rad={_BEND}"},
+                            "lw": 1.1, "connectionstyle": f"arc3,rad={bend}"},
             )  # fmt: skip
             if k == 0:
-                x, y = _along(at[s.sender], at[to])
+                x, y = _along(at[s.sender], at[to], bend)
                 panel.text(
                     x, y, s.block, fontsize=6.5, color="white", ha="center", va="center", zorder=4,
                     bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
                 )  # fmt: skip
     xs, ys = [x for x, _ in at], [y for _, y in at]
-    panel.set_xlim(min(xs) - 0.6, max(xs) + 0.6)
-    panel.set_ylim(min(ys) - 0.6, max(ys) + 0.6)
+    panel.set_xlim(min(xs) - 0.7, max(xs) + 0.7)
+    panel.set_ylim(min(ys) - 0.7, max(ys) + 0.7)
+    panel.set_aspect("equal")
 
 
-def _along(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+def _along(
+    start: tuple[float, float], end: tuple[float, float], bend: float
+) -> tuple[float, float]:
     """A point on an arrow, which bends to the right of its way."""
     (x0, y0), (x1, y1) = start, end
     t = 0.35
-    aside = 2 * t * (1 - t) * _BEND
+    aside = 2 * t * (1 - t) * bend
     return x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)
 
 
 def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> str:
     """One step as a drawing that a page shows in its own ink."""
     shades = dict(zip(frame.kinds, colours(len(frame.kinds)), strict=True))
-    left, low = min(x for x, _ in at) - 0.6, max(y for _, y in at) + 0.6
-    width = (max(x for x, _ in at) + 0.6 - left) * scale
-    height = (low - min(y for _, y in at) + 0.6) * scale
+    left, low = min(x for x, _ in at) - 0.7, max(y for _, y in at) + 0.7
+    width = (max(x for x, _ in at) + 0.7 - left) * scale
+    height = (low - min(y for _, y in at) + 0.7) * scale
 
     def spot(p: tuple[float, float]) -> tuple[float, float]:
         return (p[0] - left) * scale, (low - p[1]) * scale
 
     out = [f"<svg width='{width:.0f}' height='{height:.0f}' xmlns='http://www.w3.org/2000/svg'>"]
-    labels = []
+    labels, bends = [], _bends(frame)
     for s in frame.sent:
-        colour = shades[_kind(s)]
+        colour, bend = shades[_kind(s)], bends[_kind(s)]
         for k, to in enumerate(s.receivers):
             (ax, ay), (bx, by) = at[s.sender], at[to]
-            middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
+            middle = ((ax + bx) / 2 + bend * (by - ay), (ay + by) / 2 - bend * (bx - ax))
             length = math.hypot(bx - ax, by - ay) or 1.0
             cut = 0.24 / length  # the arrow ends at the circle
             tip = (bx + (middle[0] - bx) * 2 * cut, by + (middle[1] - by) * 2 * cut)
@@ -449,7 +468,7 @@ def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> st
                 f"transform='translate({x1:.1f} {y1:.1f})rotate({turn:.0f})'/>"
             )
             if k == 0:
-                x, y = spot(_along(at[s.sender], at[to]))
+                x, y = spot(_along(at[s.sender], at[to], bend))
                 half = 3.6 * len(s.block) + 3
                 labels.append(
                     f"<rect x='{x - half:.1f}' y='{y - 7:.1f}' width='{2 * half:.1f}' height='14' "

@@ -28,7 +28,7 @@ from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
 from shardlib.planning.explain import size
-from shardlib.seeing.canvas import Picture, canvas, colours
+from shardlib.seeing.canvas import INK, Picture, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Span", "Timeline", "merged", "timeline"]
@@ -285,7 +285,7 @@ class Timeline:
         """Draw a bar per operation and collective, a track per kind and rank; needs matplotlib."""
         lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
         shown = lanes or [(0, "nothing ran", [])]
-        figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)))
+        figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
         panel = axes[0][0]
         zero = min((s.start for s in self.spans), default=0.0)
         kinds = list(dict.fromkeys(s.name for s in self.collectives))
@@ -298,7 +298,7 @@ class Timeline:
                 key = "phase" if s.kind == "phase" else key
                 used[key] = shades[key]
                 at, width = 1e3 * (s.start - zero), 1e3 * s.seconds
-                panel.barh(row, width, left=at, height=0.8, color=shades[key], lw=0.3, ec="white")
+                panel.barh(row, width, left=at, height=0.8, color=shades[key], lw=0)
                 if s.seconds > 0.012 * len(s.name) * self.seconds:
                     panel.text(
                         at + width / 2, row, s.name, ha="center", va="center", fontsize=6.5,
@@ -314,9 +314,9 @@ class Timeline:
         panel.spines["left"].set_visible(False)
         handles = [_patch(colour, name) for name, colour in used.items()]
         panel.legend(
-            handles=handles, fontsize=7, ncols=8, loc="lower left", bbox_to_anchor=(0, 1.0),
+            handles=handles, fontsize=7, ncols=8, labelcolor=INK, frameon=False,
+            loc="lower left", bbox_to_anchor=(0, 1.0),
         )  # fmt: skip
-        figure.suptitle(self._head(), fontsize=8)
         return Picture(figure, "timeline")
 
 
