@@ -199,8 +199,8 @@ def _position(n: int, count: int) -> int:
 
 def frozen(leaves: Sequence[Any]) -> list[bool]:
     """Say which leaves of one tree take no gradient: those that require none while another does."""
-    asked = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-    return [asked and not (isinstance(x, Tensor) and x.requires_grad) for x in leaves]
+    asks = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+    return [not a for a in asks] if True in asks else [False] * len(asks)
 
 
 @overload

@@ -126,20 +126,26 @@ def _kind(g: Any) -> str:
 def _renewed(tree: Any) -> Any:
     """The same memory as new values."""
     made: dict[int, Any] = {}
+    if isinstance(tree, Buckets):
+        return _new(tree, made)
+    # of parameters in a dict there are many, and none is buckets
+    apart = None if type(tree) is dict else lambda x: isinstance(x, Buckets)
+    leaves, shape = optree.tree_flatten(tree, is_leaf=apart)
+    return shape.unflatten([_new(x, made) for x in leaves])
 
-    def new(x: Any) -> Any:
-        if isinstance(x, Buckets):
-            fresh = x.like({n: new(v) for n, v in x.items()})
-            if "pieces" in x.__dict__:  # views of the same memory
-                fresh.__dict__["pieces"] = x.pieces
-            return fresh
-        if not isinstance(x, Tensor):
+
+def _new(x: Any, made: dict[int, Any]) -> Any:
+    if not isinstance(x, Tensor):
+        if not isinstance(x, Buckets):
             return x
-        if id(x) not in made:
-            made[id(x)] = x, _again(x)
-        return made[id(x)][1]
-
-    return optree.tree_map(new, tree, is_leaf=lambda x: isinstance(x, Buckets))
+        fresh = x.like({n: _new(v, made) for n, v in x.items()})
+        if "pieces" in x.__dict__:  # views of the same memory
+            fresh.__dict__["pieces"] = x.pieces
+        return fresh
+    found = made.get(id(x))
+    if found is None:
+        found = made[id(x)] = _again(x)
+    return found
 
 
 def _again(x: Tensor) -> Tensor:
@@ -174,7 +180,7 @@ def _used() -> ShardError:
 
 
 def _give_up(tree: Any) -> None:
-    for x in optree.tree_leaves(tree):
+    for x in tree.values() if isinstance(tree, Buckets) else optree.tree_leaves(tree):
         if isinstance(x, Tensor) and type(x) is not _GivenUp:
             x.__dict__.clear()
             x.__class__ = _GivenUp

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
+from shardlib.optim.buckets import Buckets
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -135,7 +136,8 @@ def _users() -> int:
 
 def ready(grads: Any, op: str, moments: Any = None) -> None:
     """Gradients that are summed, each with the moment that ``init`` made for it."""
-    if moments is not None:
+    same = isinstance(grads, Buckets) and getattr(moments, "index", None) is grads.index
+    if moments is not None and not same:
         _same_tree(grads, [moments])
         with_moment = optree.tree_leaves(moments, none_is_leaf=True)
         for g, m in zip(optree.tree_leaves(grads, none_is_leaf=True), with_moment, strict=True):
@@ -146,8 +148,8 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
                     operands={"gradient": typeof(g)},
                     fix="state = tx.init(params)",
                 )
-    for g in optree.tree_leaves(grads):
-        if isinstance(g, ShardedTensor) and g.sharding.partial:
+    for g in grads.values() if same else optree.tree_leaves(grads):
+        if isinstance(g, ShardedTensor) and g.place.layout.partial:
             raise PartialEscape(
                 f"a gradient's sum over {', '.join(g.sharding.partial)} is still pending",
                 op=op,

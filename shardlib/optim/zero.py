@@ -149,7 +149,7 @@ def zero(
     def init(params: Any) -> Any:
         if stage == 3:
             return begun(_own(_parted(params)))
-        leaves = _trained(params)
+        leaves, *_ = _flat(params)
         return begun(_parts(leaves, *seen.index(params, leaves)))
 
     def begun(parts: Buckets) -> Any:
@@ -190,9 +190,9 @@ def zero(
             mine, given = _alike_parts(params, grads, state)
             updates, state = tx.update(given, state, mine)
             return _with_frozen(params, updates), state
-        leaves = _trained(params)
+        leaves, held, tree = _flat(params)
         where, mesh = seen.index(params, leaves, state)
-        given, held, tree = _split(params, leaves, grads)
+        given = _given(grads, leaves, held, tree)
         with torch.no_grad():
             state, where = followed(given, state, leaves, where, mesh)
             parts = reduced(given, where, mesh, Memory())
@@ -220,9 +220,9 @@ def zero(
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
         if stage == 3:
             return step_on_parts(grads, state, params, step)
-        leaves = _trained(params)
+        leaves, held, tree = _flat(params)
         where, mesh = seen.index(params, leaves, state)
-        given, _, _ = _split(params, leaves, grads)
+        given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
         parts = reduced(given, where, mesh, memory)
         if isinstance(given, Buckets) and parts is not given:
@@ -264,7 +264,7 @@ def zero(
         if stage == 3:  # the gradient of a part is reduced where the part was gathered
             _parted(params)
             return None
-        leaves = _trained(params)
+        leaves, *_ = _flat(params)
         where, mesh = seen.index(params, leaves)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
@@ -522,9 +522,10 @@ def _parted(params: Any) -> Parts:
 
 def _own(params: Buckets) -> Buckets:
     """The buckets that are trained."""
-    held = frozen(list(params.values()))
-    if not any(held):
+    asked = {x.requires_grad for x in params.values()}
+    if len(asked) == 1:
         return params
+    held = frozen(list(params.values()))
     return params.subset(tuple(n for n, f in zip(params, held, strict=True) if not f))
 
 
@@ -535,21 +536,23 @@ def _alike_parts(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]
     ours = mine.index.whole or mine.index
     if theirs is not None and theirs is not ours and theirs.items != ours.items:
         raise _changed(theirs.items, ours.items, mine.mesh)
-    if not isinstance(grads, Buckets) or any(not g.keys() >= mine.keys() for g in (grads,)):
+    if not isinstance(grads, Buckets) or not grads.keys() >= mine.keys():
         raise ShardError(
             "the gradients are another tree than the parameters",
             op="zero",
             fix="loss, grads = sl.value_and_grad(f)(params)",
         )
-    whole = grads.index.whole or grads.index
-    _same_index(whole, ours, mine.mesh)
-    given = mine.like({n: grads[n] for n in mine})
+    if grads.index is mine.index:
+        given = grads
+    else:
+        _same_index(grads.index.whole or grads.index, ours, mine.mesh)
+        given = mine.like({n: grads[n] for n in mine})
     _summed(given)
     return mine, given
 
 
 def _summed(grads: Buckets) -> None:
-    odd = next((g for g in grads.values() if g.sharding.partial), None)
+    odd = next((g for g in grads.values() if g.place.layout.partial), None)
     if odd is not None:
         raise PartialEscape(
             "the gradient of a part is summed already, and this one is pending",
@@ -567,10 +570,13 @@ def _with_frozen(params: Parts, updates: Buckets) -> Parts:
 # ---------------------------------------------------------------- trees and their index
 
 
-def _trained(params: Any) -> list[Any]:
-    """The leaves that are trained."""
-    leaves = optree.tree_leaves(params)
-    return [x for x, f in zip(leaves, frozen(leaves), strict=True) if not f]
+def _flat(params: Any) -> tuple[list[Any], list[bool], Any]:
+    """The leaves that are trained; which of all are frozen; and the tree."""
+    every, tree = optree.tree_flatten(params)
+    held = frozen(every)
+    if True in held:
+        return [x for x, f in zip(every, held, strict=True) if not f], held, tree
+    return every, held, tree
 
 
 def _gradients(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
@@ -617,15 +623,13 @@ def _as_made(tree: Any, numbers: Any) -> list[int]:
     return optree.tree_leaves(numbers)  # type: ignore[return-value]
 
 
-def _split(params: Any, leaves: list[Any], grads: Any) -> tuple[Any, list[bool], Any]:
-    """The trained leaves' gradients (a list, or Buckets), which leaves are frozen, and the tree."""
-    every, tree = optree.tree_flatten(params)
-    held = frozen(every)
+def _given(grads: Any, leaves: list[Any], held: list[bool], tree: Any) -> Any:
+    """The trained leaves' gradients: a list, or Buckets."""
     if isinstance(grads, Buckets):
-        return grads, held, tree
+        return grads
     given = [g for g, f in zip(given_for(tree, grads, "zero"), held, strict=True) if not f]
     _lie_alike(leaves, given)
-    return given, held, tree
+    return given
 
 
 def _moves(state: Any) -> bool:
@@ -641,9 +645,20 @@ def _moves(state: Any) -> bool:
 
 def _index_of(state: Any) -> Index | None:
     """The index that a state was made for."""
+    found = _first(state)
+    return None if found is None else found.index.whole or found.index
+
+
+def _first(state: Any) -> Buckets | None:
+    """The first buckets of a state."""
+    if isinstance(state, Buckets):
+        return state
+    if isinstance(state, tuple | list):
+        return next((b for x in state if (b := _first(x)) is not None), None)
+    if state is None or isinstance(state, int | float | Tensor):
+        return None
     found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
-    one = next((x.index for x in found if isinstance(x, Buckets)), None)
-    return one if one is None else one.whole or one
+    return next((x for x in found if isinstance(x, Buckets)), None)
 
 
 def _items(
