@@ -32,7 +32,7 @@ from shardlib.collectives import (
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along
-from shardlib.tensor import Place, ShardedTensor, _First, implements, settle, typeof
+from shardlib.tensor import Place, ShardedTensor, _First, heard, implements, settle, typeof
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
@@ -364,6 +364,10 @@ def reshard(x: object, layout: LayoutLike) -> object:
         moved = reshard(x.with_padding, target)
         return ShardedTensor(moved.raw, moved.place._replace(true_shape=x.shape))
     target.check(tuple(x.padded_shape), x.mesh, op="reshard")
+    return heard(_moved, reshard, x, target)
+
+
+def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
     if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
         x = settle(x)
     size = tuple(x.padded_shape)
@@ -437,6 +441,10 @@ def unshard(x: object) -> object:
         )
     if x.is_padded:
         return unshard(x.with_padding)[tuple(slice(n) for n in x.shape)]
+    return heard(_whole, unshard, x)
+
+
+def _whole(x: ShardedTensor) -> Tensor:
     whole = settle(reshard(x, "..."))
     if lead(x.mesh):
         return _First.apply(whole.raw)

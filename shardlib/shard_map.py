@@ -28,7 +28,7 @@ from shardlib.collectives import (
 from shardlib.errors import RankMismatch, ShardError, WrongAxes
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import MeshLike, as_mesh, bind, simulate, within
-from shardlib.tensor import Place, ShardedTensor, _Share, lift, to_pending, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
 
@@ -59,6 +59,9 @@ def shard_map(
     result = _each(out_layouts, "out_layouts")
 
     def mapped(*args: Tensor) -> Any:
+        return heard(run, mapped, *args)
+
+    def run(*args: Tensor) -> Any:
         m = next((a.mesh for a in args if isinstance(a, ShardedTensor)), None) or as_mesh(mesh)
         if len(args) != len(ins):
             raise ShardError(
@@ -108,6 +111,7 @@ def shard_map(
         ]
         return values[0] if single else optree.tree_unflatten(tree, values)
 
+    mapped.__name__ = "shard_map"
     return mapped
 
 

@@ -338,32 +338,29 @@ class _Watch:
             out = implementation(func, args, kwargs)
         finally:
             self.inside = False
-        if isinstance(out, ShardedTensor):
-            self._write(
-                func,
-                [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)],
-                out,
-                before,
-            )
+        given = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        found = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+        first = next((x for x in found if isinstance(x, ShardedTensor)), None)
+        if first is not None or (found and len(self.t.events) > before):
+            operands = [x for x in given if isinstance(x, ShardedTensor)]
+            self._write(func, operands, found[0] if first is None else first, before)
         return out
 
-    def _write(
-        self, func: Any, operands: list[ShardedTensor], out: ShardedTensor, before: int
-    ) -> None:
+    def _write(self, func: Any, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.module, row.forward = self.paths.now(), self.t.events[before:]
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
-            k, item = operands[0].padded_shape[-1], out.raw.element_size()
             row.product = self.product
-            if row.product:
+            if row.product and isinstance(out, ShardedTensor):
+                k, item = operands[0].padded_shape[-1], out.raw.element_size()
                 row.bound = (
                     lower_bound(out.padded_shape[:-1].numel(), k, out.padded_shape[-1], self.ranks)
                     * item
                 )
         self.rows.append(row)
-        node = out.raw.grad_fn
+        node = (out.raw if isinstance(out, ShardedTensor) else out).grad_fn
         if self.marks and node is not None and node not in self.nodes:
             self.nodes.add(node)
             node.register_prehook(lambda *_: self._turn(row))

@@ -41,7 +41,7 @@ from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
-    "has_padding", "implements", "is_dense", "layout_of", "no_implementation", "no_transform",
+    "has_padding", "heard", "implements", "is_dense", "layout_of", "no_implementation", "no_transform",
     "on_shapes", "partial_escape", "torch_refuses", "typeof",
 ]  # fmt: skip
 
@@ -442,6 +442,13 @@ def _not_overwritten(func: Any, args: Any) -> Unsupported:
         mesh=found[0].mesh if found else None,
         fix="x = x.clone()",
     )
+
+
+def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a verb of the library's own: who hears of torch's functions hears of it too."""
+    if (watcher := scope().watcher) is None:
+        return run(*args, **kwargs)
+    return watcher(lambda _, a, k: run(*a, **k), verb, args, kwargs)
 
 
 def _guarded(implementation: Implementation) -> Implementation:

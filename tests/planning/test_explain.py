@@ -1,5 +1,6 @@
 """What is explained beforehand is what is counted afterwards."""
 
+import json
 from typing import Any
 
 import pytest
@@ -142,3 +143,51 @@ def step_memory() -> tuple[int, int]:
 def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
     for paper, here in pool.run(step_memory, s=4):
         assert abs(here / paper - 1) < 0.05, (paper, here)
+
+
+def every_verb(p: Any) -> torch.Tensor:
+    """What is not a function of torch: attention, products, moves and local code."""
+    y = sl.ring_attention(p["q"], p["q"], p["q"], mask=sl.masks.Causal())
+    z = sl.matmul(sl.reshard(y, "..."), sl.reshard(p["w"], "..."))
+    total = sl.shard_map(lambda t: sl.psum(t, "s"), in_layouts=". . s .", out_layouts="...")(y)
+    return z.sum() + total.sum() + sl.unshard(y).square().sum()
+
+
+def test_verbs_of_the_library_are_explained_as_they_are_counted() -> None:
+    with sl.simulate(s=4):
+        q = sl.shard(torch.ones(1, 4, 16, 8), ". . s .")
+        params = {"q": q, "w": sl.shard(torch.ones(8, 8), "s .")}
+        leaves = {n: p.requires_grad_() for n, p in params.items()}
+        said = sl.explain(every_verb, leaves)
+        with sl.trace() as forward, torch.no_grad():
+            every_verb(params)
+        with sl.trace() as both:
+            sl.value_and_grad(every_verb)(params)
+    assert (said.forward.bytes, said.bytes) == (forward.bytes, both.bytes)
+    names = [row.op for row in said.rows]
+    assert {"ring_attention", "reshard", "product", "shard_map", "unshard"} <= set(names)
+
+
+def test_operations_have_their_module_and_layers_are_put_together() -> None:
+    with sl.simulate(x=2):
+        apply, params = built("megatron1d")
+        said = sl.explain(apply, params, {"idx": IDS, "targets": IDS})
+    up = next(rows for rows in said.kinds() if rows[0].pattern == "h.*.mlp.c_fc")
+    assert [row.module for row in up] == ["h.0.mlp.c_fc", "h.1.mlp.c_fc"]
+    assert "2 x linear" in str(said) and "h.*.mlp.c_fc   gpt.py:" in str(said)
+    assert "% of all" in str(said)
+
+
+def test_rows_are_sorted_and_given_as_plain_values() -> None:
+    with sl.simulate(x=2):
+        apply, params = built("megatron1d")
+        said = sl.explain(apply, params, {"idx": IDS, "targets": IDS})
+    sums = [len(rows) * rows[0].bytes for rows in said.kinds("bytes")]
+    assert sums == sorted(sums, reverse=True) and sum(sums) == said.bytes
+    held = [rows[0].memory for rows in said.kinds("memory")]
+    assert held == sorted(held, reverse=True)
+    found = json.loads(json.dumps(said.json()))
+    assert found["bytes"] == said.bytes == sum(row["bytes"] for row in found["rows"])
+    assert found["peak"] == said.peak and found["mesh"] == {"x": 2}
+    with pytest.raises(sl.ShardError, match="no order 'size'"):
+        said.kinds("size")

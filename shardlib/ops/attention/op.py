@@ -3,7 +3,7 @@ engine run; each step in a file of its own.
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from shardlib.ops.attention.engines import Canonical
 from shardlib.ops.attention.function import Options, attend
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.attention.operands import attention_case, entered
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, heard
 
 __all__ = ["attention_plan", "ring_attention"]
 
@@ -134,17 +134,31 @@ def ring_attention(
     """
     if canonical:
         algorithm = Canonical() if canonical is True else Canonical(int(canonical))
+    options = Options(bias, sink, dropout, scale, return_lse, kernel)
+    return heard(_attended, ring_attention, q, k, v, layout, kv_layout, mask, algorithm, options)
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: LayoutLike | None,
+    kv_layout: LayoutLike | None,
+    mask: Mask | Callable[..., Tensor] | None,
+    algorithm: str | Engine,
+    options: Options,
+) -> Any:
     values = entered(q, k, v, layout, kv_layout)
-    case = case_of_values(values.q, values.k, values.v, as_mask(mask), biased=bias is not None)
+    biased = options.bias is not None
+    case = case_of_values(values.q, values.k, values.v, as_mask(mask), biased=biased)
     match = planned(case, algorithm)
     if (watcher := scope().watcher) is not None:
         watcher.chose(match)
-    options = Options(bias, sink, dropout, scale, return_lse, kernel)
     out, lse = attend(values.q, values.k, values.v, match.run, options)
     leave = values.leave
     if leave is None:
-        return (out, lse) if return_lse else out
-    return (leave(out), leave(lse)) if return_lse else leave(out)
+        return (out, lse) if options.return_lse else out
+    return (leave(out), leave(lse)) if options.return_lse else leave(out)
 
 
 def attention_plan(

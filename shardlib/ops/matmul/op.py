@@ -33,6 +33,7 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    heard,
     implements,
     is_half,
     lift,
@@ -162,7 +163,7 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
     """
     if out is not None:
         out = as_layout(out, "matmul", "sl.matmul(x, w, {})", shape=(*x.shape[:-1], *w.shape[-1:]))
-    return product_of(x, w, out)
+    return heard(product_of, product, x, w, out)
 
 
 def product_of(
