@@ -12,6 +12,7 @@ modules: ``sl.optim`` (optimizers and ZeRO),
 """
 
 from shardlib import (
+    checkpoint,
     collectives,
     dtensor,
     errors,
@@ -103,7 +104,7 @@ __all__ = [
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check",
     "check_model", "choose", "probe", "visualize", "summary",
     # errors, and the modules
-    "ShardError", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
+    "ShardError", "checkpoint", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
     "random", "recipes", "seeing", "testing",
 ]  # fmt: skip
 

@@ -28,6 +28,8 @@ FACE = """
 MODULES = {
     "collectives": """Event Pending Stacked Trace all_gather all_to_all axis_index axis_size expect_comm pbroadcast
         pcast pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
+    "checkpoint": """About Saved Saving describe from_hf latest load load_hf reshard save save_hf steps to_hf
+        verify""",
     "dtensor": "from_dtensor rules to_dtensor",
     "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError ModelDiffers NoMesh NoImplementation NotExpressible
         OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit

@@ -1,9 +1,26 @@
 """Checkpoints: directories that appear whole or not at all, and load under any layout."""
 
 from shardlib.checkpoint import dcp as dcp  # sharded tensors in torch.distributed.checkpoint
+from shardlib.checkpoint.converting import from_hf, reshard, to_hf
 from shardlib.checkpoint.huggingface import load_hf, save_hf
+from shardlib.checkpoint.inspecting import About, Saved, describe, verify
 from shardlib.checkpoint.reading import load
-from shardlib.checkpoint.steps import latest
+from shardlib.checkpoint.steps import latest, steps
 from shardlib.checkpoint.writing import Saving, save
 
-__all__ = ["Saving", "latest", "load", "load_hf", "save", "save_hf"]
+__all__ = [
+    "About",
+    "Saved",
+    "Saving",
+    "describe",
+    "from_hf",
+    "latest",
+    "load",
+    "load_hf",
+    "reshard",
+    "save",
+    "save_hf",
+    "steps",
+    "to_hf",
+    "verify",
+]

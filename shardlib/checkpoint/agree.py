@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,10 +22,36 @@ from shardlib.errors import CheckpointError
 
 __all__ = ["Group"]
 
-_CALLS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""Process group -> how many calls were made, the same number on every rank."""
 
-_SEEN: "weakref.WeakKeyDictionary[Any, dict[int, tuple[str, int]]]" = weakref.WeakKeyDictionary()
+class _Calls:
+    """What this rank knows of the calls of one job.
+
+    ``seen``    rank -> its host and process, as far as it has spoken.
+    ``spoken``  number of a call -> how often this rank said something in it, until forgotten.
+    ``alive``   the calls that have not ended here; ``others``  the first of them on each rank.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: dict[int, tuple[str, int]] = {}
+        self.spoken: dict[int, int] = {}
+        self.alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self.others: dict[int, int] = {}
+        self.lock = threading.Lock()  # a save that nobody waits for speaks from its own thread
+
+    def begin(self, number: int, group: "Group") -> None:
+        with self.lock:
+            self.count = number
+            self.alive[number] = group
+
+    @property
+    def first(self) -> int:
+        """The first call that has not ended here."""
+        with self.lock:
+            return min(self.alive.keys(), default=self.count)
+
+
+_OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 
 
 class Group:
@@ -34,20 +61,18 @@ class Group:
         self.op, self.timeout = op, timeout
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
-        # rank -> its host and process, as far as it has spoken in this job
-        self.seen: dict[int, tuple[str, int]] = {}
         self.beats: dict[int, bytes] = {}
         self.said = time.monotonic()
         self.given_up = ""
         if self.world > 1:
             self.store = job_store()
-            self.seen = _SEEN.setdefault(dist.group.WORLD, {})
-            number = _CALLS.get(dist.group.WORLD, 0) + 1
+            self.calls = _OF_JOB.setdefault(dist.group.WORLD, _Calls())
+            number = self.calls.count + 1
             while self.store.check([f"{_WHERE}/{number}/gave up"]):  # a call that only some made
                 number += 1
-            _CALLS[dist.group.WORLD] = number
-            self.where = f"{_WHERE}/{number}"
-            self._forget(number - 3)
+            self.number, self.where = number, f"{_WHERE}/{number}"
+            self.calls.begin(number, self)
+            self._forget()
 
     def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
         """What every rank raises."""
@@ -79,22 +104,32 @@ class Group:
                 except Exception as e:
                     error = e
             raise self.error(_text(error), error) from error
+        at = self.calls.spoken[self.number] = self.calls.spoken.get(self.number, 0) + 1
+        where = f"{self.where}/{at}"
         word = {"value": value, "error": _text(error), "at": [socket.gethostname(), os.getpid()]}
+        word |= {"doing": [self.op, phase], "first": self.calls.first}
         if self.rank:
-            self.store.set(f"{self.where}/{phase}/{self.rank}", json.dumps(word))
-            told = self._hear(f"{self.where}/{phase}/all", 0, phase)
+            self.store.set(f"{where}/{self.rank}", json.dumps(word))
+            told = self._hear(f"{where}/all", 0, phase)
         else:
-            words = [word, *(self._hear(f"{self.where}/{phase}/{r}", r, phase) for r in self._rest)]
-            told = {"answer": None, "error": "", "at": word["at"]}
+            words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in self._rest)]
+            told = {**word, "answer": None, "error": ""}
             failed = next(((r, w["error"]) for r, w in enumerate(words) if w["error"]), None)
-            if failed is not None:
+            odd = next(
+                ((r, *w["doing"]) for r, w in enumerate(words) if w["doing"] != word["doing"]), None
+            )
+            if odd is not None:
+                told["error"] = (
+                    f"rank {odd[0]} is in {odd[1]} ({odd[2]!r}), rank 0 in {self.op} ({phase!r})"
+                )
+            elif failed is not None:
                 told["error"] = f"rank {failed[0]}: {failed[1]}"
             else:
                 try:
                     told["answer"] = decide([w["value"] for w in words])
                 except Exception as e:
                     told["error"], error = _text(e), e
-            self.store.set(f"{self.where}/{phase}/all", json.dumps(told))
+            self.store.set(f"{where}/all", json.dumps(told))
         if told["error"]:
             raise self.error(told["error"], error) from error
         return told["answer"]
@@ -105,8 +140,8 @@ class Group:
 
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
         """What ``rank`` says.  Raises: CheckpointError when it has ended or stays silent."""
-        pause, look = 0.0003, 0.0
-        heard = time.monotonic()
+        look, began = 0.0, time.monotonic()
+        heard = began
         while not self.store.check([key]):
             now = time.monotonic()
             if now > look:
@@ -116,17 +151,17 @@ class Group:
                     self.beats[rank], heard = beat, now
                 if self.store.check([f"{self.where}/gave up"]):
                     raise self.give_up("")
-                host, pid = self.seen.get(rank, ("", 0))
+                host, pid = self.calls.seen.get(rank, ("", 0))
                 if host == socket.gethostname() and not _runs(pid) and not self.store.check([key]):
                     raise self.give_up(f"rank {rank} ended during {phase!r}")
                 if now - heard > self.timeout:
                     raise self.give_up(
                         f"rank {rank} said nothing during {phase!r} for {self.timeout:g} s"
                     )
-            time.sleep(pause)
-            pause = min(pause * 1.4, 0.01)
+            time.sleep(min(max(0.0003, 0.02 * (now - began)), 0.01))
         word = json.loads(self.store.get(key))
-        self.seen[rank] = (word["at"][0], word["at"][1])
+        self.calls.seen[rank] = (word["at"][0], word["at"][1])
+        self.calls.others[rank] = word["first"]
         return word
 
     def _beat(self, rank: int) -> bytes:
@@ -141,18 +176,21 @@ class Group:
         self.given_up = text
         return self.error(text)
 
-    def _forget(self, number: int) -> None:
-        """Drop what this rank said in a call that all have left."""
-        if number < 1:
-            return
-        for phase in _PHASES:
-            for key in (str(self.rank), *(["all"] if self.rank == 0 else [])):
+    def _forget(self) -> None:
+        """Drop what this rank said in calls that have ended, and nobody will ask for."""
+        others = self.calls.others.values() if self.rank == 0 else ()
+        until = min([self.number - 2, self.calls.first, *others])
+        keys = [str(self.rank), *(["all"] if self.rank == 0 else [])]
+        for number in [n for n in self.calls.spoken if n < until]:
+            said = [
+                f"{at + 1}/{key}" for at in range(self.calls.spoken.pop(number)) for key in keys
+            ]
+            for key in (*said, f"at work/{self.rank}"):
                 with contextlib.suppress(RuntimeError):
-                    self.store.delete_key(f"{_WHERE}/{number}/{phase}/{key}")
+                    self.store.delete_key(f"{_WHERE}/{number}/{key}")
 
 
 _WHERE = "shardlib/checkpoint"
-_PHASES = ("the tree", "writing", "reading", "at work")
 
 
 def _runs(pid: int) -> bool:

@@ -19,15 +19,17 @@ from shardlib.mesh import rank_along
 
 __all__ = [
     "Box",
+    "Cuts",
     "Held",
     "Place",
     "Run",
+    "along",
     "chunk",
-    "cuts",
     "grid",
     "meet",
     "shares",
     "size",
+    "stretches",
     "whole",
 ]
 
@@ -54,6 +56,10 @@ Box = tuple[Held, ...]
 """What it holds along each."""
 
 
+_PROCESSES = ""
+"""The axis of a plain tensor: a name that no mesh can have."""
+
+
 class Place(NamedTuple):
     """Where a saved tensor lies: true shape, layout, the sizes that its blocks tile, mesh axes.
 
@@ -65,6 +71,17 @@ class Place(NamedTuple):
     tiled: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
+
+    @staticmethod
+    def of_plain(shape: tuple[int, ...], world: int) -> "Place":
+        """That of a plain tensor, of which each of so many processes holds all."""
+        dims = Layout.parse("...").resolve(len(shape))
+        return Place(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether it was no sharded tensor."""
+        return self.mesh[:1] == ((_PROCESSES, len(self.ranks)),)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -228,62 +245,87 @@ def meet(a: Box, b: Box) -> list[list[Pair]]:
 STRIP = 1 << 22
 """Bytes that are copied at a time at most, where one row is no longer."""
 
-_FINE = 1 << 12
-"""Bytes below which a tile is not cut further."""
+Cuts = tuple[tuple[int, ...], ...]
+"""Per dimension of a chunk where it is cut: places between 0 and its length, rising."""
 
-_PARTS = (2, 4, 8, 24, 48, 16, 32, 3, 6, 12)  # what is tried first comes first
+_TILE, _SMALLEST, _NARROWEST = 1 << 14, 1 << 10, 1 << 6
+"""Bytes that a tile of a large chunk has about, that one of a small chunk has, and of a tile's row."""
+
+_WORLDS = (2, 4, 8, 3, 6, 16, 12, 5, 32, 24, 64, 48, 10, 7, 128, 256)
+"""Numbers of ranks that a dimension may be split over by a reader, the likeliest first."""
 
 
 @lru_cache(maxsize=1 << 14)
-def grid(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """In how many parts each dimension of a chunk is cut into tiles, each with its checksum.
+def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
+    """Where a chunk of a tensor of this shape is cut into tiles, each with its checksum.
 
-    A reader that needs some columns reads and checks the tiles that hold them, so all dimensions
-    are cut, in up to 48 equal parts: the borders of other layouts are among these.  The leading
-    dimensions are cut further where a strip, the tiles side by side, would be too long to copy.
+    A reader reads and checks the tiles that hold something it needs, so they end where the blocks
+    of other meshes end: at multiples of n / ranks, rounded up where there is padding, for as many
+    numbers of ranks as tiles are worth their while.  The leading dimensions are cut further where a
+    strip, the tiles side by side, would be too long to copy.
 
-    >>> grid((512, 512), 4), grid((1024, 4096, 4096), 2)
-    ((16, 16), (1024, 32, 32))
+    >>> grid(whole((1024, 8)), (1024, 8), 4)[0][:4]
+    (64, 86, 128, 171)
+    >>> grid(whole((10, 2)), (10, 2), 4)
+    ((), ())
     """
-    parts, inner = [1] * len(shape), math.prod(shape) * itemsize
-    for d, n in enumerate(shape):
-        if inner <= STRIP:
-            break
-        row = inner // n
-        if row >= STRIP:
-            parts[d], inner = n, row
+    lengths = [length(held) for held in box]
+    nbytes = math.prod(lengths) * itemsize
+    cuts: list[set[int]] = [set() for _ in box]
+    tile = _TILE if len(box) > 1 else 8 * _TILE
+    most = nbytes // min(tile, max(_SMALLEST, nbytes // 256))
+    first, row = along(lengths, itemsize) if box else 0, nbytes
+    for d, n in enumerate(lengths[: first + 1]):
+        row //= max(n, 1)
+        cuts[d] = set(range(step := max(1, STRIP // max(row, 1)), n, step))
+    level, left = [0] * len(box), set(range(first, len(box)))
+    while left and most > 1:
+        d = min(left, key=lambda d: (level[d], d))
+        more = cuts[d] | _borders(box[d], shape[d], level[d])
+        others = math.prod(len(c) + 1 for i, c in enumerate(cuts) if i != d)
+        narrow = d == len(box) - 1 and lengths[d] * itemsize < _NARROWEST * (len(more) + 1)
+        if others * (len(more) + 1) > most or narrow:
+            left.remove(d)
             continue
-        need = -(-n // (STRIP // row))
-        parts[d] = next((p for p in range(need, min(4 * need, n) + 1) if n % p == 0), need)
-        break
-    tile = math.prod(-(-n // p) for n, p in zip(shape, parts, strict=True)) * itemsize
-    while tile > _FINE:
-        free = [
-            (n // parts[d], -d, more)
-            for d, n in enumerate(shape)
-            if (more := _more(n, parts[d])) and _wide(shape, d, more, itemsize)
-        ]
-        if not free:
-            break
-        _, d, more = max(free)  # tiles are about square
-        tile, parts[-d] = tile * parts[-d] // more, more
-    return tuple(parts)
+        cuts[d], level[d] = more, level[d] + 1
+        if level[d] > len(_WORLDS):
+            left.remove(d)
+    return tuple(tuple(sorted(c)) for c in cuts)
 
 
-def _more(n: int, parts: int) -> int:
-    """The next number of equal parts that has all borders of these; 0 for none."""
-    return next((p for p in _PARTS if p > parts and p % parts == 0 and n % p == 0), 0)
+def _borders(held: Held, n: int, level: int) -> set[int]:
+    """Where, within what is held, runs begin (level 0), or blocks of ``n`` places split in the
+    next likely way do.
+    """
+    if len(held) > 64:
+        return set()
+    out: set[int] = set()
+    at = 0
+    for r in held:
+        if level == 0:
+            out.add(at)
+        else:
+            block = -(-n // _WORLDS[level - 1])
+            for border in range(-(-(r.start + 1) // block) * block, r.last + 1, block):
+                out.add(at - (r.start - border) // r.stride)
+        at += r.length
+    return out - {0}
 
 
-def _wide(shape: tuple[int, ...], d: int, parts: int, itemsize: int) -> bool:
-    """Whether a tile's rows would still be worth reading apart."""
-    return math.prod(shape[d + 1 :]) * itemsize * shape[d] // parts >= 128
+def stretches(n: int, cuts: Sequence[int]) -> list[slice]:
+    """``n`` places between the cuts.
 
-
-def cuts(n: int, parts: int) -> list[slice]:
-    """``n`` places in so many parts, as equal as can be.
-
-    >>> cuts(5, 2)
+    >>> stretches(5, (2,))
     [slice(0, 2, None), slice(2, 5, None)]
     """
-    return [slice(i * n // parts, (i + 1) * n // parts) for i in range(parts)]
+    return [slice(a, b) for a, b in itertools.pairwise([0, *cuts, n])]
+
+
+def along(shape: Sequence[int], itemsize: int) -> int:
+    """The dimension along which strips are cut: before it, rows are too long for one."""
+    inner = math.prod(shape) * itemsize
+    for d, n in enumerate(shape):
+        inner //= max(n, 1)
+        if inner <= STRIP:
+            return d
+    return 0

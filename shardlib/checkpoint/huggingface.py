@@ -12,8 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from shardlib.modules.parallelize import Apply, Rules, placed
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["load_hf", "save_hf"]
+__all__ = ["Whole", "load_hf", "save_hf", "tensors_of", "write_hf"]
 
 Source = str | Sequence[str] | tuple[str, slice]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
@@ -113,7 +113,7 @@ def load_hf(
         try:
             table: dict[str, tuple[Folder, Chunk]] = {}
             for place in places:
-                folder, found = _tensors(place, group.progress)
+                folder, found = tensors_of(place, group.progress)
                 stack.enter_context(folder)
                 if twice := sorted(set(found) & set(table)):
                     raise ValueError(f"{twice[0]!r} is in two of the directories")
@@ -165,7 +165,7 @@ def _filled(
 # ---------------------------------------------------------------- what is there
 
 
-def _tensors(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
+def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
     """Every tensor of a directory or a file, as one chunk.  Raises: ValueError, OSError."""
     directory, only = path, ""
     if not os.path.isdir(path):
@@ -217,7 +217,9 @@ def _whole(file: str, entry: Any, begin: int) -> Chunk:
     shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = dtype_of(entry["dtype"])
     assert dtype is not None, "an unknown dtype was refused"
-    return Chunk(file, whole(shape), dtype, begin + a, b - a, (1,) * len(shape), None)
+    box = whole(shape)
+    cuts = grid(box, shape, dtype.itemsize)
+    return Chunk(file, box, dtype, begin + a, b - a, cuts, None)
 
 
 # ---------------------------------------------------------------- which tensor is whose
@@ -411,9 +413,8 @@ def _chunks(
             raise ValueError(_misfit(name, x, theirs, chunk))
         filled += math.prod(inside)
         box: Box = tuple((Run(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True))
-        out.append(
-            (folder, replace(chunk, box=box, parts=grid(tuple(shape), chunk.dtype.itemsize)))
-        )
+        cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
+        out.append((folder, replace(chunk, box=box, cuts=cuts)))
     if filled != x.numel():
         raise ValueError(_misfit(name, x, *((pieces[0][0], table[pieces[0][0]][1]))))
     return out
@@ -456,16 +457,58 @@ def save_hf(
     """
     tensors = {n: from_dtensor(x) if is_dtensor(x) else x for n, x in params.items()}
     group = Group("save_hf", timeout, alone(list(tensors.values())))
-    target, error = os.path.abspath(os.fspath(directory)), None
-    work: Work | None = None
-    hold, files, digest = -1, [], ""
+    error, whole_ones = None, []
     try:
         tensors = _called(tensors, module, names)
-        files = _split(tensors, max_bytes)
-        said = [(n, tuple(x.shape), str(x.dtype)) for held in files for n, x in held]
-        digest = hashlib.sha256(repr((target, said)).encode()).hexdigest()
+        whole_ones = [
+            Whole(n, tuple(x.shape), x.dtype, lambda x=x: _gathered(x)) for n, x in tensors.items()
+        ]
     except (ValueError, TypeError) as e:
         error = e
+    one = _ADAPTER if hasattr(module, "peft_config") else _ONE
+    configure = lambda path: _configure(module, path)  # noqa: E731
+    write_hf(group, directory, whole_ones, configure, one, max_bytes, overwrite, error)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of a Hugging Face file: ``get()`` makes all of it, when it is due."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    get: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_hf(
+    group: Group,
+    directory: Path,
+    tensors: Sequence[Whole],
+    configure: Callable[[str], None],
+    one: str,
+    max_bytes: int,
+    overwrite: bool,
+    error: Exception | None = None,
+) -> None:
+    """Write a directory whole or not at all.
+
+    ``configure``  writes what else belongs there.   ``one``  the name of the file if it is one.
+    Raises: CheckpointError on every rank of the group alike, where one came with an ``error`` too.
+    """
+    target = os.path.abspath(os.fspath(directory))
+    work: Work | None = None
+    hold, files, digest = -1, [], ""
+    if error is None:
+        try:
+            files = _split(tensors, max_bytes)
+            said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
+            digest = hashlib.sha256(repr((target, said)).encode()).hexdigest()
+        except (ValueError, TypeError) as e:
+            error = e
 
     def begin(digests: list[str]) -> str:
         nonlocal hold
@@ -481,7 +524,7 @@ def save_hf(
         return name
 
     name = group.agree("the tree", digest, error, begin)
-    titles = _titles(len(files), _ADAPTER if hasattr(module, "peft_config") else _ONE)
+    titles = _titles(len(files), one)
     try:
         try:
             work = Work(target, name)
@@ -495,7 +538,8 @@ def save_hf(
 
         def commit(_: Any) -> None:
             assert work is not None, "checked above"
-            _describe(work, module, files, titles)
+            _index_of(work, files, titles)
+            configure(work.path)
             write_manifest(work.fd, {"format": FORMAT + " of Hugging Face", "id": work.id})
             os.unlink("lock", dir_fd=work.fd)
             work.commit(overwrite)
@@ -520,23 +564,22 @@ def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str,
     out: dict[str, Tensor] = {str(to(n)): x for n, x in tensors.items()}
     if len(out) < len(tensors):
         raise ValueError("names= calls two tensors by one name")
-    for n, x in out.items():
-        code = code_of(x.dtype)
-        if n == "__metadata__" or code is None or " " in code:
-            raise ValueError(f"{n!r} of {x.dtype} cannot stand in a safetensors file")
     return out
 
 
-def _split(tensors: Mapping[str, Tensor], most: int) -> list[list[tuple[str, Tensor]]]:
-    files: list[list[tuple[str, Tensor]]] = [[]]
+def _split(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
+    """Tensors by file.  Raises: ValueError for what a safetensors file cannot hold."""
+    files: list[list[Whole]] = [[]]
     at = 0
-    for n, x in sorted(tensors.items()):
-        nbytes = x.numel() * x.dtype.itemsize
-        if files[-1] and at + nbytes > most:
+    for x in sorted(tensors, key=lambda x: x.name):
+        code = code_of(x.dtype)
+        if x.name == "__metadata__" or code is None or " " in code:
+            raise ValueError(f"{x.name!r} of {x.dtype} cannot stand in a safetensors file")
+        if files[-1] and at + x.nbytes > most:
             files.append([])
             at = 0
-        files[-1].append((n, x))
-        at += nbytes
+        files[-1].append(x)
+        at += x.nbytes
     return files
 
 
@@ -548,8 +591,8 @@ def _titles(count: int, one: str) -> list[str]:
 
 
 def _stream(
-    folder: int, title: str, held: Iterable[tuple[str, Tensor]], mine: bool, progress: Any
-) -> OSError | None:
+    folder: int, title: str, held: Sequence[Whole], mine: bool, progress: Callable[[], None]
+) -> Exception | None:
     """Gather one tensor after the other; one rank writes.  An error does not end the gathering,
     in which all take part.
     """
@@ -558,14 +601,13 @@ def _stream(
         if mine:
             table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             at = 0
-            for n, x in held:
-                nbytes = x.numel() * x.dtype.itemsize
-                table[n] = {
+            for x in held:
+                table[x.name] = {
                     "dtype": code_of(x.dtype),
                     "shape": list(x.shape),
-                    "data_offsets": [at, at + nbytes],
+                    "data_offsets": [at, at + x.nbytes],
                 }
-                at += nbytes
+                at += x.nbytes
             text = json.dumps(table).encode()
             text += b" " * (-len(text) % 8)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -573,14 +615,14 @@ def _stream(
             write_all(fd, memoryview(len(text).to_bytes(8, "little") + text))
     except OSError as e:
         error = e
-    for _, x in held:
-        full = _gathered(x)
-        if mine and error is None:
-            try:
+    for x in held:
+        try:
+            full = x.get()
+            if mine and error is None:
                 write_all(fd, memory(full.cpu().contiguous()))
-            except OSError as e:
-                error = e
-        del full
+            del full
+        except (OSError, ValueError) as e:
+            error = error or e
         progress()
     if fd >= 0:
         try:
@@ -606,27 +648,30 @@ def _gathered(x: Tensor) -> Tensor:
         return unshard(bits).contiguous().view(x.dtype)
 
 
-def _describe(work: Work, module: Any, files: Any, titles: list[str]) -> None:
-    """The index and the configuration, beside the files."""
-    if len(files) > 1:
-        total = sum(x.numel() * x.dtype.itemsize for held in files for _, x in held)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {n: t for t, held in zip(titles, files, strict=True) for n, _ in held},
-        }
-        stem = re.sub(r"-\d{5}-of-\d{5}", "", titles[0])
-        fd = os.open(
-            f"{stem}.index.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=work.fd
-        )
-        try:
-            write_all(fd, memoryview(json.dumps(index, indent=1).encode()))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -> None:
+    """Where each tensor is, beside several files."""
+    if len(files) < 2:
+        return
+    index = {
+        "metadata": {"total_size": sum(x.nbytes for held in files for x in held)},
+        "weight_map": {x.name: t for t, held in zip(titles, files, strict=True) for x in held},
+    }
+    stem = re.sub(r"-\d{5}-of-\d{5}", "", titles[0])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    fd = os.open(f"{stem}.index.json", flags, 0o666, dir_fd=work.fd)
+    try:
+        write_all(fd, memoryview(json.dumps(index, indent=1).encode()))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _configure(module: Any, path: str) -> None:
+    """The configuration of a model, or of an adapter."""
     if hasattr(module, "peft_config"):
         for config in module.peft_config.values():
-            config.save_pretrained(work.path)
+            config.save_pretrained(path)
         return
     for config in (getattr(module, "config", None), getattr(module, "generation_config", None)):
         if hasattr(config, "save_pretrained"):
-            config.save_pretrained(work.path)
+            config.save_pretrained(path)

@@ -2,9 +2,9 @@
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import optree
@@ -14,21 +14,22 @@ from torch import Tensor
 from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Place, chunk, held, meet, size, whole
-from shardlib.checkpoint.files import Chunk, Folder, code_of, dtype_of, fill, read_header
-from shardlib.checkpoint.folder import MANIFEST, opened, read_manifest
-from shardlib.checkpoint.steps import latest
-from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, read_place, unspoken, world_of
-from shardlib.collectives import blocks, lead, played
-from shardlib.errors import BadArgument, ShardError
+from shardlib.checkpoint.boxes import Box, Place, held, whole
+from shardlib.checkpoint.files import Folder, code_of, in_large_pages
+from shardlib.checkpoint.folder import MANIFEST
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.steps import opened_newest
+from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
+from shardlib.collectives import blocks, lead, pbroadcast, played
+from shardlib.errors import BadArgument
 from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.mesh import Mesh, MeshLike, as_mesh, scope
+from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.patterns import matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place as TensorPlace
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Target", "check", "load", "read_into", "some"]
+__all__ = ["Target", "check", "load", "read_into", "renamed", "some", "target_of"]
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 
@@ -93,16 +94,19 @@ def load(
     here = None if wanted is not None else as_mesh(mesh) if mesh is not None else scope().mesh
     only = alone(wanted.leaves) if wanted is not None else world_of(here) == 1
     group = Group("load", timeout, only)
-    found, error, identity = None, None, ""
+    found, error, identity, readers = None, None, "", _Readers()
     for again in (True, False):
         try:
-            with Folder(_open(path), progress=group.progress) as folder:
+            readers = _Readers()
+            with Folder(opened_newest(path), progress=group.progress) as folder:
                 manifest = Manifest.of(folder)
                 identity = manifest.id
                 if wanted is None:
-                    found = _as_saved(manifest, folder, layouts, here, pad)
+                    found = _as_saved(manifest, folder, readers, layouts, here, pad)
                 else:
-                    found = _as_wanted(manifest, folder, wanted, names, missing, extra, cast)
+                    found = _as_wanted(
+                        manifest, folder, readers, wanted, names, missing, extra, cast
+                    )
                 load.bytes_read = folder.bytes_read  # type: ignore[attr-defined]
             error = None
             break
@@ -113,7 +117,8 @@ def load(
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
             error = e
             break
-    group.agree("reading", identity, error, lambda ids: _one(ids, path))
+    group.agree("reading", [identity, readers.digest], error, lambda said: _one(said, path))
+    readers.spread()
     if wanted is not None:
         return _as_given(like, found)
     return found
@@ -122,10 +127,12 @@ def load(
 load.bytes_read = 0  # type: ignore[attr-defined]
 
 
-def _one(ids: list[str], path: str) -> None:
-    odd = next((r for r, i in enumerate(ids) if i != ids[0]), None)
-    if odd is not None:
-        raise ValueError(f"rank {odd} and rank 0 read different checkpoints at {path}")
+def _one(said: list[list[Any]], path: str) -> None:
+    ids, asked = zip(*said, strict=True)
+    for what, values in (("different checkpoints at", ids), ("other tensors from", asked)):
+        odd = next((r for r, v in enumerate(values) if v != values[0]), None)
+        if odd is not None:
+            raise ValueError(f"rank {odd} and rank 0 read {what} {path}")
 
 
 def _as_given(like: Any, found: Any) -> Any:
@@ -133,105 +140,6 @@ def _as_given(like: Any, found: Any) -> Any:
     return optree.tree_map(
         lambda a, b: as_dtensor(b) if is_dtensor(a) else b, like, found, none_is_leaf=True
     )
-
-
-def _open(path: str) -> int:
-    try:
-        fd = opened(path)
-    except NotADirectoryError:
-        raise ValueError(f"{path} is no directory; sl.load_hf reads safetensors files") from None
-    try:
-        os.stat(MANIFEST, dir_fd=fd)
-        return fd
-    except FileNotFoundError:
-        os.close(fd)
-    newest = latest(path)
-    if newest is None:
-        raise ValueError(f"{path} holds no {MANIFEST}, and no step that does")
-    return opened(newest)
-
-
-# ---------------------------------------------------------------- what is in a checkpoint
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds, and where."""
-
-    id: str
-    places: dict[str, Place]
-    dtypes: dict[str, torch.dtype]
-    values: dict[str, Any]
-    skeleton: Any
-    files: list[dict[str, Any]]
-    chunks: dict[str, dict[str, Chunk]]  # of the files opened so far
-
-    @staticmethod
-    def of(folder: Folder) -> "Manifest":
-        """Raises: ValueError, OSError."""
-        said = read_manifest(folder.fd)
-        try:
-            files = said["files"]
-            places = {n: read_place(a, len(files)) for n, a in said["tensors"].items()}
-            dtypes: dict[str, Any] = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
-            values = {n: unspoken(v) for n, v in said["values"].items()}
-            sound = all(
-                type(f["file"]) is str and type(f["bytes"]) is int and type(f["crc"]) is int
-                for f in files
-            )
-            if not sound or None in dtypes.values() or set(places) & set(values):
-                raise ValueError
-            return Manifest(said["id"], places, dtypes, values, said["tree"], files, {})
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-            if isinstance(e, ShardError):
-                raise ValueError(f"{MANIFEST}: {e.message}") from None
-            raise ValueError(f"{MANIFEST} does not describe a checkpoint") from None
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.places, *self.values}
-
-    def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> Chunk:
-        """What a rank wrote of a tensor; the file must say the same of it as the layout does."""
-        about = self.files[rank]
-        file = about["file"]
-        if file not in self.chunks:
-            fd = folder.file(file)
-            self.chunks[file] = read_header(fd, file, about["bytes"], about["crc"])
-        found = self.chunks[file].get(name)
-        plain = tuple(tuple(r[:3] for r in h) for h in box)
-        if found is None or found.dtype != self.dtypes[name]:
-            raise ValueError(f"{file} does not hold its part of {name!r}")
-        if tuple(tuple(r[:3] for r in h) for h in found.box) != plain:
-            raise ValueError(f"{file} holds another part of {name!r} than its rank's")
-        return found
-
-    def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
-        """Fill a block that holds ``box``.  Raises: ValueError, OSError."""
-        place, filled = self.places[name], 0
-        for rank in _holders(place, box):
-            part = chunk(name, place, rank)
-            if part is None:
-                continue
-            try:
-                found = self.chunk_of(folder, name, place.ranks[rank], part)
-                filled += fill(out, box, found, folder)
-            except FileNotFoundError:
-                raise
-            except OSError as e:
-                file = self.files[place.ranks[rank]]["file"]
-                raise ValueError(f"{file}: {e.strerror} ({name!r})") from e
-            except ValueError as e:
-                raise ValueError(f"{e} ({name!r})" if repr(name) not in str(e) else str(e)) from e
-        if filled != size(box):
-            raise ValueError(f"{filled} of {size(box)} elements of {name!r} are in the files")
-
-
-@lru_cache(maxsize=1 << 14)
-def _holders(place: Place, box: Box) -> tuple[int, ...]:
-    """The ranks whose blocks share something with a box."""
-    ranks = range(math.prod(n for _, n in place.mesh))
-    return tuple(r for r in ranks if all(meet(held(place, r), box)))
 
 
 # ---------------------------------------------------------------- where it goes
@@ -262,12 +170,13 @@ class Target:
 
     def empty(self) -> Tensor:
         """Storage for it, zero where there is padding."""
-        if self.mesh is None or self.layout is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        block = self.layout.local_shape(self.tiled, self.mesh)
-        shape = (*(self.mesh.size,) * lead(self.mesh), *block)
-        new = torch.empty if self.tiled == self.shape else torch.zeros
-        return new(shape, dtype=self.dtype, device=self.device)
+        shape = self.shape
+        if self.mesh is not None and self.layout is not None:
+            block = self.layout.local_shape(self.tiled, self.mesh)
+            shape = (*(self.mesh.size,) * lead(self.mesh), *block)
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        in_large_pages(out)
+        return out if self.tiled in (self.shape, ()) else out.zero_()
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
         """What each block of the storage holds, of the ranks played here."""
@@ -293,9 +202,54 @@ def read_into(raw: Tensor, target: Target, read: Callable[[Box, Tensor], None]) 
         read(box, block)
 
 
+_MANY = 8
+"""Ranks that hold one block from which on one of them reads it, and sends it to the others."""
+
+_WORTH = 1 << 16
+"""Bytes of a block from which on this is worth a message."""
+
+
+class _Readers:
+    """Which rank reads a block that many hold; each about as many bytes as the others.
+
+    All that hold it ask in the same order, so nobody needs to be told.
+    """
+
+    def __init__(self) -> None:
+        self.loads: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+        self.later: list[tuple[Tensor, Mesh, tuple[str, ...], int]] = []
+        self.digest = 0
+
+    def is_read_here(self, name: str, raw: Tensor, target: Target) -> bool:
+        """Whether this rank reads; if not, ``spread`` fills it."""
+        mesh = target.mesh or scope().mesh
+        if mesh is None or mesh.device_mesh is None or mesh.coord is None:
+            return True
+        if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
+            return True
+        split = target.layout.axes if target.layout is not None else ()
+        free = tuple(a for a in mesh.names if a not in split and mesh.axes[a] > 1)
+        copies = math.prod(mesh.axes[a] for a in free)
+        if copies < _MANY or raw.nbytes < _WORTH:
+            return True
+        loads = self.loads.setdefault((mesh, free), [0] * copies)
+        root = loads.index(min(loads))
+        loads[root] += raw.nbytes
+        self.later.append((raw, mesh, free, root))
+        self.digest = zlib.crc32(repr((name, raw.nbytes, free, root)).encode(), self.digest)
+        return rank_along(free, mesh.coord, mesh.axes) == root
+
+    def spread(self) -> None:
+        """Send what one rank has read; every rank calls, after all have read well."""
+        for raw, mesh, free, root in self.later:
+            bits = raw.detach().view(-1).view(torch.uint8)
+            with use_mesh(mesh):
+                bits.copy_(pbroadcast(bits, free, root))
+
+
 def _as_wanted(
-    manifest: Manifest, folder: Folder, wanted: Leaves, names: Names, missing: str, extra: str,
-    cast: bool,
+    manifest: Manifest, folder: Folder, readers: _Readers, wanted: Leaves, names: Names,
+    missing: str, extra: str, cast: bool,
 ) -> Any:  # fmt: skip
     """The tree of ``like``, with what was saved."""
     theirs = renamed(wanted.names, names)
@@ -321,10 +275,11 @@ def _as_wanted(
             )
         check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
         tensors.append((i, x, saved))
-    for i, x, saved in tensors:
-        target = Target.of(x)
-        raw = target.empty()
-        read_into(raw, target, lambda box, b, n=saved: manifest.read(folder, n, box, b))
+    targets = [(*t, Target.of(t[1])) for t in sorted(tensors, key=lambda t: t[2])]
+    made = [(*t, t[3].empty()) for t in targets]  # side by side, before any is filled
+    for i, x, saved, target, raw in made:  # on every rank in one order
+        if readers.is_read_here(saved, raw, target):
+            read_into(raw, target, lambda box, b, n=saved: manifest.read(folder, n, box, b))
         raw.requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
     return wanted.again(out)
@@ -369,14 +324,20 @@ def check(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, cast: 
 
 
 def _as_saved(
-    manifest: Manifest, folder: Folder, layouts: Any, mesh: Mesh | None, pad: bool
-) -> Any:
+    manifest: Manifest, folder: Folder, readers: _Readers, layouts: Any, mesh: Mesh | None,
+    pad: bool,
+) -> Any:  # fmt: skip
     """The tree as it was saved, its tensors on ``mesh``."""
     found: dict[str, Any] = dict(manifest.values)
-    for name, place in manifest.places.items():
-        target = _target(name, place, manifest.dtypes[name], layouts, mesh, pad)
-        raw = target.empty()
-        read_into(raw, target, lambda box, b, n=name: manifest.read(folder, n, box, b))
+    dtypes = manifest.dtypes
+    targets = [
+        (name, target_of(name, place, dtypes[name], layouts, mesh, pad))
+        for name, place in sorted(manifest.places.items())
+    ]
+    made = [(name, target, target.empty()) for name, target in targets]
+    for name, target, raw in made:
+        if readers.is_read_here(name, raw, target):
+            read_into(raw, target, lambda box, b, n=name: manifest.read(folder, n, box, b))
         found[name] = target.tensor(raw)
     try:
         return built(manifest.skeleton, found)
@@ -384,15 +345,16 @@ def _as_saved(
         raise ValueError(f"{MANIFEST} does not describe a tree") from None
 
 
-def _target(
+def target_of(
     name: str, place: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
 ) -> Target:
+    """Where a tensor goes that lay at ``place``.  Raises: ShardError."""
     plain = Target(place.shape, dtype, torch.device("cpu"))
     if mesh is None:
         return plain
     given = _given(name, layouts, plain)
     layout = place.layout if given is None else given
-    if given is None and place.mesh and place.mesh[0][0] == "ranks":
+    if given is None and place.plain:
         return replace(plain, device=mesh.device)
     if isinstance(layout, Layout):
         lay = layout

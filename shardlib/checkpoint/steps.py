@@ -5,11 +5,24 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from typing import Any
 
-from shardlib.checkpoint.folder import opened, read_manifest
+from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.files import Folder
+from shardlib.checkpoint.folder import MANIFEST, opened, read_manifest
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.tree import alone
 
-__all__ = ["folder_of", "latest", "remove_old", "steps", "steps_pattern"]
+__all__ = [
+    "damage",
+    "folder_of",
+    "latest",
+    "opened_newest",
+    "remove_old",
+    "steps",
+    "steps_pattern",
+]
 
 steps_pattern = r"step_\d{8,}"
 
@@ -32,9 +45,17 @@ def _manifest(path: str) -> dict[str, Any] | None:
         os.close(fd)
 
 
-def steps(path: str) -> list[tuple[int, str]]:
-    """(step, directory) of the checkpoints with a whole manifest, newest first."""
-    found = []
+def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """Find the checkpoints of a run, (step, directory) of each with a whole manifest, newest first.
+
+    >>> import tempfile, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     for step in (10, 20):
+    ...         _ = sl.save(d, {"loss": 0.5}, step=step)
+    ...     [step for step, directory in steps(d)]
+    [20, 10]
+    """
+    path, found = os.fspath(path), []
     for entry in os.listdir(path) if os.path.isdir(path) else []:
         if re.fullmatch(steps_pattern, entry):
             folder = os.path.join(path, entry)
@@ -44,20 +65,72 @@ def steps(path: str) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def latest(path: str | os.PathLike[str]) -> str | None:
+def latest(
+    path: str | os.PathLike[str], *, verify: bool = False, timeout: float = 100.0
+) -> str | None:
     """Find the newest checkpoint that ``save(path, tree, step=...)`` made; None if there is none.
 
     Only whole ones count; what a crash left is not seen.
+    ``verify``   also read every byte of it, and where the disk has damaged it say so in a warning
+                 and take the one before.  Every rank calls, reads its part of the files, and gets
+                 the same answer.
+    ``timeout``  seconds of silence after which a rank counts as lost.
+    Raises: CheckpointError, with ``verify``, where a rank fails.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d:
     ...     for step in (10, 20, 30):
     ...         _ = sl.save(d, {"loss": 0.5}, step=step, keep=2)
-    ...     latest(d)[-8:], sorted(os.listdir(d))
-    ('00000030', ['step_00000020', 'step_00000030'])
+    ...     latest(d)[-8:], latest(d, verify=True)[-8:], sorted(os.listdir(d))
+    ('00000030', '00000030', ['step_00000020', 'step_00000030'])
     """
-    found = steps(os.fspath(path))
-    return found[0][1] if found else None
+    path = os.fspath(path)
+    if not verify:
+        found = steps(path)
+        return found[0][1] if found else None
+    group = Group("latest", timeout, alone([]))
+    for _, folder in group.agree("steps", steps(path), decide=lambda values: values[0]):
+        wrong = damage(folder, group)
+        if not wrong:
+            return folder
+        warnings.warn(f"{folder} is passed over: {wrong[0]}", stacklevel=2)
+    return None
+
+
+def damage(path: str, group: Group) -> list[str]:
+    """What is wrong with a checkpoint, of which each rank of ``group`` reads some files.
+
+    Raises: CheckpointError where a rank fails.
+    """
+    wrong: list[str] = []
+    try:
+        with Folder(opened(path), progress=group.progress) as folder:
+            manifest = Manifest.of(folder)
+            mine = range(group.rank, len(manifest.files), group.world)
+            wrong = manifest.damage(folder, mine)
+    except (OSError, ValueError) as e:
+        wrong = [getattr(e, "strerror", None) or str(e)]
+    name = os.path.basename(path)
+    return group.agree(
+        f"damage of {name}", wrong, decide=lambda said: sorted({w for some in said for w in some})
+    )
+
+
+def opened_newest(path: str) -> int:
+    """A descriptor of a checkpoint's directory, or of the newest step's.  Raises: OSError, ValueError."""
+    try:
+        fd = opened(path)
+    except NotADirectoryError:
+        raise ValueError(f"{path} is no directory; sl.load_hf reads safetensors files") from None
+    try:
+        os.stat(MANIFEST, dir_fd=fd)
+        return fd
+    except FileNotFoundError:
+        os.close(fd)
+    found = steps(path)
+    if not found:
+        raise ValueError(f"{path} holds no {MANIFEST}, and no step that does")
+    return opened(found[0][1])
 
 
 def remove_old(path: str, keep: int, step: int) -> None:

@@ -30,7 +30,17 @@ from shardlib.optim.buckets import Buckets
 from shardlib.optim.owned import Owned
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["Leaves", "alone", "blocks", "place_of", "rank_of", "said_of", "spoken", "unspoken"]
+__all__ = [
+    "Content",
+    "Leaves",
+    "alone",
+    "blocks",
+    "place_of",
+    "rank_of",
+    "said_of",
+    "spoken",
+    "unspoken",
+]
 
 Value = bool | int | float | complex | str | None
 
@@ -144,8 +154,7 @@ def alone(leaves: list[Any]) -> bool:
 def place_of(x: Tensor, world: int) -> Place:
     """Where a tensor lies; a plain one is the same on every rank."""
     if not isinstance(x, ShardedTensor):
-        shape, dims = tuple(x.shape), Layout.parse("...").resolve(x.ndim)
-        return Place(shape, dims, shape, (("ranks", world),), tuple(range(world)))
+        return Place.of_plain(tuple(x.shape), world)
     mesh = x.mesh
     ranks = tuple(range(mesh.size))
     if mesh.device_mesh is not None:
@@ -187,6 +196,21 @@ def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
     if place.ranks != tuple(range(len(place.ranks))):
         out["ranks"] = list(place.ranks)
     return out
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a manifest says of a tree: of each tensor its place, the values, and the containers."""
+
+    tensors: dict[str, dict[str, Any]]
+    values: dict[str, Any]
+    skeleton: Any
+
+    @staticmethod
+    def of(leaves: Leaves, world: int) -> "Content":
+        tensors = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
+        values = {n: spoken(v) for n, v in leaves.values.items()}
+        return Content(tensors, values, leaves.skeleton)
 
 
 def read_place(about: Any, files: int) -> Place:

@@ -8,7 +8,8 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +21,17 @@ from shardlib.checkpoint.files import Part, write_file
 from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
 from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
 from shardlib.checkpoint.tree import (
+    Content,
     Leaves,
     alone,
     blocks,
     fingerprint,
     place_of,
-    said_of,
-    spoken,
 )
 from shardlib.errors import BadArgument
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Saving", "save"]
+__all__ = ["Job", "Saving", "file_name", "save"]
 
 
 class Saving:
@@ -119,23 +119,27 @@ def save(
     while _UNDER_WAY:
         _UNDER_WAY.pop().wait()
     target = folder_of(path, step)
-    error, leaves = None, None
+    error, leaves, content, crcs = None, None, None, {}
     try:
         leaves = Leaves.of(tree, "save")
     except Exception as e:
         error = e
     group = Group("save", timeout, alone(leaves.leaves if leaves else []))
-    job = _Job(group, target, step, overwrite)
+    if leaves is not None:
+        content = Content.of(leaves, group.world)
+        plain = [n for n, x in leaves.tensors.items() if not isinstance(x, ShardedTensor)]
+        crcs = {n: fingerprint(leaves.tensors[n]) for n in plain if group.world > 1}
+    job = Job(group, target, step, overwrite)
     try:
-        name = job.begin(leaves, error)
-        assert leaves is not None, "its error was raised"
+        name = job.begin(content, crcs, error)
+        assert leaves is not None and content is not None, "its error was raised"
         files = _parts(group, leaves)
     except BaseException as e:
         job.leave(e)
         raise
 
     def finish() -> None:
-        job.write(leaves, name, files)
+        job.write(content, name, files)
         if keep is not None and step is not None and group.rank == 0:
             remove_old(path, keep, step)
 
@@ -170,7 +174,7 @@ def _check(path: str, step: Any, keep: Any) -> None:
         )
 
 
-class _Job:
+class Job:
     """The steps of one save, after each of which all ranks are of one mind."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
@@ -179,16 +183,17 @@ class _Job:
         self.name: str = ""
         self.hold = -1
 
-    def begin(self, leaves: Leaves | None, error: BaseException | None) -> str:
-        """All save the same tree to one place, where rank 0 makes a work directory; its name."""
+    def begin(
+        self, content: Content | None, crcs: Mapping[str, int], error: BaseException | None
+    ) -> str:
+        """All save the same tree to one place, where rank 0 makes a work directory; its name.
+
+        ``crcs``  of tensors that every rank holds.
+        """
         said: dict[str, Any] = {}
-        if leaves is not None:
-            world = self.group.world
-            said = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
-            for n, x in leaves.tensors.items():
-                if not isinstance(x, ShardedTensor) and world > 1:
-                    said[n]["crc"] = fingerprint(x)
-            said |= {n: spoken(v) for n, v in leaves.values.items()}
+        if content is not None:
+            said = {n: {**about, "crc": crcs.get(n)} for n, about in content.tensors.items()}
+            said |= content.values
         text = json.dumps([self.target, self.step, said], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
 
@@ -208,7 +213,7 @@ class _Job:
     def _make(self) -> str:
         parent, base = os.path.split(self.target)
         os.makedirs(parent, exist_ok=True)
-        clean(parent, re.escape(base) if self.step is None else steps_pattern)
+        clean(parent, re.escape(base) + f"|{steps_pattern}" * (self.step is not None))
         if os.path.lexists(self.target) and not self.overwrite:
             raise FileExistsError(f"{self.target} exists, and overwrite=False")
         self.name, self.hold = Work.make(self.target)
@@ -228,7 +233,7 @@ class _Job:
             os.close(self.hold)
             self.hold = -1
 
-    def write(self, leaves: Leaves, name: str, files: dict[int, list[Part]]) -> None:
+    def write(self, content: Content, name: str, files: Mapping[int, list[Part]]) -> None:
         group, work, error = self.group, None, None
         try:
             done: list[Any] = []
@@ -242,7 +247,7 @@ class _Job:
                 ]
             except Exception as e:
                 error = e
-            group.agree("writing", done, error, lambda said: self._commit(leaves, work, said))
+            group.agree("writing", done, error, lambda said: self._commit(content, work, said))
         except BaseException as e:
             if not isinstance(e, Exception) and not group.given_up:
                 group.give_up(f"rank {group.rank} was interrupted")
@@ -256,18 +261,16 @@ class _Job:
             if work is not None:
                 work.close()
 
-    def _commit(self, leaves: Leaves, work: Work | None, said: list[list[Any]]) -> None:
+    def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> None:
         """On rank 0, when all have written."""
         assert work is not None, "rank 0 has written too"
-        world = self.group.world
-        tensors = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
         manifest = {
             "format": FORMAT,
             "id": work.id,
             "step": self.step,
-            "tensors": tensors,
-            "values": {n: spoken(v) for n, v in leaves.values.items()},
-            "tree": leaves.skeleton,
+            "tensors": content.tensors,
+            "values": content.values,
+            "tree": content.skeleton,
             "files": [file for files in said for file in files],
         }
         write_manifest(work.fd, manifest)
@@ -318,7 +321,13 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
             if box is not None:
                 whole = held(place, rank)
                 out[file].append(
-                    Part(name, box, x.dtype, lambda b=block, box=box, w=whole: _cut(b, box, w))
+                    Part(
+                        name,
+                        box,
+                        place.shape,
+                        x.dtype,
+                        lambda b=block, box=box, w=whole: _cut(b, box, w),
+                    )
                 )
     files = max(out, default=0) + 1
     return {r: out.get(r, []) for r in range(files)} if group.world == 1 else out
@@ -354,4 +363,4 @@ def _copied(part: Part) -> Part:
         if found.device.type != "cpu"
         else found.clone(memory_format=torch.contiguous_format)
     )
-    return Part(part.name, part.box, part.dtype, lambda: copy)
+    return replace(part, get=lambda: copy)

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,10 +121,37 @@ def test_many_runs_meet_too() -> None:
 
 @given(st.lists(st.integers(1, 5000), max_size=4), st.sampled_from([1, 2, 4, 8]))
 def test_tiles_are_small_and_strips_too(shape: list[int], itemsize: int) -> None:
-    parts = boxes.grid(tuple(shape), itemsize)
-    assert all(1 <= p <= n for p, n in zip(parts, shape, strict=True))
-    tile = math.prod(-(-n // p) for n, p in zip(shape, parts, strict=True)) * itemsize
+    cuts = boxes.grid(boxes.whole(shape), tuple(shape), itemsize)
+    parts = [boxes.stretches(n, c) for n, c in zip(shape, cuts, strict=True)]
+    for n, some in zip(shape, parts, strict=True):
+        assert some[0].start == 0 and some[-1].stop == n
+        assert all(a.stop == b.start and a.start < a.stop for a, b in itertools.pairwise(some))
+    tile = math.prod(max(c.stop - c.start for c in some) for some in parts) * itemsize
     assert tile <= boxes.STRIP
-    for n, p in zip(shape, parts, strict=True):
-        cuts = boxes.cuts(n, p)
-        assert [c.start for c in cuts[1:]] == [c.stop for c in cuts[:-1]] and cuts[-1].stop == n
+    assert math.prod(map(len, parts)) <= max(4, 2 * math.prod(shape) * itemsize / 1024)
+    if shape:
+        d = boxes.along(shape, itemsize)
+        assert all(len(parts[i]) == shape[i] for i in range(d))
+
+
+@pytest.mark.parametrize("n", [1024, 1000, 769, 50257])
+@pytest.mark.parametrize("saved", ["x", "(x y)", ". x", "zigzag(x)", "(3 x)"])
+def test_tiles_end_where_blocks_of_other_meshes_end(n: int, saved: str) -> None:
+    """Padded blocks too: the borders of a rank's block are borders of the tiles they meet."""
+    shape = (n, 512) if not saved.startswith(".") else (512, n)
+    mesh = (("x", 2), ("y", 2))
+    layout = Layout.parse(f"{saved} ." if len(saved.split()) < 2 or "(" in saved else saved)
+    tiled = (-(-n // 12) * 12, 512) if shape[0] == n else (512, -(-n // 12) * 12)
+    place = Place(shape, layout, tiled, mesh, (0, 1, 2, 3))
+    box = boxes.chunk("w", place, 1)
+    assert box is not None
+    d = 0 if shape[0] == n else 1
+    cuts, at = boxes.grid(box, shape, 4)[d], 0
+    local = {}
+    for r in box[d]:
+        local |= {r.start + i * r.stride: at + i for i in range(r.length)}
+        at += r.length
+    for ranks in (2, 3, 4, 6, 8):
+        for border in range(-(-n // ranks), n, -(-n // ranks)):
+            if border in local and border - 1 in local and local[border]:
+                assert local[border] in cuts, (ranks, border)

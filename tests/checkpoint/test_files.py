@@ -27,7 +27,7 @@ from tests.checkpoint.cases import DTYPES, same, value
 
 
 def part(name: str, x: torch.Tensor) -> Part:
-    return Part(name, whole(x.shape), x.dtype, lambda: x)
+    return Part(name, whole(x.shape), tuple(x.shape), x.dtype, lambda: x)
 
 
 def opened(path: Path) -> Folder:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.checkpoint import folder, writing
+from shardlib.checkpoint.tree import Content
 from shardlib.errors import BadArgument, CheckpointError
 from tests.checkpoint.cases import placed
 
@@ -235,9 +236,10 @@ def test_savers_at_one_path_leave_one_of_theirs(
             value = float(100 * k + i)
             group = writing.Group("save", 10.0, True)
             tree = writing.Leaves.of({"x": torch.full((50,), value), "n": value}, "save")
-            job = writing._Job(group, str(tmp_path / "c"), None, True)
+            content = Content.of(tree, 1)
+            job = writing.Job(group, str(tmp_path / "c"), None, True)
             try:
-                job.write(tree, job.begin(tree, None), writing._parts(group, tree))
+                job.write(content, job.begin(content, {}, None), writing._parts(group, tree))
                 found = sl.load(tmp_path / "c")
             except CheckpointError as e:
                 wrong.append(e.message)

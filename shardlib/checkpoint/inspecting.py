@@ -1,0 +1,176 @@
+"""What a checkpoint holds, and whether its bytes are as they were written."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.files import Folder, code_of
+from shardlib.checkpoint.folder import MANIFEST, opened
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.steps import damage, steps
+from shardlib.checkpoint.tree import alone
+from shardlib.errors import mesh_text
+
+__all__ = ["About", "Saved", "describe", "verify"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of a checkpoint: ``dtype`` as files spell it, global ``shape``, and where it lay.
+
+    ``layout``  its text; empty for a plain tensor, which every rank held.
+    ``mesh``    axis -> size.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    mesh: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself; ``print`` it for a table.
+
+    ``path``     its directory.    ``step``  None where it was saved without.
+    ``tensors``  name -> ``Saved``.    ``values``  name -> number, text or None.
+    ``files``    name -> bytes.
+    """
+
+    path: str
+    step: int | None
+    tensors: dict[str, Saved]
+    values: dict[str, Any]
+    files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def meshes(self) -> list[dict[str, int]]:
+        """The meshes that tensors lay on, each once."""
+        found: list[dict[str, int]] = []
+        for t in self.tensors.values():
+            if t.layout and t.mesh not in found:
+                found.append(t.mesh)
+        return found
+
+    def __str__(self) -> str:
+        meshes = ", ".join(mesh_text(m) for m in self.meshes) or "no mesh"
+        head = [
+            f"{self.path}: "
+            + (f"step {self.step}, " if self.step is not None else "")
+            + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, {meshes}"
+        ]
+        rows = [
+            (n, t.dtype.lower(), str(list(t.shape)), t.layout or "plain")
+            for n, t in self.tensors.items()
+        ]
+        rows += [(n, type(v).__name__, repr(v), "") for n, v in self.values.items()]
+        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        return "\n".join(
+            head + ["  " + "  ".join([*map(str.ljust, row, wide), row[3]]).rstrip() for row in rows]
+        )
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def describe(path: str | os.PathLike[str]) -> About:
+    """Read what a checkpoint says of itself, no tensor; of a directory of steps, the newest.
+
+    Raises: CheckpointError.
+
+    >>> import tempfile, torch, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2):
+    ...     _ = sl.save(d + "/run", {"w": sl.shard(torch.ones(4, 2), "x ."), "epoch": 1}, step=10)
+    ...     about = describe(d + "/run")
+    >>> about.step, about.tensors["w"], about.values
+    (10, Saved(dtype='F32', shape=(4, 2), layout='x .', mesh={'x': 2}, nbytes=32), {'epoch': 1})
+    """
+    group = Group("describe", 1.0, alone=True)
+    found, error = None, None
+    try:
+        place = _place(os.fspath(path))
+        with Folder(opened(place)) as folder:
+            found = _about(place, Manifest.of(folder))
+    except (OSError, ValueError) as e:
+        error = e
+    group.agree("reading", error=error)
+    assert found is not None, "its error was raised"
+    return found
+
+
+def verify(path: str | os.PathLike[str], *, timeout: float = 100.0) -> About:
+    """Read every byte of a checkpoint and compare all checksums; of a directory of steps, the newest.
+
+    In a job every rank calls, and reads a part of the files.
+    ``timeout``  seconds of silence after which a rank counts as lost.
+    Raises: CheckpointError on every rank alike, naming each file and tensor that is damaged.
+
+    >>> import tempfile, torch, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     _ = sl.save(d + "/c", {"w": torch.ones(1000)})
+    ...     print(verify(d + "/c").nbytes)
+    ...     file = d + "/c/rank_00000.safetensors"
+    ...     with open(file, "r+b") as f:
+    ...         _ = f.seek(-100, 2), f.write(b"?")
+    ...     try:
+    ...         _ = verify(d + "/c")
+    ...     except sl.ShardError as e:
+    ...         print(e.message)
+    4000
+    rank_00000.safetensors is damaged: a checksum is wrong ('w')
+    """
+    group = Group("verify", timeout, alone([]))
+    place, error = "", None
+    try:
+        place = _place(os.fspath(path))
+    except (OSError, ValueError) as e:
+        error = e
+    place = group.agree("the path", place, error, lambda places: places[0])
+    wrong = damage(place, group)
+    if wrong:
+        raise group.error("; ".join(wrong[:6]) + f"; and {len(wrong) - 6} more" * (len(wrong) > 6))
+    return describe(place)
+
+
+def _place(path: str) -> str:
+    """The directory of a checkpoint, or of the newest step in a directory of steps."""
+    fd = opened(path)
+    try:
+        os.stat(MANIFEST, dir_fd=fd)
+        return path
+    except FileNotFoundError:
+        found = steps(path)
+        if not found:
+            raise ValueError(f"{path} holds no {MANIFEST}, and no step that does") from None
+        return found[0][1]
+    finally:
+        os.close(fd)
+
+
+def _about(path: str, manifest: Manifest) -> About:
+    tensors = {}
+    for name, place in manifest.places.items():
+        dtype = manifest.dtypes[name]
+        tensors[name] = Saved(
+            code_of(dtype) or "",
+            place.shape,
+            "" if place.plain else str(place.layout),
+            {} if place.plain else dict(place.mesh),
+            math.prod(place.shape) * dtype.itemsize,
+        )
+    files: Mapping[str, int] = {f["file"]: f["bytes"] for f in manifest.files}
+    return About(path, manifest.step, tensors, manifest.values, dict(files))

@@ -1,0 +1,158 @@
+"""What a checkpoint says of itself, and the one way its bytes are read: checked, whoever asks."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.checkpoint.boxes import Box, Place, chunk, held, meet, size
+from shardlib.checkpoint.files import Chunk, Folder, check_chunk, dtype_of, fill, read_header
+from shardlib.checkpoint.folder import MANIFEST, read_manifest
+from shardlib.checkpoint.tree import read_place, unspoken
+from shardlib.errors import ShardError
+from shardlib.mesh import rank_along
+
+__all__ = ["Manifest"]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, and where."""
+
+    id: str
+    step: int | None
+    places: dict[str, Place]
+    dtypes: dict[str, torch.dtype]
+    values: dict[str, Any]
+    skeleton: Any
+    files: list[dict[str, Any]]
+    chunks: dict[str, dict[str, Chunk]]  # of the files opened so far
+
+    @staticmethod
+    def of(folder: Folder) -> "Manifest":
+        """Raises: ValueError, OSError."""
+        said = read_manifest(folder.fd)
+        try:
+            files = said["files"]
+            places = {n: read_place(a, len(files)) for n, a in said["tensors"].items()}
+            dtypes: dict[str, Any] = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
+            values = {n: unspoken(v) for n, v in said["values"].items()}
+            sound = all(
+                type(f["file"]) is str and type(f["bytes"]) is int and type(f["crc"]) is int
+                for f in files
+            )
+            step = said.get("step")
+            if not sound or None in dtypes.values() or set(places) & set(values):
+                raise ValueError
+            if not (step is None or type(step) is int):
+                raise ValueError
+            return Manifest(said["id"], step, places, dtypes, values, said["tree"], files, {})
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+            if isinstance(e, ShardError):
+                raise ValueError(f"{MANIFEST}: {e.message}") from None
+            raise ValueError(f"{MANIFEST} does not describe a checkpoint") from None
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.places, *self.values}
+
+    def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> Chunk:
+        """What a rank wrote of a tensor; the file must say the same of it as the layout does."""
+        file = self.files[rank]["file"]
+        found = self._header(folder, rank).get(name)
+        plain = tuple(tuple(r[:3] for r in h) for h in box)
+        if found is None or found.dtype != self.dtypes[name]:
+            raise ValueError(f"{file} does not hold its part of {name!r}")
+        if tuple(tuple(r[:3] for r in h) for h in found.box) != plain:
+            raise ValueError(f"{file} holds another part of {name!r} than its rank's")
+        return found
+
+    def damage(self, folder: Folder, files: Iterable[int]) -> list[str]:
+        """What is wrong with some of the files, numbered as in ``files``; every byte is read."""
+        wanted: dict[int, list[tuple[str, Box]]] = {i: [] for i in files}
+        for name, place in self.places.items():
+            for rank, file in enumerate(place.ranks):
+                box = chunk(name, place, rank) if file in wanted else None
+                if box is not None:
+                    wanted[file].append((name, box))
+        out = []
+        for i, parts in wanted.items():
+            file = self.files[i]["file"]
+            try:
+                header = self._header(folder, i)
+            except (OSError, ValueError) as e:
+                out.append(_said(e, file))
+                continue
+            if spare := sorted(set(header) - {name for name, _ in parts}):
+                out.append(f"{file} holds {spare[0]!r}, which {MANIFEST} does not know")
+            for name, box in parts:
+                try:
+                    check_chunk(self.chunk_of(folder, name, i, box), folder)
+                except (OSError, ValueError) as e:
+                    text = _said(e, file)
+                    out.append(text if repr(name) in text else f"{text} ({name!r})")
+        return out
+
+    def _header(self, folder: Folder, i: int) -> dict[str, Chunk]:
+        about = self.files[i]
+        file = about["file"]
+        if file not in self.chunks:
+            fd = folder.file(file)
+            self.chunks[file] = read_header(fd, file, about["bytes"], about["crc"])
+        return self.chunks[file]
+
+    def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
+        """Fill a block that holds ``box``.  Raises: ValueError, OSError."""
+        place, filled = self.places[name], 0
+        for rank in _holders(place, box):
+            part = chunk(name, place, rank)
+            if part is None:
+                continue
+            try:
+                found = self.chunk_of(folder, name, place.ranks[rank], part)
+                filled += fill(out, box, found, folder)
+            except FileNotFoundError:
+                raise
+            except OSError as e:
+                file = self.files[place.ranks[rank]]["file"]
+                raise ValueError(f"{file}: {e.strerror} ({name!r})") from e
+            except ValueError as e:
+                raise ValueError(f"{e} ({name!r})" if repr(name) not in str(e) else str(e)) from e
+        if filled != size(box):
+            raise ValueError(f"{filled} of {size(box)} elements of {name!r} are in the files")
+
+
+def _said(error: OSError | ValueError, file: str) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return text if text and file in text else f"{file}: {text}"
+
+
+@lru_cache(maxsize=1 << 14)
+def _holders(place: Place, box: Box) -> tuple[int, ...]:
+    """The ranks whose blocks share something with a box; only these are looked at, but for the
+    ranks along one dimension at a time.
+    """
+    sizes = dict(place.mesh)
+    if place.layout.skew:
+        return tuple(r for r in range(math.prod(sizes.values())) if all(meet(held(place, r), box)))
+    found: list[dict[str, int]] = [{}]
+    zero = dict.fromkeys(sizes, 0)
+    for d, dim in enumerate(place.layout.dims):
+        there = []
+        for at in _coordinates(dim.axes, sizes):
+            rank = rank_along(sizes, zero | at, sizes)
+            if meet(held(place, rank)[d : d + 1], box[d : d + 1])[0]:
+                there.append(at)
+        found = [a | b for a in found for b in there]
+    free = _coordinates([a for a in sizes if a not in place.layout.axes], sizes)
+    return tuple(sorted(rank_along(sizes, a | b, sizes) for a in found for b in free))
+
+
+def _coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    places = itertools.product(*(range(sizes[a]) for a in axes))
+    return [dict(zip(axes, at, strict=True)) for at in places]
