@@ -23,6 +23,9 @@ class Saved:
 
     ``layout``  its text; empty for a plain tensor, which every rank held.
     ``mesh``    axis -> size.
+
+    >>> Saved("BF16", (8, 4), "x .", {"x": 2}, 64).nbytes
+    64
     """
 
     dtype: str
@@ -39,6 +42,12 @@ class About:
     ``path``     its directory.    ``step``  None where it was saved without.
     ``tensors``  name -> ``Saved``.    ``values``  name -> number, text or None.
     ``files``    name -> bytes.
+
+    >>> w = Saved("F32", (4, 2), "x .", {"x": 2}, 32)
+    >>> print(About("run/a", 3, {"w": w}, {"epoch": 1}, {"rank_00000.safetensors": 400}))
+    run/a: step 3, 1 tensors, 32 bytes in 1 files, x=2
+      w      f32  [4, 2]  x .
+      epoch  int  1
     """
 
     path: str
@@ -113,9 +122,9 @@ def describe(path: str | os.PathLike[str]) -> About:
 
 
 def verify(path: str | os.PathLike[str], *, timeout: float = 100.0) -> About:
-    """Read every byte of a checkpoint and compare all checksums; of a directory of steps, the newest.
+    """Read every byte of a checkpoint and compare all checksums.
 
-    In a job every rank calls, and reads a part of the files.
+    Of a directory of steps, the newest.  In a job every rank calls, and reads a part of the files.
     ``timeout``  seconds of silence after which a rank counts as lost.
     Raises: CheckpointError on every rank alike, naming each file and tensor that is damaged.
 

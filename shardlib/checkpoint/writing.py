@@ -38,6 +38,13 @@ class Saving:
     """A save under way or done.
 
     ``path``  the directory that it makes.
+
+    >>> import tempfile, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     saving = sl.save(d + "/c", {"w": torch.ones(3)}, wait=False)
+    ...     saving.wait()
+    ...     saving.done, sl.load(saving.path)
+    (True, {'w': tensor([1., 1., 1.])})
     """
 
     def __init__(self, path: str) -> None:
