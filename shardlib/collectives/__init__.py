@@ -22,7 +22,7 @@ from shardlib.collectives.api import (
     pmean,
     ppermute,
     preduce,
-    preduce_add,
+    preduce_into,
     pslice,
     psum,
     psum_scatter,

@@ -26,7 +26,7 @@ __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
     "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played",
     "pmax", "pmean",
-    "ppermute", "preduce", "preduce_add", "pslice", "psum", "psum_scatter", "pvary",
+    "ppermute", "preduce", "preduce_into", "pslice", "psum", "psum_scatter", "pvary",
     "ragged_all_to_all", "reductions", "scatter_into", "shift", "start", "start_ppermutes", "storage",
     "unwrap", "wrap",
 ]  # fmt: skip
@@ -660,10 +660,10 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     return _call(_PREDUCE, x, axis, (_root("preduce", x, axis, root),))
 
 
-def preduce_add(
+def preduce_into(
     target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None
 ) -> None:
-    """Add ``preduce(x, axis, root)`` to the root's ``target``; the others' do not change.
+    """Write ``preduce(x, axis, root)`` into the root's ``target``; the others' do not change.
 
     x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's
     own part and the sum are rounded once, to the target.  In place and without a gradient, for
@@ -673,7 +673,7 @@ def preduce_add(
     wire = wire or target.dtype
     mesh = current_mesh()
     if mesh.axis_size(axis) == 1:
-        target.add_(x)
+        target.copy_(x)
         return
     raw = held(x, mesh)
     if mesh.kind == "stacked":
@@ -685,42 +685,45 @@ def preduce_add(
     traces = scope().traces
     ends = _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), (root,)) if traces else []
     try:
-        _ended(backend(mesh).preduce_add(unwrap(target), raw, mesh, (axis,), root, wire), ends)()
+        _ended(backend(mesh).preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends)()
     except RuntimeError as e:
         _lost(e, _PREDUCE, raw, mesh, (axis,))
         raise
 
 
-def broadcasts(axis: str) -> Callable[[Tensor, int], Any]:
-    """Make ``start(pbroadcast, x, axis, root)`` a function of x and root, for schedules."""
+def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
+    """Make ``start(pbroadcast, x, axis, root)`` a function of x and root, for schedules.
+
+    ``like``  a block such as each of them moves: they are noted once, for when a rank is lost.
+    """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    known = None if now.traces else mesh.groups.get((broadcasts, axis))
-    if known is not None:
-        return known
-    if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
-        return lambda x, root: start(pbroadcast, x, axis, root)
-    found = mesh.groups[broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+    found = None if now.traces else mesh.groups.get((broadcasts, axis))
+    if found is None:
+        if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
+            return lambda x, root: start(pbroadcast, x, axis, root)
+        found = mesh.groups[broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+    RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
     return found
 
 
 def reductions(
-    axis: str, wire: torch.dtype | None = None
+    axis: str, like: Tensor, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """Make ``preduce_add(target, x, axis, root, wire)`` a function of target, x and root.
+    """Make ``preduce_into(target, x, axis, root, wire)`` a function of target, x and root.
 
     For loops in schedules.
 
-    It is posted; call what it returns to finish it.
+    It is posted; call what it returns to finish it.  ``like``  one of the targets, as above.
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    known = None if now.traces else mesh.groups.get((reductions, axis, wire))
-    if known is not None:
-        return known
-    if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
-        return lambda target, x, root: partial(preduce_add, target, x, axis, root, wire)
-    found = mesh.groups[reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+    found = None if now.traces else mesh.groups.get((reductions, axis, wire))
+    if found is None:
+        if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
+            return lambda target, x, root: partial(preduce_into, target, x, axis, root, wire)
+        found = mesh.groups[reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+    RECENT.append((number(), "preduce", (axis,), like.shape, wire or like.dtype))
     return found
 
 

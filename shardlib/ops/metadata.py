@@ -204,6 +204,8 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = lift(gradient, x.mesh, "backward")
+        if gradient.place is x.place and not x.sharding.partial:
+            return gradient.raw
         if gradient.sharding != (
             x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding
         ):

@@ -264,12 +264,14 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     return known((op, key), lambda: decide(op, case()), _CHOSEN)
 
 
-def known(key: Hashable, make: Callable[[], T], table: dict[Any, Any]) -> T:
+def known(
+    key: Hashable, make: Callable[[], T], table: dict[Any, Any], now: Scope | None = None
+) -> T:
     """Look up what ``make`` gave for this key under the same pins and algorithms, or call it.
 
-    ``mesh.plans`` as the table goes with its mesh.
+    ``mesh.plans`` as the table goes with its mesh; ``now`` is ``scope()``, for those that have it.
     """
-    now = scope()
+    now = scope() if now is None else now
     full = (key, now.pins, now.saving, _Registered.changes)
     found = table.get(full)
     return remember(table, full, make()) if found is None else found

@@ -109,10 +109,10 @@ class Backend(Protocol):
 
     def preduce(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
 
-    def preduce_add(
+    def preduce_into(
         self, target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
     ) -> Callable[[], object]:
-        """Add to the root's target in place; parts travel in ``wire``."""
+        """Write the sum into the root's target; parts travel in ``wire``."""
         ...
 
 

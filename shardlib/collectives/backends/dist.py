@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import all_gather_single, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
-from shardlib.mesh import RECENT, Mesh, current_job, lost, number, rank_along
+from shardlib.mesh import Mesh, current_job, lost, rank_along
 
 __all__: list[str] = []
 
@@ -432,21 +432,19 @@ def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequen
     return finish
 
 
-class _Posted:
-    """One transfer and where it lands; calling it waits."""
+class _Posted(tuple[Any, Tensor]):
+    """One transfer and where it lands; calling it waits.  Made without a Python frame."""
 
-    __slots__ = ("out", "work")
-
-    def __init__(self, work: Any, out: Tensor) -> None:
-        self.work, self.out = work, out
+    __slots__ = ()
 
     def __call__(self) -> Tensor:
+        work, out = self
         try:
-            self.work.wait()
+            work.wait()
         except RuntimeError as e:
             lost(e)
             raise
-        return self.out
+        return out
 
     wait = __call__
 
@@ -458,7 +456,7 @@ def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
         if g.index == root
         else torch.empty_like(x, memory_format=torch.contiguous_format)
     )
-    return _Posted(g.handle.broadcast(out, g.places[root]), out)
+    return _Posted((g.handle.broadcast(out, g.places[root]), out))
 
 
 def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
@@ -467,10 +465,9 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
     def post(x: Tensor, root: int) -> _Posted:
-        RECENT.append((number(), "pbroadcast", axes, x.shape, x.dtype))
         out = x.contiguous() if root == me else torch.empty_like(x, memory_format=alike)
         try:
-            return _Posted(broadcast(out, places[root]), out)
+            return _Posted((broadcast(out, places[root]), out))
         except RuntimeError as e:
             lost(e, None, g.ranks)
             raise
@@ -481,13 +478,12 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
 def reductions(
     mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """Make posted preduce_add over one group a function; the group is looked up once."""
+    """Make posted preduce_into over one group a function; the group is looked up once."""
     g = mesh.groups.get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 
     def add(target: Tensor, x: Tensor, root: int) -> Finished:
         dtype, tag = wire or target.dtype, next(turns)
-        RECENT.append((number(), "preduce", axes, x.shape, dtype))
         if send is None:
             return _reduced(
                 target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root
@@ -519,7 +515,7 @@ def _reduced(target: Tensor, x: Tensor, g: _Group, root: int) -> Callable[[], ob
             lost(e, None, g.ranks)
             raise
         if g.index == root:
-            target.add_(x)
+            target.copy_(x)
 
     return finish
 
@@ -541,11 +537,11 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
 
         return finish
 
-    return _collect(x.new_zeros(x.shape), x, g, tag, x.dtype)
+    return _collect(torch.empty_like(x), x, g, tag, x.dtype)
 
 
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
-    """At the root: add everyone's part in rank order, one buffer at a time; half precision in fp32.
+    """At the root: the sum of all parts in rank order, one buffer at a time; half in fp32.
 
     The first part travels from now on, each other one once that before it is added.
     """
@@ -556,17 +552,22 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
 
     def finish() -> Tensor:
         half = target.dtype in (torch.bfloat16, torch.float16)
-        total = target.float() if half else target
-        for i in range(len(places)):
-            if i == me:
-                total.add_(x)
-                continue
-            try:
-                (coming if i == first else recv([buffer], places[i], tag)).wait()
-            except RuntimeError as e:
-                lost(e, None, g.ranks)
-                raise
-            total.add_(buffer)
+        total = torch.empty_like(target, dtype=torch.float32) if half else target
+        try:
+            coming.wait()
+            if me > 1:
+                total.copy_(buffer)
+            else:
+                torch.add(x.float() if half else x, buffer, out=total)
+            for i in range(1 if me > 1 else 2, len(places)):
+                if i == me:
+                    total.add_(x)
+                    continue
+                recv([buffer], places[i], tag).wait()
+                total.add_(buffer)
+        except RuntimeError as e:
+            lost(e, None, g.ranks)
+            raise
         return target.copy_(total) if half else total
 
     return finish
@@ -577,7 +578,7 @@ def _nothing(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-def preduce_add(
+def preduce_into(
     target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
 ) -> Callable[[], object]:
     return reductions(mesh, axes, wire)(target, x, root)

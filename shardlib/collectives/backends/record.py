@@ -47,10 +47,10 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def preduce_add(
+def preduce_into(
     target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
 ) -> Finish:
-    target.add_(preduce(x.to(wire), mesh, axes, root)())
+    target.copy_(preduce(x.to(wire), mesh, axes, root)())
     return lambda: target
 
 

@@ -178,16 +178,16 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
     return _merge(out, mesh, order)
 
 
-def preduce_add(
+def preduce_into(
     target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
 ) -> Finish:
     sent = x.to(wire)
-    total = preduce(sent, mesh, axes, root)()
+    roots = (axis_index(mesh, axes) == root).nonzero().squeeze(1).to(x.device)
+    total = preduce(sent, mesh, axes, root)()[roots]
     if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once
         exact = preduce(sent.to(x.dtype), mesh, axes, root)()
-        at_root = (axis_index(mesh, axes) == root).reshape(-1, *[1] * (x.ndim - 1)).to(x.device)
-        total = exact + (x - sent) * at_root
-    target.add_(total)
+        total = exact[roots] + (x - sent)[roots]
+    target[roots] = total.to(target.dtype)
     return lambda: target
 
 

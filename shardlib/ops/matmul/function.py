@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import unwrap, wrap
+from shardlib.collectives import lead, unwrap, wrap
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
 
@@ -88,6 +88,11 @@ class Product(Local):
     ) -> Tensor:
         ctx.call = schedule, mesh, over
         region = scope().region
+        if region is None and not lead(mesh):  # the usual case: storages are blocks
+            with bind(mesh):
+                y, *saved = schedule.forward(x, w, bias)
+            ctx.save_for_backward(*saved)
+            return y
         found = None if region is None else region.given()
         with bind(mesh):
             bias = None if bias is None else wrap(bias, mesh)
@@ -114,6 +119,9 @@ class Product(Local):
         need = ctx.needs_input_grad[3:5]
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
+        if not lead(mesh):
+            with bind(mesh):
+                return None, None, None, *schedule.gradients(grads[0], x, w, need, over), None
         with bind(mesh):
             dx, dw = schedule.gradients(
                 wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over

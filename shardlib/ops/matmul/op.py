@@ -24,7 +24,6 @@ from shardlib.ops.matmul.cuts import cut_for, whole_rows
 from shardlib.ops.matmul.function import Axes, Product
 from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.panels import rounded
-from shardlib.ops.matmul.prefetch import read_again
 from shardlib.ops.padding import masked, padded_to
 from shardlib.ops.registry import Match, decide, known
 from shardlib.ops.signatures import binder
@@ -196,7 +195,8 @@ def product_of(
         )
     asked = out is not None
     out = out or of_w.out_layout
-    more = read_again(x)
+    now = scope()
+    more = None if now.prefetch is None else now.prefetch.again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
     key = (
         "matmul",
@@ -210,11 +210,11 @@ def product_of(
         more,
         asked,
     )
-    plan = known(key, lambda: _planned(case(x, w, out, held, more), asked, mesh), mesh.plans)
+    plan = known(key, lambda: _planned(case(x, w, out, held, more), asked, mesh), mesh.plans, now)
     if not isinstance(plan, _Plan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
     match, over, place = plan
-    if (watcher := scope().watcher) is not None:
+    if (watcher := now.watcher) is not None:
         watcher.chose(match, product=True)
     out, deferred = place.layout, of_x.deferred
     if deferred or of_w.deferred:

@@ -24,6 +24,7 @@ __all__ = [
     "plus_product",
     "post",
     "rounded",
+    "wide",
     "summed_product",
 ]
 
@@ -72,7 +73,12 @@ def nothing() -> None:
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
     """Make zeros to add products into: fp32 for half precision operands."""
-    return like.new_zeros(shape, dtype=torch.float32 if like.dtype in _HALF else like.dtype)
+    return like.new_zeros(shape, dtype=wide(like.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Give the dtype in which products are summed: fp32 for half precision."""
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "not_prefetching",
     "planned",
     "prefetching",
-    "read_again",
 ]
 
 
@@ -225,9 +224,3 @@ def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> 
     """
     call = scope().prefetch
     return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
-
-
-def read_again(x: ShardedTensor) -> bool | None:
-    """Say whether a later product of this call reads X as it is; None outside a call."""
-    call = scope().prefetch
-    return None if call is None else call.again(x)

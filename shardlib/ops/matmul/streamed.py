@@ -30,6 +30,7 @@ from shardlib.ops.matmul.panels import (
     nothing,
     partial_product,
     rounded,
+    wide,
 )
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
@@ -38,7 +39,7 @@ __all__ = ["Streamed", "streamed"]
 
 
 def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
-    send = broadcasts(axis)
+    send = broadcasts(axis, w)
     return (panel for (panel,) in ahead(lambda k: (send(w, k),), axis_size(axis)))
 
 
@@ -94,12 +95,13 @@ class Streamed:
         return dx, dw
 
     def _of_w(self, x: Tensor, dy: Tensor, w: Tensor, over: Axes) -> Tensor:
-        dw, add_to = accumulator(w, *w.shape), reductions(self.axis, w.dtype)
+        dw = w.new_empty(w.shape, dtype=wide(w.dtype))
+        sum_into = reductions(self.axis, dw, w.dtype)
         added = nothing
         for k, part in enumerate(x.reshape(-1, x.shape[-1]).chunk(axis_size(self.axis), -1)):
             here = partial_product(part.mT, dy)
             added()  # the part before this one travelled meanwhile
-            added = add_to(dw, here, k)
+            added = sum_into(dw, here, k)
         added()
         return rounded(dw, w.dtype, over, True)
 

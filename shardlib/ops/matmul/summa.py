@@ -28,7 +28,6 @@ from shardlib.ops.matmul.function import Axes
 from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
 from shardlib.ops.matmul.panels import (
     Panels,
-    accumulator,
     ahead,
     cut,
     nothing,
@@ -36,6 +35,7 @@ from shardlib.ops.matmul.panels import (
     partial_product,
     plus_product,
     rounded,
+    wide,
 )
 from shardlib.ops.registry import Match, algorithm
 
@@ -59,7 +59,7 @@ def summa_ab(
     """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = cuts
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
-    send_a, send_b = broadcasts(col), broadcasts(row)
+    send_a, send_b = broadcasts(col, a_cut[0]), broadcasts(row, b_cut[0])
     c: Tensor | None = None
 
     def post(k: int) -> tuple:
@@ -80,7 +80,7 @@ def summa_abt(
     more = bool(over) or bias is not None
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
-    send_b, add_to = broadcasts(row), reductions(col, c.dtype)
+    send_b, sum_into = broadcasts(row, b_cut[0]), reductions(col, a_cut[0], c.dtype)
 
     def post(k: int) -> tuple:
         return (send_b(b_cut[steps[k][3]], steps[k][2]),)
@@ -89,7 +89,7 @@ def summa_abt(
     for owner, i, *_ in steps:
         part = partial_product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
         added()  # the part before this one travelled meanwhile
-        added = add_to(a_cut[i], part, owner)
+        added = sum_into(a_cut[i], part, owner)
     added()
     return rounded(a, c.dtype, over, True, bias) if more else a
 
@@ -102,7 +102,7 @@ def summa_atb(
     more = bool(over) or bias is not None
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
-    send_a, add_to = broadcasts(col), reductions(row, c.dtype)
+    send_a, sum_into = broadcasts(col, a_cut[0]), reductions(row, b_cut[0], c.dtype)
 
     def post(k: int) -> tuple:
         return (send_a(a_cut[steps[k][1]], steps[k][0]),)
@@ -111,14 +111,14 @@ def summa_atb(
     for *_, owner, j in steps:
         part = partial_product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
         added()
-        added = add_to(b_cut[j], part, owner)
+        added = sum_into(b_cut[j], part, owner)
     added()
     return rounded(b, c.dtype, over, True, bias) if more else b
 
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
-    """Make a buffer of zeros; fp32 for half precision where the result is summed further."""
-    return accumulator(like, *shape) if more else like.new_zeros(shape)
+    """Make a buffer; fp32 for half precision where the result is summed further."""
+    return like.new_empty(shape, dtype=wide(like.dtype) if more else like.dtype)
 
 
 def swap(x: Tensor, row: str, col: str) -> Tensor:
