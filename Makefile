@@ -1,6 +1,6 @@
 # make demo: train a GPT on 8 local processes.  make test, make lint, make bench; nightly: make fuzz,
 # make operators, make fixes (runs the fix line of every error), make memcheck (no declaration lets a
-# kernel read past a block), make faults (ranks that part ways).
+# kernel read past a block), make kernels (cuda/ against fp64), make faults (ranks that part ways).
 # Each makes .venv on a fresh machine.  TORCH chooses the build: make test TORCH=torch==2.11.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz fixes operators memcheck faults lint bench notebooks clean
+.PHONY: demo test fuzz fixes operators memcheck kernels faults lint bench notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -46,6 +46,10 @@ operators: $(VENV)/test.stamp
 # Tensors against pages that may not be touched; wants gcc.  tests/memcheck.py says what it catches.
 memcheck: $(VENV)/test.stamp
 	$(PY) -m tests.memcheck $(ARGS)
+
+# Every kernel of cuda/ compiled by g++ against torch in fp64, 1,000 drawn inputs each.
+kernels: $(VENV)/test.stamp
+	$(PY) -m tests.kernels.properties $(ARGS)
 
 # Ranks that part ways, on real processes: what the others say, and how soon.
 faults: $(VENV)/test.stamp

@@ -7,7 +7,7 @@ modules: ``sl.optim`` (optimizers and ZeRO),
                ``sl.collectives`` (what local code moves),
 ``sl.planning`` (links, bounds, plans), ``sl.dtensor`` (to and from
                 torch's), ``sl.random`` (keys of draws),
-``sl.seeing`` (pictures), ``sl.errors``, ``sl.extend`` (for authors of
+``sl.kernels`` (fused operations), ``sl.seeing`` (pictures), ``sl.errors``, ``sl.extend`` (for authors of
               algorithms) and ``sl.testing`` (their laws).
 """
 
@@ -17,6 +17,7 @@ from shardlib import (
     dtensor,
     errors,
     extend,
+    kernels,
     masks,
     optim,
     planning,
@@ -104,8 +105,8 @@ __all__ = [
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check",
     "check_model", "choose", "probe", "visualize", "summary",
     # errors, and the modules
-    "ShardError", "checkpoint", "collectives", "dtensor", "errors", "extend", "masks", "optim", "planning",
-    "random", "recipes", "seeing", "testing",
+    "ShardError", "checkpoint", "collectives", "dtensor", "errors", "extend", "kernels", "masks",
+    "optim", "planning", "random", "recipes", "seeing", "testing",
 ]  # fmt: skip
 
 

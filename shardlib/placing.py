@@ -30,6 +30,8 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
+from shardlib.kernels import active
+from shardlib.kernels.pack import copy_box, packable
 from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along
 from shardlib.tensor import Place, ShardedTensor, _First, heard, implements, settle, typeof
@@ -266,6 +268,7 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
     """Post all rounds, place what stays, then what arrives."""
     mesh, raw = current_mesh(), unwrap(x)
     front = raw.shape[: lead(mesh)]
+    kernels = (not raw.is_cpu or active.cpu) and packable(raw, raw.ndim - lead(mesh))
     sent = [raw.new_zeros((*front, *r.shape)) for r in plan.rounds]
     out = raw.new_empty((*front, *plan.shape))
     ranks = []
@@ -274,18 +277,32 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
         ranks.append((rank, view))
         for buffer, r in zip(sent, plan.rounds, strict=True):
             if rank in r.takes:
-                view(buffer).copy_(view(raw)[_box(r.takes[rank])])
+                if kernels:
+                    copy_box(view(buffer), view(raw), _whole(r.shape), r.takes[rank])
+                else:
+                    view(buffer).copy_(view(raw)[_box(r.takes[rank])])
     coming = start_ppermutes([wrap(b, mesh) for b in sent], axes, [r.pairs for r in plan.rounds])
     for rank, view in ranks:
         if rank in plan.kept:
             take, put = plan.kept[rank]
-            view(out)[_box(put)] = view(raw)[_box(take)]
+            if kernels:
+                copy_box(view(out), view(raw), put, take)
+            else:
+                view(out)[_box(put)] = view(raw)[_box(take)]
     for pending, r in zip(coming, plan.rounds, strict=True):
         arrived = unwrap(pending.wait())
         for rank, view in ranks:
             if rank in r.puts:
-                view(out)[_box(r.puts[rank])] = view(arrived)
+                if kernels:
+                    copy_box(view(out), view(arrived), r.puts[rank], _whole(r.shape))
+                else:
+                    view(out)[_box(r.puts[rank])] = view(arrived)
     return wrap(out, mesh)
+
+
+def _whole(shape: Sequence[int]) -> list[range]:
+    """Every place along each dimension."""
+    return [range(n) for n in shape]
 
 
 def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:

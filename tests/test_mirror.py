@@ -18,6 +18,8 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "planning/test_explain.py": "live",  # the peak on paper is the peak of a step
     # torch's database
     "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
+    "kernels/test_info.py": "kernels/__main__",
+    "kernels/test_dropout.py": "kernels/bits",
     "optim/test_adaptive.py": "optim/momentum",  # optimizers of one element, by one law
     "optim/test_muon.py": "optim/newton_schulz optim/owners",  # where matrices are computed
     "optim/test_soap.py": "optim/owned",

@@ -39,6 +39,7 @@ MODULES = {
         Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
         scattered started
         summing sums_like viewed""",
+    "kernels": "build info use",
     "masks": "ALiBi Bias Causal Documents Full Mask Padding Prefix Window mask_mod",
     "optim": """Info Precision Transform ZeroState adafactor adagrad adam adam8bit adamw apply_updates as_torch
         averaged chain clip_by_global_norm clip_by_parameter_norm clip_by_value constant cosine ema

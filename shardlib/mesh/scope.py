@@ -47,6 +47,7 @@ class Scope(NamedTuple):
     casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
     norms: dict[Any, Any] | None = None  # norms of gradients that this step has found out
+    backend: str = "auto"  # which kernels serve operations: sl.kernels.use
     reading: tuple[Any, dict[str, int]] | None = None  # (mesh, the rank whose part is read)
     held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators
     by: Any = None  # the context manager that entered it

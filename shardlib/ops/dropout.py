@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import lead
+from shardlib.collectives import blocks, lead, storage
 from shardlib.errors import ShardError
+from shardlib.kernels import active
+from shardlib.kernels.bits import signed
+from shardlib.kernels.dropout import dropout as by_kernel
+from shardlib.kernels.pack import Where
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.keyed import Make, Pairs, drawn, kept, then, unit
+from shardlib.mesh import Mesh
+from shardlib.ops.keyed import Make, Pairs, drawn, kept, places, then, unit
 from shardlib.ops.signatures import binder
 from shardlib.random import next_key
 from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, typeof
@@ -34,6 +39,23 @@ class _Drop(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Drop.apply(grads[0], ctx.keep, ctx.scale), None, None
+
+
+class _KernelDrop(Local):
+    """The same by a kernel that makes no mask, and keeps none: apply(x, places, mesh, key, p)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: list[Where], mesh: Mesh, key: int, p: float) -> Tensor:
+        ctx.how = where, mesh, key, p
+        made = [
+            by_kernel(block.contiguous(), at.start, at.step, at.table, signed(key), p)
+            for block, at in zip(blocks(x, mesh), where, strict=True)
+        ]
+        return storage(made, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _KernelDrop.apply(grads[0], *ctx.how), None, None, None, None
 
 
 _FORMS = """
@@ -94,6 +116,11 @@ def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = Fa
             return x
         if features and len(x.padded_shape) < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        if (not x.raw.is_cpu or active.cpu) and not (features or alpha or inplace):
+            where = places(x) if active.native(x.raw) else None
+            if where is not None:
+                dropped = _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
+                return x.becomes(dropped)  # type: ignore[arg-type]
         keep = _keep(x, kept(p), torch.bool, features)
         raw = (
             _saturated(x.raw, keep, p)

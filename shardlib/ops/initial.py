@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from shardlib._compat import intercept_init
 from shardlib.collectives import blocks
-from shardlib.ops.keyed import along, bits, drawn, open_unit
+from shardlib.kernels.bits import bits
+from shardlib.ops.keyed import along, drawn, open_unit
 from shardlib.ops.random import filled
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key

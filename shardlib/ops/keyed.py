@@ -24,40 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import blocks, played, storage
+from shardlib.kernels.bits import bits
+from shardlib.kernels.pack import DIMS, Where, box
 from shardlib.layouts import Layout
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "Make", "Pairs", "along", "bits", "drawn", "gaussian", "half_open", "keep_mask", "kept",
-    "normal", "open_unit", "signed", "then", "unit",
+    "Make", "Pairs", "along", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal",
+    "open_unit", "places", "then", "unit",
 ]  # fmt: skip
 
 _STEP = 1 << 14  # elements at once: what a cache holds, and fewer than torch gives to threads
 
 Make = Callable[[Tensor], Tensor]
 """From bits, 1-D, to as many numbers; it may write to the bits."""
-
-
-def signed(x: int) -> int:
-    """Return the same 64 bits as torch's int64 reads them.
-
-    >>> signed(2**64 - 1)
-    -1
-    """
-    x &= (1 << 64) - 1
-    return x - (1 << 64) if x >> 63 else x
-
-
-def bits(index: Tensor, key: int) -> Tensor:
-    """Make 64 random bits for each index, as int64."""
-    x = index * -7046029254386353131  # 0x9E3779B97F4A7C15
-    x += signed(key)
-    x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
-    x *= -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x ^= (x >> 27).bitwise_and_(0x1FFFFFFFFF)
-    x *= -7723592293110705685  # 0x94D049BB133111EB
-    x ^= (x >> 31).bitwise_and_(0x1FFFFFFFF)
-    return x
 
 
 def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
@@ -195,6 +175,20 @@ def drawn(
             at, n = (2 * at, 2 * n) if paired else (at, n)
             flat[at : at + n] = _numbers(index, key, make, paired)[:n]
     return out
+
+
+def places(x: ShardedTensor) -> list[Where] | None:
+    """Say where the blocks played here lie in the true tensor, as kernels take it; None where they
+    have more dimensions than those count.
+    """
+    size, strides = tuple(x.padded_shape), [1]
+    for n in reversed(tuple(x.shape)[1:]):
+        strides.insert(0, strides[0] * n)
+    if len(size) > DIMS:
+        return None
+    layout, device = x.sharding.resolve(len(size)), x.raw.device
+    held = [layout.indices(size, x.mesh, coord) for coord in played(x.mesh)]
+    return [box(h, strides[: len(size)], device) for h in held]
 
 
 def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tensor:

@@ -22,8 +22,10 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.collectives import lead
 from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
+from shardlib.ops.loss import rows_given_up
 from shardlib.ops.padding import filled, masked
 from shardlib.placing import reshard, shard
 from shardlib.tensor import (
@@ -270,5 +272,9 @@ def _rows_loss(
         for raw, place in zip(fixed, places[1:], strict=True)
     )
     with promoting():
-        each = F.cross_entropy(F.linear(x, w, b), t, **more)  # type: ignore[arg-type]
+        logits = F.linear(x, w, b)  # type: ignore[arg-type]
+        if (not rows.is_cpu or active.cpu) and active.native(logits.raw):
+            each = rows_given_up(logits, t, how.ignore, how.smooth)
+        else:
+            each = F.cross_entropy(logits, t, **more)
     return each.raw  # type: ignore[attr-defined]

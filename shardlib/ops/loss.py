@@ -17,10 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local, l1_weight
-from shardlib.collectives import axis_index, axis_size, pmax, psum, unwrap, wrap
+from shardlib.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    blocks,
+    played,
+    pmax,
+    psum,
+    storage,
+    unwrap,
+    wrap,
+)
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
+from shardlib.kernels import active
+from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.ops.declare import Bound, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.padding import last_only
@@ -137,6 +150,77 @@ def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
     return dx.to(ctx.dtype)
 
 
+class _KernelLoss(Local):
+    """The same by kernels around one all-gather of four numbers per row: apply(logits, target, mesh,
+    axes, ignore, smooth, classes, given_up) -> [R] in fp32.
+
+    The logits are kept, and no softmax; where they are ``given_up`` they become their gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        ignore: int,
+        smooth: float,
+        classes: int,
+        given_up: bool,
+    ) -> Tensor:
+        every = _class_blocks(logits, target, mesh, axes, classes)
+        raw = storage([ce_stats(*block).unsqueeze(0) for block in every], mesh)
+        if axes:
+            with bind(mesh):
+                raw = unwrap(all_gather(wrap(raw, mesh), axes, 0))
+        found = [
+            ce_loss(parts, t, ignore, smooth, classes)
+            for parts, (_, t, *_) in zip(blocks(raw, mesh), every, strict=True)
+        ]
+        loss, kept = (storage(list(row), mesh) for row in zip(*found, strict=True))
+        ctx.save_for_backward(logits, target, kept)
+        ctx.place, ctx.given_up = (mesh, axes, ignore, smooth, classes), given_up
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mesh, axes, ignore, smooth, classes = ctx.place
+        logits, target, kept = ctx.saved_tensors
+        nothing = [None] * 7
+        if torch.is_grad_enabled():  # its own gradient is wanted: the eager form has one
+            rows, _ = _RowLoss.apply(logits, target, mesh, axes, ignore, smooth, classes)
+            g = grads[0].to(rows.dtype)
+            return *torch.autograd.grad(rows, logits, g, create_graph=True), *nothing
+        every = zip(
+            _class_blocks(logits, target, mesh, axes, classes),
+            blocks(kept, mesh),
+            blocks(grads[0], mesh),
+            strict=True,
+        )
+        made = []
+        for (x, t, cols, first), k, g in every:
+            if ctx.given_up:
+                ce_back_(x, t, k, g, cols, first, ignore, smooth, classes)
+            else:
+                made.append(ce_back(x, t, k, g, cols, first, ignore, smooth, classes))
+        return logits if ctx.given_up else storage(made, mesh), *nothing
+
+
+def _class_blocks(
+    logits: Tensor, target: Tensor, mesh: Mesh, axes: tuple[str, ...], classes: int
+) -> list[tuple[Tensor, Tensor, int, int]]:
+    """Of each rank played here: logits, target, how many of its
+    classes are no padding, and its first class.
+    """
+    size = logits.shape[-1]
+    out = []
+    for x, t, c in zip(blocks(logits, mesh), blocks(target, mesh), played(mesh), strict=True):
+        first = rank_along(axes, c, mesh.axes) * size
+        out.append((x, t.long().contiguous(), max(0, min(classes - first, size)), first))
+    return out
+
+
 class _WholeRowLoss(Local):
     """The same where each rank holds all classes: logits [R, C], target [R] -> [R].
 
@@ -198,7 +282,9 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
     return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
 
 
-def _split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None = None) -> Tensor:
+def _split_cross_entropy(
+    func: Any, args: Any, kwargs: Any, classes: int | None = None, given_up: bool = False
+) -> Tensor:
     """F.cross_entropy(logits [N, C], target [N]) with N, C or both
     split; ``classes`` of them are no padding.
     """
@@ -229,7 +315,11 @@ def _split_cross_entropy(func: Any, args: Any, kwargs: Any, classes: int | None 
     smooth, every = float(given.get("label_smoothing", 0.0)), logits.padded_shape[1]
     x: Any = logits.raw
     raw: Any
-    if plan.axes or (classes or every) != every:
+    if (not x.is_cpu or active.cpu) and active.native(x):
+        raw = _KernelLoss.apply(
+            x, target.raw, mesh, plan.axes, ignore, smooth, classes or every, given_up
+        )
+    elif plan.axes or (classes or every) != every:
         raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes or every)
     else:
         # every rank's rows
@@ -532,6 +622,20 @@ def _checked(given: Bound, classes: int | None = None) -> str:
         raw = t.raw if isinstance(t, ShardedTensor) else t
         in_range(raw, classes or x.shape[1], "cross_entropy", "target", given["ignore_index"])
     return _how(given)
+
+
+def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
+    """Compute F.cross_entropy of each row, by kernels, of logits that nobody else holds.
+
+    They become their gradient.
+    """
+    given = _CROSS_ENTROPY(logits, target, ignore_index=ignore, label_smoothing=smooth)
+    classes = logits.shape[-1] if logits.is_padded else None
+    _checked(given, classes)
+    x = logits.with_padding if logits.is_padded else logits
+    return _split_cross_entropy(
+        F.cross_entropy, (), given | {"input": x, "reduction": "none"}, classes, given_up=True
+    )
 
 
 @implements(F.nll_loss)

@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives import all_gather, axis_size, lead, psum, unwrap, wrap
+from shardlib.collectives import all_gather, axis_size, blocks, lead, psum, storage, unwrap, wrap
 from shardlib.errors import BadArgument
+from shardlib.kernels import active
+from shardlib.kernels.norm import (
+    norm_apply,
+    norm_back,
+    norm_back_sums,
+    norm_columns,
+    norm_settle,
+    norm_stats,
+    serves,
+)
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import filled, padded_to
@@ -82,6 +92,10 @@ class _Normalise(Local):
             raws = (*ctx.saved_tensors[:2], ctx.like)
             over = (overs[0], overs[1 if raws[1] is not None else 0], overs[-1])
             return *[None] * 7, *vjp_again(lambda *t: f(*t)[0], mesh, raws, over, grads[0])
+        if not ctx.saved_tensors[0].is_cpu or active.cpu:
+            found = _kernels_back(ctx, grads[0])
+            if found is not None:
+                return *[None] * 7, *found
         with bind(mesh):
             x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in ctx.saved_tensors)
             b = None if ctx.like is None else wrap(ctx.like, mesh)
@@ -106,6 +120,10 @@ def _forward(
     mesh: Mesh, axes: Axes, width: int, count: int, eps: float, centre: bool,
     x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    if (not x_raw.is_cpu or active.cpu) and not torch.is_grad_enabled():
+        found = _kernels(mesh, axes, width, eps, centre, x_raw, w_raw, b_raw)
+        if found is not None:
+            return found
     with bind(mesh):
         x = wrap(x_raw, mesh)
         rows, mean = _rows(_wide(x), width), None
@@ -119,6 +137,86 @@ def _forward(
         out = out if w_raw is None else out * _wide(wrap(w_raw, mesh))
         out = out if b_raw is None else out + _wide(wrap(b_raw, mesh))
         return unwrap(out.to(x.dtype)), None if mean is None else unwrap(mean), unwrap(scale)
+
+
+def _kernels(
+    mesh: Mesh, axes: Axes, width: int, eps: float, centre: bool,
+    x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
+    """``_forward`` by kernels, with its collectives; None where they do not take these blocks."""
+    every = _flat_blocks(mesh, width, x_raw, w_raw, b_raw)
+    if every is None:
+        return None
+    parts = storage([norm_stats(x, centre).unsqueeze(0) for x, *_ in every], mesh)
+    each = every[0][0].shape[1]
+    if axes:
+        with bind(mesh):
+            if centre:
+                parts = unwrap(all_gather(wrap(parts, mesh), axes, 0))
+            else:  # a sum of squares is only added
+                parts, each = unwrap(psum(wrap(parts, mesh), axes)), each * axis_size(axes)
+    found = [norm_settle(part, centre, each, eps) for part in blocks(parts, mesh)]
+    out = [
+        norm_apply(x, w, b, *statistics).view(block.shape)
+        for block, (x, w, b), statistics in zip(blocks(x_raw, mesh), every, found, strict=True)
+    ]
+    mean, scale = (storage(list(row), mesh) for row in zip(*found, strict=True))
+    return storage(out, mesh), mean if centre else None, scale
+
+
+def _kernels_back(ctx: Any, grad: Tensor) -> list[Tensor | None] | None:
+    """``backward`` by kernels, with its collectives; None where they do not take these blocks."""
+    mesh, axes, overs, width, count = ctx.place
+    x_raw, w_raw, mean_raw, scale_raw = ctx.saved_tensors
+    every = _flat_blocks(mesh, width, x_raw, w_raw, ctx.like)
+    if every is None or (overs[0] and is_half(x_raw)):  # a gradient to be summed is rounded later
+        return None
+    gs = [
+        g.reshape(x.shape).contiguous()
+        for g, (x, *_) in zip(blocks(grad, mesh), every, strict=True)
+    ]
+    empty = scale_raw.new_empty(0, 1)
+    means = [empty] * len(every) if mean_raw is None else blocks(mean_raw, mesh)
+    given = list(zip(every, gs, means, blocks(scale_raw, mesh), strict=True))
+    sums = storage([norm_back_sums(x, g, w, m, s) for (x, w, _), g, m, s in given], mesh)
+    with bind(mesh):
+        if axes:
+            sums = unwrap(psum(wrap(sums, mesh), axes))
+        made = [
+            norm_back(x, g, w, m, s, total, count)
+            for ((x, w, _), g, m, s), total in zip(given, blocks(sums, mesh), strict=True)
+        ]
+        out: list[Tensor | None] = [storage(made, mesh).view(x_raw.shape), None, None]
+        if overs[0]:
+            out[0] = unwrap(_settled(wrap(out[0], mesh), overs[0], x_raw.dtype))
+        if w_raw is not None or ctx.like is not None:
+            columns = [norm_columns(x, g, m, s) for (x, _, _), g, m, s in given]
+            for at, (like, over) in enumerate([(w_raw, overs[1]), (ctx.like, overs[-1])]):
+                if like is not None:
+                    raw = storage([c[at] for c in columns], mesh).view(like.shape)
+                    out[1 + at] = unwrap(_settled(wrap(raw, mesh), over, like.dtype))
+    return out
+
+
+def _flat_blocks(
+    mesh: Mesh, width: int, x_raw: Tensor, *factors: Tensor | None
+) -> list[tuple[Tensor, Tensor | None, Tensor | None]] | None:
+    """Of each rank played here rows x [R, H] and its factors [H]; None where kernels take others."""
+    if not active.native(x_raw, *factors):
+        return None
+    out = []
+    for i, block in enumerate(blocks(x_raw, mesh)):
+        tail = block.shape[block.ndim - width :]
+        row = [_rows(block, width)]
+        for raw in factors:
+            f = None if raw is None else blocks(raw, mesh)[i]
+            if f is not None and f.shape != tail:
+                return None
+            row.append(None if f is None else f.reshape(-1))
+        if not serves(*row):
+            return None
+        out.append(tuple(row))
+    return out
 
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype) -> Tensor:

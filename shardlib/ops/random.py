@@ -15,6 +15,7 @@ from torch import Tensor
 from shardlib._compat import Local, builtin
 from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
+from shardlib.kernels.bits import signed
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
@@ -26,7 +27,6 @@ from shardlib.ops.keyed import (
     gaussian,
     half_open,
     open_unit,
-    signed,
     then,
     unit,
 )

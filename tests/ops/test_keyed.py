@@ -5,7 +5,8 @@ import math
 import torch
 
 import shardlib as sl
-from shardlib.ops.keyed import bits, half_open, normal, open_unit
+from shardlib.kernels.bits import bits
+from shardlib.ops.keyed import half_open, normal, open_unit
 from shardlib.random import branch
 from tests.ops.test_random import N, chi2
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from shardlib._compat import all_gather_single, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.kernels import active
+from shardlib.kernels.pack import dense
 from shardlib.mesh import Mesh, current_job, lost, rank_along
 
 __all__: list[str] = []
@@ -220,7 +222,8 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
             return out
         parts = out.unflatten(0, (g.size, x.shape[0]))
         parts = parts if g.order is None else parts[list(g.order)]
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        parts = parts.movedim(0, dim)
+        return (dense(parts) if not x.is_cpu or active.cpu else parts).flatten(dim, dim + 1)
 
     return finish
 
@@ -230,7 +233,8 @@ def psum_scatter(
 ) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
-    parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
+    parts = parts if g.order is None else parts[_inverse(g.order)]
+    parts = dense(parts) if not x.is_cpu or active.cpu else parts.contiguous()
     own = parts[g.places[g.index]]
     if g.native and wire is None:
         out = torch.empty_like(parts[0])
@@ -389,7 +393,9 @@ _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGro
 def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish:
     g = group(mesh, axes)
     parts = x.unflatten(split_dim, (g.size, x.shape[split_dim] // g.size)).movedim(split_dim, 0)
-    parts = (parts if g.order is None else parts[_inverse(g.order)]).contiguous()
+    parts = parts if g.order is None else parts[_inverse(g.order)]
+    kernels = not x.is_cpu or active.cpu
+    parts = dense(parts) if kernels else parts.contiguous()
     out = torch.empty_like(parts)
     works = _exchange(out, parts, g)
 
@@ -397,7 +403,8 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
         for work in works:
             work.wait()
         got = out if g.order is None else out[list(g.order)]
-        return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+        got = got.movedim(0, concat_dim)
+        return (dense(got) if kernels else got).flatten(concat_dim, concat_dim + 1)
 
     return finish
 

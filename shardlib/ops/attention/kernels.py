@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import attention_op
+from shardlib.kernels import active
+from shardlib.kernels.merge import merge_, mergeable
 
 __all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "pick", "unfit"]
 
@@ -74,6 +76,9 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     >>> out.item(), round(lse.exp().item(), 6)
     (2.0, 2.0)
     """
+    if (not out.is_cpu or active.cpu) and mergeable(out, lse, new_out, new_lse):
+        merge_(out, lse, new_out, new_lse)
+        return
     both = torch.logaddexp(lse, new_lse)
     share = (new_lse - both).exp_().nan_to_num_(0.0)
     out.mul_((lse - both).exp_().nan_to_num_(0.0).unsqueeze(-1))

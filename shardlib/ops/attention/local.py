@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shardlib.collectives import all_gather, each_rank, lead, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument
+from shardlib.kernels import active
+from shardlib.kernels.merge import accumulate_
 from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind
@@ -191,14 +193,22 @@ class LocalQueries:
             dout, dlse, out, lse = (None if x is None else x[:, :, q0:q1] for x in given)
             block = self.block(piece, k, v, k_at)
             g = self.job.kernel.backward(block, dout, dlse, out, lse, dbias is not None)
-            dq[:, :, q0:q1] += g.q
+            fused = (not self.q.is_cpu or active.cpu) and active.serving(self.q)
+            if fused:
+                accumulate_(dq[:, :, q0:q1], g.q)
+            else:
+                dq[:, :, q0:q1] += g.q
             if dbias is not None and g.bias is not None:
                 self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
             new_dk, new_dv = g.k, g.v
             del g  # dq and dbias are added: make room before more comes
             dk, dv = keys()
-            dk[:, :, k0:k1] += new_dk
-            dv[:, :, k0:k1] += new_dv
+            if fused:
+                accumulate_(dk[:, :, k0:k1], new_dk)
+                accumulate_(dv[:, :, k0:k1], new_dv)
+            else:
+                dk[:, :, k0:k1] += new_dk
+                dv[:, :, k0:k1] += new_dv
 
     def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
         """Add the gradient of some rows' scores with the keys at ``k_at``."""

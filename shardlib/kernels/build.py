@@ -1,0 +1,172 @@
+"""Compile ``cuda/*.cu`` into the user's cache: by nvcc for GPUs, or by g++ for this machine's CPU.
+
+The file's name has the hash of the sources and flags, so what lies in the cache is what the sources
+say, and nothing is compiled twice.  Nothing here runs unless it is called.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shardlib.errors import BadArgument, Unsupported
+
+__all__ = [
+    "ARCHS", "archs_of", "cached", "compiled", "packaged", "resources", "sources", "spills", "written",
+]  # fmt: skip
+
+HERE = Path(__file__).resolve().parent
+ARCHS = (80, 90)
+"""Compute capabilities that are compiled for unless others are named: A100, H100 and H200."""
+
+_WARNINGS = "-fPIC,-fno-strict-aliasing,-fvisibility=hidden"
+_FLAGS = {
+    # neither contracts a * b + c: the two give the same bits
+    "cuda": [
+        "-std=c++17",
+        "-O3",
+        "-fmad=false",
+        "-Xptxas",
+        "-v",
+        "-Xcompiler",
+        _WARNINGS,
+        "-shared",
+    ],
+    "host": [
+        *["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"],
+        *["-fvisibility=hidden", "-x", "c++"],
+    ],
+}
+_COMPILER = {"cuda": "nvcc", "host": "g++"}
+
+
+def sources() -> list[Path]:
+    """List the sources: beside the package in a checkout, inside it where it is installed."""
+    for folder in (HERE / "cuda", HERE.parents[1] / "cuda"):
+        if folder.is_dir():
+            return sorted([*folder.glob("*.cu"), *folder.glob("*.h")])
+    return []
+
+
+@functools.cache
+def _digest(kind: str) -> str:
+    found = hashlib.sha256(" ".join(_FLAGS[kind]).encode())
+    for path in sources():
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _folder() -> Path:
+    root = os.environ.get("SHARDLIB_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "shardlib"
+
+
+def packaged() -> Path:
+    """Name the compiled file that a distribution may carry inside the package."""
+    return HERE / "kernels-cuda-80-90.so"
+
+
+def cached(kind: str) -> list[Path]:
+    """List what the cache holds of these very sources, the newest first."""
+    found = _folder().glob(f"kernels-{kind}-{_digest(kind)}*.so") if sources() else []
+    return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
+
+
+def archs_of(path: Path) -> tuple[int, ...]:
+    """Read the compute capabilities of a compiled file from its name.
+
+    >>> archs_of(Path("kernels-cuda-80-90.so"))
+    (80, 90)
+    """
+    return tuple(int(a) for a in re.findall(r"-(\d{2,3})(?=[-.])", path.name))
+
+
+def compiled(kind: str, arch: Sequence[int]) -> Path:
+    """Return the compiled file, which is made where the cache has none of these sources.
+
+    Several processes may compile at once: each writes a file of its own and renames it.
+    """
+    if kind not in _FLAGS:
+        raise BadArgument(
+            f"kind={kind!r} is neither 'cuda' nor 'host'",
+            op="kernels.build",
+            fix="sl.kernels.build('host')",
+        )
+    compiler = shutil.which(_COMPILER[kind])
+    if compiler is None or not sources():
+        missing = f"{_COMPILER[kind]} is not on the path" if sources() else "there are no sources"
+        raise Unsupported(missing, op="kernels.build", fix="print(sl.kernels.info())")
+    names = "".join(f"-{a}" for a in sorted(arch)) if kind == "cuda" else ""
+    path = _folder() / f"kernels-{kind}-{_digest(kind)}{names}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = [*_FLAGS[kind]]
+    if kind == "cuda":
+        flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in sorted(arch)]
+        flags += [f"-gencode=arch=compute_{max(arch)},code=compute_{max(arch)}"]
+    files = [str(p) for p in sources() if p.suffix == ".cu"]
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        made = Path(work) / path.name
+        command = [compiler, *flags, *files, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = (done.stdout + done.stderr).splitlines()
+            told = [line for line in lines if re.search("error|fatal", line)]
+            raise Unsupported(
+                "\n".join([f"{_COMPILER[kind]} refused the sources:", *told[:8]]),
+                op="kernels.build",
+                fix="print(sl.kernels.info())",
+            )
+        if kind == "cuda":
+            table = made.with_suffix(".json")
+            table.write_text(written(resources(done.stdout + done.stderr)))
+            table.replace(path.with_suffix(".json"))
+        made.replace(path)
+    return path
+
+
+# ---------------------------------------------------------------- what ptxas says
+
+Resources = dict[str, list[int]]
+"""Kernel and architecture -> registers a thread, bytes spilled, bytes of shared memory a block."""
+
+
+def resources(said: str) -> Resources:
+    """Read ``ptxas -v``; names are shortened where c++filt is there."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if tool:
+        said = subprocess.run([tool], input=said, capture_output=True, text=True, check=True).stdout
+    out = {}
+    for entry in said.split("Compiling entry function ")[1:]:
+        title = re.match(r"'(.*)' for '(\w+)'", entry)
+        assert title is not None, entry
+        name = re.sub(r"^void |\(.*$", "", title[1])
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", entry)]
+        shared = re.search(r"(\d+) bytes smem", entry)
+        used = re.search(r"Used (\d+) registers", entry)
+        assert used is not None, entry
+        row = [int(used[1]), sum(spilled), int(shared[1]) if shared else 0]
+        out[f"{name} {title[2]}"] = row
+    return out
+
+
+def written(table: Resources) -> str:
+    """Write a table as JSON, a kernel a line.
+
+    >>> written({"b": [1, 0, 0], "a": [2, 0, 0]})
+    '{\\n"a": [2, 0, 0],\\n"b": [1, 0, 0]\\n}\\n'
+    """
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table.items())]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def spills(table: Resources) -> Iterable[str]:
+    """Name the kernels whose registers did not suffice."""
+    return [name for name, (_, spilled, _) in table.items() if spilled]

@@ -1,0 +1,206 @@
+"""Rows of cross entropy whose classes may be split, as torch operators.
+
+    parts = ce_stats(logits, ...)        of one block: maximum, sum of exponentials, ...
+            one all-gather by the caller
+    loss, kept = ce_loss(parts, ...)
+    ce_back(logits, ..., kept, grad)     or ce_back_, over the logits themselves
+
+What is kept for backward beside the logits is 8 bytes a row.  Sums are fp32 (fp64 of fp64).
+"""
+
+import torch
+from torch import Tensor
+
+from shardlib.kernels.active import native
+from shardlib.kernels.library import call, code
+
+__all__ = ["ce_back", "ce_back_", "ce_loss", "ce_stats", "row_loss"]
+
+INF = float("inf")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether the rows are where the kernels look for them."""
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def _labels(target: Tensor) -> bool:
+    return target.dtype == torch.int64 and target.is_contiguous()
+
+
+@torch.library.custom_op("shardlib::ce_stats", mutates_args=())
+def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
+    """[R, 4] of a block of logits [R, C]: maximum, sum of exp(x - maximum), target's logit, sum.
+
+    ``cols``   how many of its classes are no padding.
+    ``first``  the block's first class; a target that lies elsewhere counts as 0.
+    """
+    rows, stride = logits.shape[0], logits.stride(0)
+    out = logits.new_empty(rows, 4, dtype=_wide(logits))
+    if _dense(logits) and _labels(target) and native(logits):
+        call("ce_stats", code(logits), logits, target, out, rows, cols, stride, first)
+        return out
+    x = logits[:, :cols].to(out.dtype)
+    if not cols:
+        return out.copy_(out.new_tensor([-INF, 0, 0, 0]))
+    top = x.amax(-1)
+    sums = (x - top.unsqueeze(-1)).exp().masked_fill(x == -INF, 0).sum(-1)
+    here = target - first
+    outside = (here < 0) | (here >= cols)
+    at = here.masked_fill(outside, 0).unsqueeze(-1)
+    hit = x.gather(-1, at).squeeze(-1).masked_fill(outside, 0)
+    return out.copy_(torch.stack([top, sums, hit, x.sum(-1)], -1))
+
+
+@ce_stats.register_fake
+def _(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
+    return logits.new_empty(logits.shape[0], 4, dtype=_wide(logits))
+
+
+@torch.library.custom_op("shardlib::ce_loss", mutates_args=())
+def ce_loss(
+    parts: Tensor, target: Tensor, ignore: int, smooth: float, classes: int
+) -> tuple[Tensor, Tensor]:
+    """Loss [R] of the statistics of all blocks [p, R, 4]; and kept [R, 2]: maximum, 1 / sum.
+
+    It is NaN where the target is no class; on a GPU nobody looks at targets before.
+    """
+    p, rows, _ = parts.shape
+    loss, kept = parts.new_empty(rows), parts.new_empty(rows, 2)
+    if parts.is_contiguous() and _labels(target) and native(parts):
+        call("ce_loss", parts, p, target, loss, kept, rows, ignore, smooth, classes)
+        return loss, kept
+    top = parts[..., 0].amax(0)
+    share = (parts[..., 0] - top).exp().masked_fill(parts[..., 0] == -INF, 0)
+    total = (parts[..., 1] * share).sum(0)
+    loss = total.log() + (top - parts[..., 2].sum(0))
+    if smooth:
+        even = total.log() + (top - parts[..., 3].sum(0) / classes)
+        loss = (1 - smooth) * loss + smooth * even
+    loss = loss.masked_fill((target < 0) | (target >= classes), float("nan"))
+    return loss.masked_fill(target == ignore, 0), torch.stack([top, 1 / total], -1)
+
+
+@ce_loss.register_fake
+def _(
+    parts: Tensor, target: Tensor, ignore: int, smooth: float, classes: int
+) -> tuple[Tensor, Tensor]:
+    return parts.new_empty(parts.shape[1]), parts.new_empty(parts.shape[1], 2)
+
+
+def _back_into(
+    dx: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    grad: Tensor,
+    cols: int,
+    first: int,
+    ignore: int,
+    smooth: float,
+    classes: int,
+) -> None:
+    if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
+        rows, width = logits.shape
+        step = 0 if grad.numel() == 1 else grad.stride(0)
+        grad = grad.to(torch.float32)
+        call(
+            "ce_back", code(logits), logits, dx, target, kept, grad, step, rows, cols, width,
+            logits.stride(0), dx.stride(0), first, ignore, smooth, classes,
+        )  # fmt: skip
+        return
+    x = logits[:, :cols].to(_wide(logits))
+    hot = torch.arange(cols, device=x.device) == (target - first).unsqueeze(-1)
+    soft = (x - kept[:, :1]).exp().masked_fill(x == -INF, 0) * kept[:, 1:]
+    found = (soft - smooth / classes - hot * (1 - smooth)) * grad.reshape(-1, 1)
+    dx[:, :cols] = found.masked_fill((target == ignore).unsqueeze(-1), 0).to(dx.dtype)
+    dx[:, cols:] = 0
+
+
+@torch.library.custom_op("shardlib::ce_back", mutates_args=())
+def ce_back(
+    logits: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    grad: Tensor,
+    cols: int,
+    first: int,
+    ignore: int,
+    smooth: float,
+    classes: int,
+) -> Tensor:
+    """Gradient of a block of logits; that of padding is 0.  grad [R], or [1] for all rows."""
+    dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _back_into(dx, logits, target, kept, grad, cols, first, ignore, smooth, classes)
+    return dx
+
+
+@ce_back.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    grad: Tensor,
+    cols: int,
+    first: int,
+    ignore: int,
+    smooth: float,
+    classes: int,
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("shardlib::ce_back_", mutates_args=("logits",))
+def ce_back_(
+    logits: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    grad: Tensor,
+    cols: int,
+    first: int,
+    ignore: int,
+    smooth: float,
+    classes: int,
+) -> None:
+    """The same over the logits, which their owner gives up."""
+    _back_into(logits, logits, target, kept, grad, cols, first, ignore, smooth, classes)
+
+
+@torch.library.custom_op("shardlib::row_loss", mutates_args=())
+def row_loss(
+    logits: Tensor, target: Tensor, ignore: int = -100, smooth: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Loss of whole rows [R], and what backward keeps; differentiable in the logits."""
+    classes = logits.shape[-1]
+    parts = ce_stats(logits, target, classes, 0).unsqueeze(0)
+    return ce_loss(parts, target, ignore, smooth, classes)
+
+
+@row_loss.register_fake
+def _(
+    logits: Tensor, target: Tensor, ignore: int = -100, smooth: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    n, dtype = logits.shape[0], _wide(logits)
+    return logits.new_empty(n, dtype=dtype), logits.new_empty(n, 2, dtype=dtype)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    logits, target, ctx.ignore, ctx.smooth = inputs
+    ctx.save_for_backward(logits, target, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back(ctx, grad, _):  # type: ignore[no-untyped-def]
+    logits, target, kept = ctx.saved_tensors
+    classes = logits.shape[-1]
+    dx = ce_back(
+        logits, target, kept, grad.contiguous(), classes, 0, ctx.ignore, ctx.smooth, classes
+    )
+    return dx, None, None, None
+
+
+row_loss.register_autograd(_back, setup_context=_keep)

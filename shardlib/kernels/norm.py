@@ -1,0 +1,232 @@
+"""Layer norm and RMS norm of rows that may be split, as torch operators.
+
+    parts = norm_stats(x, centre)              of one block: mean and M2, or the sum of squares
+            one collective by the caller
+    mean, scale = norm_settle(parts, ...)      mean (none for RMS) and 1 / deviation
+    y = norm_apply(x, w, b, mean, scale)
+    sums = norm_back_sums(x, g, w, ...)        one psum by the caller
+    dx = norm_back(x, g, w, ..., sums, ...)
+    norm_columns(x, g, ...)                    gradients of weight and shift
+
+Statistics are fp32 (fp64 of fp64); halves are rounded once, at the end.
+"""
+
+import torch
+from torch import Tensor
+
+from shardlib.kernels.active import native
+from shardlib.kernels.library import call, code
+
+__all__ = [
+    "norm_apply", "norm_back", "norm_back_sums", "norm_columns", "norm_settle", "norm_stats",
+    "row_norm", "serves",
+]  # fmt: skip
+
+_LANES = 132 * 4 * 256  # what fills a GPU
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
+    """Say whether the kernels take rows x [R, C] with these factors [C]: dense, of dtypes they mix."""
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        return False
+    for t in (w, b):
+        mixes = t is None or (t.dtype in (x.dtype, torch.float32) and t.is_contiguous())
+        if not mixes or (w is not None and b is not None and w.dtype != b.dtype):
+            return False
+    return native(x, w, b)
+
+
+def _factor(x: Tensor, w: Tensor | None, b: Tensor | None = None) -> int:
+    found = w if w is not None else b
+    return code(x if found is None else found)
+
+
+@torch.library.custom_op("shardlib::norm_stats", mutates_args=())
+def norm_stats(x: Tensor, centre: bool) -> Tensor:
+    """Of rows [R, C]: [R, 2], mean and summed squared distance from it; or [R, 1], sum of squares."""
+    rows, cols = x.shape
+    if serves(x, None, None):
+        out = x.new_empty(rows, 2 if centre else 1, dtype=torch.float32)
+        call("norm_stats", code(x), centre, x, out, rows, cols, x.stride(0))
+        return out
+    x = _wide(x)
+    if not centre:
+        return x.square().sum(-1, keepdim=True)
+    mean = x.mean(-1, keepdim=True)
+    return torch.cat([mean, (x - mean).square().sum(-1, keepdim=True)], -1)
+
+
+@norm_stats.register_fake
+def _(x: Tensor, centre: bool) -> Tensor:
+    return x.new_empty(x.shape[0], 2 if centre else 1, dtype=_dtype(x))
+
+
+@torch.library.custom_op("shardlib::norm_settle", mutates_args=())
+def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Of parts [p, R, 2 or 1] of ``each`` columns: mean [R, 1] (empty for RMS) and scale [R, 1].
+
+    Source: the merge is Chan, Golub and LeVeque 1983.
+    """
+    p, rows, _ = parts.shape
+    if parts.is_contiguous() and native(parts):
+        mean, scale = parts.new_empty(rows if centre else 0, 1), parts.new_empty(rows, 1)
+        call("norm_settle", parts, p, mean if centre else None, scale, rows, each, eps)
+        return mean, scale
+    if not centre:
+        return parts.new_empty(0, 1), (parts.sum(0) / (p * each) + eps).rsqrt()
+    mean = parts[..., 0:1].mean(0)
+    m2 = parts[..., 1:2].sum(0) + (parts[..., 0:1] - mean).square().sum(0) * each
+    return mean, (m2 / (p * each) + eps).rsqrt()
+
+
+@norm_settle.register_fake
+def _(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
+    rows = parts.shape[1]
+    return parts.new_empty(rows if centre else 0, 1), parts.new_empty(rows, 1)
+
+
+def _mean(mean: Tensor) -> Tensor | None:
+    return mean if mean.numel() else None
+
+
+def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return (_wide(x) - mean if mean.numel() else _wide(x)) * scale
+
+
+@torch.library.custom_op("shardlib::norm_apply", mutates_args=())
+def norm_apply(
+    x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor
+) -> Tensor:
+    """(x - mean) * scale * w + b of rows [R, C], dense."""
+    rows, cols = x.shape
+    if serves(x, w, b):
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kinds = code(x), _factor(x, w, b)
+        call("norm_apply", *kinds, x, y, w, b, _mean(mean), scale, rows, cols, x.stride(0))
+        return y
+    y = _normal(x, mean, scale)
+    y = y if w is None else y * _wide(w)
+    return (y if b is None else y + _wide(b)).to(x.dtype).contiguous()
+
+
+@norm_apply.register_fake
+def _(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("shardlib::norm_back_sums", mutates_args=())
+def norm_back_sums(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+    """Of each row [R, 2]: the sums of g w y and of g w, where y is the normalised row."""
+    rows, cols = x.shape
+    if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
+        out = x.new_empty(rows, 2, dtype=torch.float32)
+        kinds = code(x), _factor(x, w)
+        call("norm_back_sums", *kinds, x, g, w, _mean(mean), scale, out, rows, cols, x.stride(0))
+        return out
+    g = _wide(g) if w is None else _wide(g) * _wide(w)
+    both = (g * _normal(x, mean, scale)).sum(-1, keepdim=True), g.sum(-1, keepdim=True)
+    return torch.cat(both, -1)
+
+
+@norm_back_sums.register_fake
+def _(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], 2, dtype=_dtype(x))
+
+
+@torch.library.custom_op("shardlib::norm_back", mutates_args=())
+def norm_back(
+    x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, count: int
+) -> Tensor:
+    """Gradient of x, from the sums over all parts of rows that have ``count`` columns together."""
+    rows, cols = x.shape
+    if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
+        dx = torch.empty_like(g)
+        kinds, wide = (code(x), _factor(x, w)), x.stride(0)
+        given = (x, g, dx, w, _mean(mean), scale, sums.contiguous())
+        call("norm_back", *kinds, *given, count, rows, cols, wide)
+        return dx
+    g = _wide(g) if w is None else _wide(g) * _wide(w)
+    dx = g - _normal(x, mean, scale) * (sums[:, :1] / count)
+    dx = (dx - sums[:, 1:] / count if mean.numel() else dx) * scale
+    return dx.to(x.dtype).contiguous()
+
+
+@norm_back.register_fake
+def _(
+    x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, count: int
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("shardlib::norm_columns", mutates_args=())
+def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """[2, C]: gradients of weight and shift, summed over the rows."""
+    rows, cols = x.shape
+    if serves(x, None, None) and g.is_contiguous() and g.dtype == x.dtype:
+        pack = 16 // x.element_size()
+        chunks = max(1, min(-(-rows // 16), _LANES * pack // max(cols, 1)))
+        chunk = max(1, -(-rows // chunks))
+        work = x.new_empty(-(-rows // chunk), 2, cols, dtype=torch.float32)
+        out = x.new_zeros(2, cols, dtype=torch.float32)
+        given = (x, g, _mean(mean), scale, work, out)
+        call("norm_columns", code(x), *given, rows, cols, x.stride(0), chunk)
+        return out
+    g = _wide(g)
+    return torch.stack([(g * _normal(x, mean, scale)).sum(0), g.sum(0)])
+
+
+@norm_columns.register_fake
+def _(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(2, x.shape[1], dtype=_dtype(x))
+
+
+# ---------------------------------------------------------------- whole rows, differentiable
+
+
+@torch.library.custom_op("shardlib::row_norm", mutates_args=())
+def row_norm(
+    x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm (``centre``) or RMS norm of whole rows, and what backward keeps; differentiable."""
+    mean, scale = norm_settle(norm_stats(x, centre).unsqueeze(0), centre, x.shape[1], eps)
+    return norm_apply(x, w, b, mean, scale), mean, scale
+
+
+@row_norm.register_fake
+def _(
+    x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = x.shape[0], _dtype(x)
+    mean = x.new_empty(rows if centre else 0, 1, dtype=dtype)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, mean, x.new_empty(rows, 1, dtype=dtype)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, b, _, _ = inputs
+    ctx.save_for_backward(x, w, b, output[1], output[2])
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _back(ctx, g, *_):  # type: ignore[no-untyped-def]
+    x, w, b, mean, scale = ctx.saved_tensors
+    g = g.contiguous()
+    sums = norm_back_sums(x, g, w, mean, scale)
+    dx = norm_back(x, g, w, mean, scale, sums, x.shape[1])
+    dw = db = None
+    if w is not None or b is not None:
+        found = norm_columns(x, g, mean, scale)
+        dw = None if w is None else found[0].to(w.dtype)
+        db = None if b is None else found[1].to(b.dtype)
+    return dx, dw, db, None, None
+
+
+row_norm.register_autograd(_back, setup_context=_keep)
