@@ -200,8 +200,16 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
 # ---------------------------------------------------------------- where it is computed
 
 
-RATES = {"cpu": 7e10, "cuda": 5e13}
+RATES = {"cpu": 8.5e10, "cuda": 5e13}
 """Flops per second of one rank, where none are known."""
+
+HOST = {"cpu": 5e-4, "cuda": 1e-4}
+"""Seconds that a rank's host takes for an operation on a sharded value, beside its arithmetic and
+its transfers: three for a distributed product, four for a gathered matrix, one for a dealt one and
+four for the exchange of all of these."""
+
+TOGETHER = 1.1
+"""How much longer the same product takes where all ranks make it at once: they share memory."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ class MuonCase:
     spreads: tuple[Spread, ...]
     sizes: tuple[tuple[str, int], ...]
     dtype: torch.dtype
-    rate: float
+    device: str
     most: float
     share: float | None = None
     links: tuple[tuple[str, Link], ...] = ()
@@ -240,10 +248,13 @@ class MuonCase:
     def fix(self) -> tuple[str, type[ShardError]]:
         return "sl.optim.muon(0.02, most_mb=float('inf'))", Unsupported
 
-    def match(self, name: str, work: float, cost: Cost) -> Match:
-        """The price of a way: ``work`` is the flops of the rank that has most."""
+    def match(self, name: str, work: float, cost: Cost, asked: float = 0) -> Match:
+        """The price of a way: ``work`` is the flops of the rank that has most, ``asked`` what its
+        host does.
+        """
         work = work * self.steps / 5
-        seconds = work / self.rate
+        kind = self.device if self.device in RATES else "cpu"
+        seconds = work / RATES[kind] + asked * HOST[kind]
         whole = Cost(cost.bytes, cost.messages, cost.memory, cost.along, seconds)
         note = f"{work / 1e9:.3g} GF on the rank with most, {1e3 * whole.seconds(dict(self.links)):.3g} ms"
         return Match(self.spreads[0].layout, name, whole, note=note)
@@ -281,7 +292,7 @@ def _gathered(case: MuonCase) -> Match | str:
             plan.peak(s.padded, case.mesh, case.dtype.itemsize),
         )
         work += _count(s, target, case.mesh) * flops(*s.one)
-    return case.match("gathered", work, cost)
+    return case.match("gathered", work * TOGETHER, cost, 4 * len(case.spreads))
 
 
 @algorithm("muon", "owners", order=2)
@@ -292,10 +303,12 @@ def _owners(case: MuonCase) -> Match | str:
         return why
     plan = deal(case.spreads, case.sizes)
     nbytes = Fraction(plan.moved * case.dtype.itemsize, case.ranks)
-    work, messages = max(plan.load), 2 * (case.ranks - 1)
+    work, messages, asked = float(max(plan.load)), 2 * (case.ranks - 1), 4.0
+    share = max(plan.load) / max(sum(plan.load), 1)
     if case.share is not None:  # one of many matrices: of their exchange and work, its part
-        work, messages = sum(plan.load) * case.share, 1
-    return case.match("owners", work, moving(case.axes, nbytes, messages))
+        work, messages, asked, share = sum(plan.load) * case.share, 1, 0.0, case.share
+    asked += sum(s.count for s in case.spreads) * share
+    return case.match("owners", work, moving(case.axes, nbytes, messages), asked)
 
 
 @algorithm("muon", "blocks", order=3)
@@ -313,7 +326,8 @@ def _blocks(case: MuonCase) -> Match | str:
         for _ in range(s.side[0] * s.side[1]):
             cost += found
         work += Fraction(s.flops, math.prod(case.mesh[a] for a in s.layout.axes))
-    return case.match("blocks", float(work), cost)
+    products = 3 * case.steps * sum(s.side[0] * s.side[1] for s in case.spreads)
+    return case.match("blocks", float(work), cost, 3 * products)
 
 
 def _joining(case: MuonCase) -> Cost:
@@ -439,7 +453,7 @@ def _case_of(
         tuple(x.spread for x in items),
         tuple(mesh.axes.items()),
         dtype or wide(like.dtype),
-        RATES.get(like.device.type, RATES["cpu"]),
+        like.device.type,
         most,
         None,
         tuple(mesh.links.items()),
@@ -515,7 +529,7 @@ def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: to
 def _ways(case: MuonCase) -> tuple[str, ...]:
     """Where each matrix is computed, given that owners share the work of all."""
     share = None
-    if case.ranks > 1:
+    if case.ranks > 1 and sum(s.count for s in case.spreads) > 1:
         load = deal(case.spreads, case.sizes).load
         share = max(load) / max(sum(load), 1)
     return tuple(decide("muon", replace(case, spreads=(s,), share=share)).run for s in case.spreads)

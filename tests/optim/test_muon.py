@@ -1,14 +1,18 @@
 """Muon: torch's own, and the same values whatever the layout and wherever matrices are computed."""
 
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.errors import NoImplementation
 from tests.ops.cases import close, r
 from tests.optim.test_clip import pend
 
@@ -282,6 +286,106 @@ def test_muon_under_zero_is_muon(name: str) -> None:
         for k in want:
             close(sl.unshard(params[k]), want[k], 1e-12)
             close(sl.unshard(kept[k]), want[k], 1e-12)
+
+
+MESHES = [
+    ({"data": 3}, [". .", ". ."]),
+    ({"data": 2, "x": 3}, ["x .", ". x"]),
+    ({"x": 2, "data": 2, "y": 2}, ["x y", "y x", "(x y) .", "(2 y) x"]),
+    ({"d": 2, "data": 2, "x": 2}, ["x .", ". x"]),  # 2.5D: copied over d
+    ({"x": 2, "y": 1, "z": 2, "data": 2}, ["z (x y)", "(z x) y", "y (z x)"]),
+]
+
+
+@st.composite
+def matrices(draw: Any) -> Any:
+    mesh, layouts = draw(st.sampled_from(MESHES))
+    out: dict[str, Any] = {}
+    for i in range(draw(st.integers(1, 5))):
+        rows, cols = (draw(st.sampled_from([1, 2, 5, 8, 12, 17])) for _ in range(2))
+        layout, stack = draw(st.sampled_from(layouts)), draw(st.sampled_from([(), (), (3,)]))
+        side = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 3)]))
+        if layout == "(2 y) x":  # the layout of two matrices one above the other
+            side = (2, 1)
+        shape = (rows * side[0], cols * side[1])
+        if layout == "(2 y) x" and rows % 2:
+            shape = (shape[0] * 2, shape[1])
+        out[f"p{i}"] = (*stack, *shape), ". " * len(stack) + layout, side
+    return mesh, out
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    matrices(),
+    st.sampled_from(["", "gathered", "owners", "blocks", "local"]),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([1e-3, 25.0]),
+)
+def test_muon_is_one_devices_wherever_it_is_computed(
+    case: Any, way: str, stage: int, mb: float
+) -> None:
+    """Drawn matrices, stacks, and matrices side by side; padded; with and without zero."""
+    mesh, drawn = case
+    tx = o.muon(0.05, 0.9, weight_decay=0.1, side=[(k, v[2]) for k, v in drawn.items()])
+    params = {k: r(*v[0], seed=i) for i, (k, v) in enumerate(drawn.items())}
+    grads = [{k: r(*p.shape, seed=40 + i) for k, p in params.items()} for i in range(2)]
+    want, state = params, tx.init(params)
+    for g in grads:
+        updates, state = tx.update(g, state, want)
+        want = o.apply_updates(want, updates)
+    with sl.simulate(**mesh):
+        cut = tx if stage == 0 else o.zero(tx, "data", stage=stage, bucket_mb=mb)
+        put = lambda t: {k: sl.shard(x, drawn[k][1], pad=True) for k, x in t.items()}  # noqa: E731
+        mine = put(params) if stage < 3 else cut.shard(put(params))
+        now = cut.init(mine)
+        with sl.algorithm(muon=way) if way else nullcontext():
+            try:
+                for g in grads:
+                    parts = put(g) if stage < 3 else cut.shard(put(g))
+                    mine, now, _ = o.step(cut, mine, parts, now)
+            except NoImplementation as e:
+                assert way in ("blocks", "local"), e
+                return
+        found = mine if stage < 3 else o.state_dict(mine)
+        for k in want:
+            close(sl.unshard(found[k]), want[k], 1e-12)
+
+
+def test_why_says_the_prices_under_zero_too() -> None:
+    with sl.simulate(data=2, x=2, y=2):
+        params = {"w": sl.shard(r(64, 64), "x y"), "v": sl.shard(r(32, 64), "y x")}
+        tx = o.zero(o.muon(0.05), "data")
+        state = tx.init(params)
+        told = sl.why("muon", state.trace)
+        assert "GF" in str(told) and "owners" in str(told)
+        for way in ("gathered", "owners", "blocks"):
+            with sl.algorithm(muon=way), sl.trace() as t:
+                tx.update(params, state, params)
+            with sl.trace() as rest:  # the parameters' own gather
+                zero = o.zero(o.sgd(0.1), "data")
+                zero.update(params, zero.init(params), params)
+            price = dict(sl.why("muon", state.trace).verdicts)[way]
+            assert not isinstance(price, str), price
+            assert t.bytes - rest.bytes == price.forward.bytes, way
+
+
+def test_heads_are_gathered_no_further_than_they_are_split() -> None:
+    """Split by heads in rows, and in columns: the columns alone are gathered."""
+    with sl.simulate(x=2, y=2):
+        w = {"w": sl.shard(r(64, 64), "y x")}
+        tx = o.muon(0.05, side=[("w", 4)])
+        with sl.algorithm(muon="gathered"), sl.trace() as t:
+            tx.update(w, tx.init(w), w)
+        assert t.bytes == 32 * 64 * 8 // 2
+
+
+def test_owners_keep_what_zero_gave_them_whole() -> None:
+    """Matrices that a rank holds already do not travel."""
+    with sl.simulate(data=4):
+        params = {f"w{i}": sl.shard(r(16, 16, seed=i), ". .") for i in range(8)}
+        tx = o.zero(o.muon(0.05), "data")
+        told = dict(sl.why("muon", tx.init(params).trace).verdicts)["owners"]
+        assert not isinstance(told, str) and told.forward.bytes == 0
 
 
 MISTAKES = [
