@@ -278,7 +278,7 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
         for buffer, r in zip(sent, plan.rounds, strict=True):
             if rank in r.takes:
                 if kernels:
-                    copy_box(view(buffer), view(raw), _whole(r.shape), r.takes[rank])
+                    copy_box(view(buffer), view(raw), _everywhere(r.shape), r.takes[rank])
                 else:
                     view(buffer).copy_(view(raw)[_box(r.takes[rank])])
     coming = start_ppermutes([wrap(b, mesh) for b in sent], axes, [r.pairs for r in plan.rounds])
@@ -294,13 +294,13 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
         for rank, view in ranks:
             if rank in r.puts:
                 if kernels:
-                    copy_box(view(out), view(arrived), r.puts[rank], _whole(r.shape))
+                    copy_box(view(out), view(arrived), r.puts[rank], _everywhere(r.shape))
                 else:
                     view(out)[_box(r.puts[rank])] = view(arrived)
     return wrap(out, mesh)
 
 
-def _whole(shape: Sequence[int]) -> list[range]:
+def _everywhere(shape: Sequence[int]) -> list[range]:
     """Every place along each dimension."""
     return [range(n) for n in shape]
 
