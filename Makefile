@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz fixes operators memcheck kernels faults lint bench notebooks clean
+.PHONY: demo test fuzz fixes operators memcheck kernels faults lint bench docs notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -63,6 +63,10 @@ lint: $(VENV)/dev.stamp
 # Every benchmark once, few repetitions, within ten minutes; benchmarks/all.py names the parts.
 bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.all $(ARGS)
+
+# The site, without a warning, into out/site.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --quiet $(ARGS)
 
 # Runs every notebook from its start and writes its outputs into it.
 notebooks: $(VENV)/notebooks.stamp

@@ -51,7 +51,7 @@ class ShardError(ValueError):
     ...     w = torch.ones(5)
     ...     try:
     ...         sl.shard(w, "x")
-    ...     except ShardError as e:
+    ...     except sl.ShardError as e:
     ...         print(e.op, "--", e.operands, "--", e.mesh, "--", e.fix)
     shard -- {'tensor': '[5]', 'layout': 'x'} -- {'x': 2} -- sl.shard(x, 'x', pad=True)
     """
@@ -302,7 +302,7 @@ class CheckpointError(ShardError):
     >>> import shardlib as sl
     >>> try:
     ...     sl.load("nowhere")
-    ... except CheckpointError as e:
+    ... except sl.errors.CheckpointError as e:
     ...     print(e.message)
     No such file or directory: nowhere
     """
