@@ -34,7 +34,7 @@ from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.ops.declare import Bound, lines, rows, slots
+from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
@@ -521,12 +521,21 @@ _losses(
 )
 
 
+_losses(
+    # each class is a binary cross entropy, so operands broadcast
+    "multilabel_soft_margin_loss(input, target, weight=None, size_average=None, reduce=None, reduction='mean')",
+    last(1),
+)
+
+
 def _samples(b: Bound) -> Labels:
     """The first dimension is rows; weights are of classes, which are whole."""
     found = slots(b)
+    weight = b.get("weight")
     if found[0].ndim < 2:
         raise Unfit("one row")
-    weight = b.get("weight")
+    if any(s.ndim not in (0, 1, found[0].ndim) for s in found):
+        raise Unfit("operands that broadcast")
     return {
         s.at: (None if s is weight else "n",) + (None,) * (s.ndim - 1) if s.ndim else ()
         for s in found
@@ -538,7 +547,6 @@ _losses(
     cosine_embedding_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
     multi_margin_loss(input, target, p=1, margin=1.0, weight=None, size_average=None, reduce=None, reduction='mean')
     multilabel_margin_loss(input, target, size_average=None, reduce=None, reduction='mean')
-    multilabel_soft_margin_loss(input, target, weight=None, size_average=None, reduce=None, reduction='mean')
     triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, size_average=None, reduce=None, reduction='mean')
     """,
     _samples,

@@ -183,14 +183,15 @@ def extreme(
         raise partial_escape(func.__name__, x)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     axes = real_axes(x.mesh, axes)
-    if not axes:
+    tracked = x.raw.requires_grad and torch.is_grad_enabled()
+    if not axes and not (nans and tracked):
         raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
         return x.becomes(raw, layout, shape)
     with torch.no_grad():
-        raw = _over_ranks(
-            local_call(func, x.mesh, (x.raw, gone, True), {}), x.mesh, axes, "max" in func.__name__
-        )
-    if x.raw.requires_grad and torch.is_grad_enabled():
+        raw = local_call(func, x.mesh, (x.raw, gone, True), {})
+        if axes:
+            raw = _over_ranks(raw, x.mesh, axes, "max" in func.__name__)
+    if tracked:
         with torch.no_grad():
             same = (x.raw == raw) | (x.raw.isnan() & raw.isnan()) if nans else x.raw == raw
             ties = same.to(x.dtype)

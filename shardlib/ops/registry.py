@@ -11,6 +11,7 @@ then names decide: the first of that list that fits says where the result lies, 
 cheap ones the first runs.
 """
 
+import difflib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -166,17 +167,16 @@ def _check_known(op: str, name: str, by: str) -> None:
             if known
             else f"operations with a choice: {', '.join(_ALGORITHMS)}"
         )
-        some, first = (
-            (op, known[0])
-            if known
-            else next((o, found[0].name) for o, found in _ALGORITHMS.items())
-        )
+        if known:
+            some, names = op, known
+        else:
+            some, names = next((o, [a.name for a in found]) for o, found in _ALGORITHMS.items())
+        (near,) = difflib.get_close_matches(name, names, 1, 0.0)
         raise ShardError(
             f"unknown algorithm {name!r}; {what}",
             op=by,
-            fix=f"sl.algorithm({some}={first!r})"
-            if by == "algorithm"
-            else f"sl.{by}({some!r}, {first!r})",
+            # what is not there need not be taken out, and no other shall be
+            fix=f"sl.algorithm({some}={near!r})" if by == "algorithm" else "",
         )
 
 
