@@ -13,7 +13,9 @@ from torch import Tensor
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
+from shardlib.ops.attention.engine import Plan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
+from shardlib.seeing.frames import frames
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 
 __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
@@ -80,10 +82,12 @@ def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
     return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
 
 
-def visualize(x: Any, dims: tuple[int, int] | None = None) -> Any:
-    """Draw a tensor as text: which ranks hold which block; of ``Frames`` and plans every step.
+def visualize(x: Any, /, dims: tuple[int, int] | None = None, **axes: int) -> Any:
+    """Draw a tensor: which ranks hold which block; of an algorithm or a plan every step.
 
-    A notebook shows it as a table, ``.show()`` prints it in colours where rich is there.  Of more
+    An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;
+    a plan is that of an attention; what ``sl.seeing.frames`` and others give is shown as it is.  A
+    notebook shows it as a table, ``.show()`` prints it in colours where rich is there.  Of more
     than two split dimensions there is a table for each piece of those in front.
 
     ``dims``  the two dimensions to show of more; if None, all that are split.
@@ -99,7 +103,14 @@ def visualize(x: Any, dims: tuple[int, int] | None = None) -> Any:
     | 2      | 3      |
     | x1 y0  | x1 y1  |
     +--------+--------+
+    >>> with sl.record(s=4):
+    ...     q = sl.shard(torch.empty(1, 4, 16, 8, device="meta"), sl.Ring("s", dim=2))
+    ...     plan = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring")
+    >>> len(sl.visualize(plan)), sl.visualize("ring", s=4)[0].sent[0].block
+    (3, 'B0+C0')
     """
+    if isinstance(x, str | Plan):
+        return frames(x, **axes)
     if not isinstance(x, Tensor):
         return x if hasattr(x, "_repr_html_") else str(x)
     pending = layout_of(x).partial

@@ -84,7 +84,7 @@ def canvas(
         raise Unsupported(
             "pictures need matplotlib", op=op, fix="pip install 'shardlib[notebooks]'"
         ) from None
-    with matplotlib.rc_context(style()):
+    with matplotlib.rc_context(style()):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(title, fontsize=8.5)
         return figure, figure.subplots(rows, columns, squeeze=False)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Trace, lead, played
-from shardlib.errors import NoImplementation, ShardError
+from shardlib.errors import NoImplementation, ShardError, Unsupported
 from shardlib.layouts import Layout3D, Layout25D, Ring
 from shardlib.mesh import Mesh, enter, leave, rank_along, scope, simulate
 from shardlib.ops.attention import ring_attention
+from shardlib.ops.attention.engine import Plan
 from shardlib.ops.matmul import product
 from shardlib.ops.registry import Match, pinned, why
 from shardlib.placing import shard
@@ -146,11 +147,12 @@ class Frames(Shown):
         self.picture().save(file)
 
 
-def frames(f: Callable[..., Any] | str, *operands: Any, **kwargs: Any) -> Frames:
+def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
     """Run ``f(*operands)`` on simulated ranks and say, step by step, who sends which block to whom.
 
-    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it multiplies, or
-                  attends over, small operands that lie as it wants them.
+    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it attends over, or
+                  multiplies, small operands that lie as it wants them ("matmul ring" where both
+                  have one); or an attention's plan.
     ``operands``  sharded tensors on a simulated mesh; only their layouts and sizes matter, their
                   values are replaced, in fp32 where theirs are narrower.  They are called A, B,
                   C, ... in this order.
@@ -175,6 +177,8 @@ def frames(f: Callable[..., Any] | str, *operands: Any, **kwargs: Any) -> Frames
     """
     if isinstance(f, str):
         return _of_name(f, kwargs)
+    if isinstance(f, Plan):
+        return _of_plan(f)
     sharded = [x for x in operands if isinstance(x, ShardedTensor)]
     if not sharded or not lead(sharded[0].mesh):
         raise ShardError(
@@ -330,18 +334,19 @@ def _of_name(name: str, axes: dict[str, int]) -> Frames:
             fix=f"sl.seeing.frames({name!r}, x=2, y=2)",
         )
     with simulate(**axes) as mesh:
-        known = []
+        known: list[str] = []
+        asked, _, own = name.rpartition(" ")
         for op, f, operands in _offers(mesh):
+            if asked not in ("", op):
+                continue
             verdicts = dict(why(op, *operands).verdicts)
             known += [n for n in verdicts if n not in known]
-            if isinstance(verdicts.get(name), Match):
-                with pinned(**{op: name}):
+            if isinstance(verdicts.get(own), Match):
+                with pinned(**{op: own}):
                     return replace(frames(f, *operands), title=name)
-    what = (
-        f"{name!r} takes nothing that lies over" if name in known else f"no algorithm {name!r} on"
-    )
+    nothing, none = f"{name!r} takes nothing that lies over", f"no algorithm {name!r} on"
     raise NoImplementation(
-        f"{what} {' '.join(f'{a}={n}' for a, n in axes.items())}",
+        f"{nothing if own in known else none} {' '.join(f'{a}={n}' for a, n in axes.items())}",
         op="frames",
         operands={"algorithms": ", ".join(known)},
         fix="sl.seeing.frames('summa', x=2, y=2)",
@@ -349,11 +354,16 @@ def _of_name(name: str, axes: dict[str, int]) -> Frames:
 
 
 def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[ShardedTensor, ...]]]:
-    """Operands on a mesh: of the known families first, then split in every way."""
+    """Operands on a mesh: sequences, matrices of the known families, then split in every way."""
     n, names = 2 * mesh.size, mesh.names
+    rings: list[str | tuple[str, ...]] = [*names] if len(names) == 1 else [names, *names]
+    for axes, schedule in itertools.product(rings, ("contiguous", "zigzag")):
+        q: Any = shard(torch.zeros(1, mesh.size, n, 2), Ring(axes, 2, schedule), mesh)
+        yield "attention", ring_attention, (q, q, q)
     pairs: list[tuple[Any, Any]] = []
     if len(names) == 2:
-        pairs.append((f"{names[0]} {names[1]}",) * 2)
+        plane = f"{names[0]} {names[1]}"
+        pairs.append((plane, plane))
     if len(names) == 3:
         depth, x, y = names
         deep = Layout25D(x, y, depth)
@@ -363,12 +373,36 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
     pairs += [(f"{a} {b}", f"{c} {d}") for (a, b), (c, d) in itertools.product(ways, ways)]
     x = torch.zeros(n, n)
     for of_a, of_b in pairs:
-        yield "matmul", product, (shard(x, of_a, mesh), shard(x, of_b, mesh))
-    for axes in (names, *((a,) for a in names)) if len(names) > 1 else (names,):
-        for schedule in ("contiguous", "zigzag"):
-            ring = Ring(axes if len(axes) > 1 else axes[0], dim=2, schedule=schedule)
-            qkv = (shard(torch.zeros(1, mesh.size, n, 2), ring, mesh),) * 3
-            yield "attention", ring_attention, qkv
+        a: Any = shard(x, of_a, mesh)
+        yield "matmul", product, (a, shard(x, of_b, mesh))  # type: ignore[misc]
+
+
+def _of_plan(plan: Plan) -> Frames:
+    """The frames of an attention that was planned, on the ranks of its ring alone."""
+    case, axes = plan.case, dict(plan.case.mesh)
+    length = sum(len(run.positions) for rank in case.q_runs for run in rank)
+    if length > _LONGEST:
+        raise Unsupported(
+            f"a plan of {length} positions is not run to be drawn; one of fewer has the same steps",
+            op="frames",
+            operands={"plan": repr(plan)},
+            fix=f"sl.seeing.frames({plan.algorithm!r}, s={case.p})",
+        )
+    with simulate(**{a: axes[a] for a in case.axes}) as mesh:
+
+        def laid(runs: Any, heads: int, width: int) -> Any:
+            orders = [[run.positions for run in rank] for rank in runs]
+            ring = Ring(case.axes if len(case.axes) > 1 else case.axes[0], 2, orders)
+            rows = sum(len(run) for rank in orders for run in rank)
+            return shard(torch.zeros(1, heads, rows, width), ring, mesh, pad=True)
+
+        z = case.sizes
+        q, k, v = laid(case.q_runs, z.h, 2), laid(case.k_runs, z.g, 2), laid(case.k_runs, z.g, 2)
+        film = frames(ring_attention, q, k, v, mask=case.mask, algorithm=plan.engine)
+    return replace(film, title=repr(plan))
+
+
+_LONGEST = 4096
 
 
 def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:

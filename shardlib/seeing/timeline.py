@@ -186,7 +186,35 @@ class Timeline:
         rows = ["".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)]
         rows += ["".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in r) for r in body]
         table = "".join(f"<tr>{r}</tr>" for r in rows)
-        return f"<p>{html.escape(self._head())}</p><table>{table}</table>"
+        return f"<p>{html.escape(self._head())}</p>{self._svg()}<table>{table}</table>"
+
+    def _svg(self, width: float = 900.0, height: int = 18) -> str:
+        """The spans as bars that say what they are where the pointer rests."""
+        lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
+        zero, shades = min((s.start for s in self.spans), default=0.0), self._shades()
+        scale, left = width / (self.seconds or 1.0), 130
+        out = [
+            f"<svg width='{left + width + 10:.0f}' height='{height * len(lanes) + 4}' "
+            "xmlns='http://www.w3.org/2000/svg' font-size='10' fill='currentColor'>"
+        ]
+        for row, (rank, title, spans) in enumerate(lanes):
+            label = f"rank {rank}: {title}" if len(self.ranks) > 1 else title
+            out.append(f"<text x='0' y='{height * row + 13}'>{html.escape(label)}</text>")
+            for s in spans:
+                said = f"{_title(s)}, {1e3 * s.seconds:.3f} ms, {s.type} {s.line}"
+                said += f", {size(s.bytes)}" if s.bytes else ""
+                out.append(
+                    f"<rect x='{left + (s.start - zero) * scale:.1f}' y='{height * row + 1}' "
+                    f"width='{max(0.4, s.seconds * scale):.1f}' height='{height - 3}' "
+                    f"fill='{shades[_shade(s)]}'><title>{html.escape(said)}</title></rect>"
+                )
+        return "".join([*out, "</svg>"])
+
+    def _shades(self) -> dict[str, str]:
+        """A colour for each kind of bar, see ``_shade``."""
+        kinds = list(dict.fromkeys(s.name for s in self.collectives))
+        shades = {"forward": "#4c78a8", "backward": "#e0883c", "phase": "#8a8a8a"}
+        return shades | dict(zip(kinds, colours(len(kinds), first=2), strict=True))
 
     # ------------------------------------------------------------ files
 
@@ -288,14 +316,11 @@ class Timeline:
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
         panel = axes[0][0]
         zero = min((s.start for s in self.spans), default=0.0)
-        kinds = list(dict.fromkeys(s.name for s in self.collectives))
-        shades = {"forward": "#4c78a8", "backward": "#e0883c", "phase": "#8a8a8a"}
-        shades |= dict(zip(kinds, colours(len(kinds), first=2), strict=True))
+        shades = self._shades()
         used: dict[str, str] = {}
         for row, (_, _, spans) in enumerate(shown):
             for s in spans:
-                key = s.name if s.kind == "collective" else "backward" if s.backward else "forward"
-                key = "phase" if s.kind == "phase" else key
+                key = _shade(s)
                 used[key] = shades[key]
                 at, width = 1e3 * (s.start - zero), 1e3 * s.seconds
                 panel.barh(row, width, left=at, height=0.8, color=shades[key], lw=0)
@@ -327,6 +352,12 @@ def _patch(colour: str, name: str) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(color=colour, label=name)
+
+
+def _shade(s: Span) -> str:
+    if s.kind == "operation":
+        return "backward" if s.backward else "forward"
+    return s.name if s.kind == "collective" else "phase"
 
 
 def _order(s: Span) -> tuple[float, int]:
@@ -540,7 +571,7 @@ class _Recorder(Trace):
 
     def _hook(self, result: ShardedTensor, span: Span) -> None:
         """Have the gradient of an operation begin a span of its own."""
-        node = result.raw.grad_fn if result.read is None else None
+        node: Any = result.raw.grad_fn if result.read is None else None
         if node is not None and node.metadata.get(_KEY) is not self:
             node.metadata[_KEY] = self
             node.register_prehook(lambda *_: self._turn(replace(span, backward=True)))

@@ -1,7 +1,9 @@
 """Frames tell who sends which block to whom, and their bytes are those that are counted."""
 
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -100,6 +102,7 @@ def test_a_notebook_gets_a_drawing_of_each_step() -> None:
     film = sl.seeing.frames("cannon", x=2, y=2)
     page = film._repr_html_()
     assert page.count("<svg") == len(film) and page.count("<circle") == 4 * len(film)
+    assert all(ElementTree.fromstring(svg) is not None for svg in re.findall("<svg.*?</svg>", page))
     assert page.count(">A3</text>") == 2 and sl.visualize(film) is film
     assert "nothing moves" in sl.seeing.frames(torch.neg, *operand())._repr_html_()
     pytest.importorskip("rich", reason="colours need rich, which is an extra")
@@ -123,3 +126,28 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
         a, b = sl.shard(torch.zeros(8, 8), "(d x) y"), sl.shard(torch.zeros(8, 8), "x y")
         sl.seeing.frames(torch.matmul, a, b).save(str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_a_name_of_both_is_attentions_unless_it_is_said() -> None:
+    assert sl.seeing.frames("ring", s=4)[0].sent[0].block == "B0+C0"
+    assert sl.visualize("matmul ring", s=4)[0].sent[0].block in ("A0", "B0")
+    with pytest.raises(sl.errors.NoImplementation):
+        sl.seeing.frames("matmul ulysses", s=4)
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "contiguous"])
+def test_the_plan_of_an_attention_is_drawn_on_its_ring(schedule: str) -> None:
+    with sl.record(data=8, s=4):
+        q = sl.shard(
+            torch.empty(8, 4, 32, 64, device="meta"),
+            "data . " + {"zigzag": "zigzag(s) ."}.get(schedule, "s ."),
+        )
+        plan = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring")
+        long = sl.shard(torch.empty(1, 4, 8192, 64, device="meta"), sl.Ring("s", 2))
+        refused = sl.planning.attention_plan(long, long, long)
+    film = sl.visualize(plan)
+    assert len(film) == plan.steps == 3 and dict(film.mesh) == {"s": 4}
+    assert film.title == "Plan(ring of 4 ranks, 3 steps)"
+    with pytest.raises(sl.errors.Unsupported, match="8192 positions") as e:
+        sl.visualize(refused)
+    assert e.value.fix.startswith("sl.seeing.frames(")

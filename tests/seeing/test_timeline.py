@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -152,7 +154,10 @@ def test_rows_sum_layers_and_are_sorted() -> None:
         line.rows("size")
     text = str(line)
     assert "psum over x" in text and "*.up" in text and "4 simulated ranks (data=2 x=2)" in text
-    assert line._repr_html_().count("<tr>") == len(line.table())
+    page = line._repr_html_()
+    assert page.count("<tr>") == len(line.table())
+    (svg,) = re.findall("<svg.*?</svg>", page)
+    assert len(ElementTree.fromstring(svg).findall(".//{*}rect")) == len(line.spans)
 
 
 def test_torch_profiler_shows_the_names() -> None:
