@@ -1,4 +1,4 @@
-// One pass of AdamW over flat memory: the gradient divided by a scale, moments, decay, step, and the
+// One pass of AdamW over any number of tensors: the gradient divided by a scale, moments, decay, step, and the
 // parameter rounded out.
 #include "common.h"
 
@@ -41,12 +41,19 @@ HD Moment stepped(const Hyper& h, float g, Moment s) {
 
 template <class G, class P> struct Whole {  // fp32 parameters, and beside them, or not, as P
   static constexpr int V = Width<G, P>::value;
+  static constexpr int POINTERS = 5;
   const G* g;
   float *p, *m, *v;
   P* out;
   int64_t n;
-  Hyper h;
+  const Hyper& h;
 
+  HD Whole(void* const* at, int64_t n, const Hyper& h)
+      : g((const G*)at[0]), p((float*)at[1]), m((float*)at[2]), v((float*)at[3]), out((P*)at[4]),
+        n(n), h(h) {}
+  bool astray() const {
+    return misplaced(g) || misplaced(p) || misplaced(m) || misplaced(v) || misplaced(out);
+  }
   HD void run(int64_t lane, int64_t lanes) const {
     const float by = h.scale ? *h.scale : 1.0f;
     span<V>(n, head<V>(n, g, p, m, v, out), lane, lanes, [&](int64_t i, auto k) {
@@ -70,13 +77,20 @@ UNROLL
 
 template <class G> struct InHalves {  // the bfloat16 parameters themselves, and what they lack
   static constexpr int V = 8;
+  static constexpr int POINTERS = 5;
   const G* g;
   bf16* p;
   int16_t* low;
   float *m, *v;
   int64_t n;
-  Hyper h;
+  const Hyper& h;
 
+  HD InHalves(void* const* at, int64_t n, const Hyper& h)
+      : g((const G*)at[0]), p((bf16*)at[1]), low((int16_t*)at[2]), m((float*)at[3]),
+        v((float*)at[4]), n(n), h(h) {}
+  bool astray() const {
+    return misplaced(g) || misplaced(p) || misplaced(low) || misplaced(m) || misplaced(v);
+  }
   HD void run(int64_t lane, int64_t lanes) const {
     const float by = h.scale ? *h.scale : 1.0f;
     span<V>(n, head<V>(n, g, p, low, m, v), lane, lanes, [&](int64_t i, auto k) {
@@ -103,52 +117,87 @@ UNROLL
   }
 };
 
-template <class G, class P>
-int whole(const void* g, float* p, float* m, float* v, void* out, int64_t n, Hyper h, Stream s) {
-  Whole<G, P> k{(const G*)g, p, m, v, (P*)out, n, h};
-  if (misplaced(k.g) || misplaced(k.out) || misplaced(p) || misplaced(m) || misplaced(v)) {
-    return BAD_POINTER;
-  }
-  return elements(k, n, k.V, s);
-}
+// Several tensors in one launch: as many as a kernel's arguments hold.
+constexpr int MANY = 64;
+struct Table {
+  Hyper h;
+  int64_t n[MANY];
+  void* at[MANY][5];
+};
 
-template <class G>
-int in_halves(const void* g, void* p, int16_t* low, float* m, float* v, int64_t n, Hyper h,
-              Stream s) {
-  InHalves<G> k{(const G*)g, (bf16*)p, low, m, v, n, h};
-  if (misplaced(k.g) || misplaced(k.p) || misplaced(low) || misplaced(m) || misplaced(v)) {
-    return BAD_POINTER;
+#ifdef __CUDACC__
+template <class K> __global__ void __launch_bounds__(BLOCK, BUSY) stepped_many(Table t) {
+  const K k(t.at[blockIdx.y], t.n[blockIdx.y], t.h);
+  k.run((int64_t)blockIdx.x * BLOCK + threadIdx.x, (int64_t)gridDim.x * BLOCK);
+}
+#endif
+
+// rows: of each tensor its pointers.
+template <class K>
+int many(int count, const int64_t* n, void* const* rows, const Hyper& h,
+         [[maybe_unused]] Stream stream) {
+  for (int i = 0; i < count; ++i) {
+    if (n[i] < 0) return BAD_SIZE;
+    if (K(rows + i * K::POINTERS, n[i], h).astray()) return BAD_POINTER;
   }
-  return elements(k, n, k.V, s);
+  for (int first = 0; first < count; first += MANY) {
+    Table t;
+    t.h = h;
+    int held = 0;
+    int64_t most = 0;
+    for (int i = first; i < count && i < first + MANY; ++i) {
+      if (!n[i]) continue;
+      most = n[i] > most ? n[i] : most;
+      t.n[held] = n[i];
+      for (int j = 0; j < K::POINTERS; ++j) t.at[held][j] = rows[i * K::POINTERS + j];
+      ++held;
+    }
+    if (!held) continue;
+#ifdef __CUDACC__
+    void* args[] = {&t};
+    const int64_t lanes = (most + K::V - 1) / K::V;
+    const dim3 grid(blocks_for((lanes + BLOCK - 1) / BLOCK), held);
+    const int rc = cudaLaunchKernel((const void*)stepped_many<K>, grid, dim3(BLOCK), args, 0, stream);
+    if (rc) return rc;
+#else
+    for (int i = 0; i < held; ++i) {
+      const K k(t.at[i], t.n[i], t.h);
+      for (int l = 0; l < 64; ++l) k.run(l, 64);
+    }
+#endif
+  }
+  return 0;
 }
 
 }  // namespace adamw
 
-// out: null, or where the parameters go in out_dtype, which is a half.
-API int shardlib_adamw(int grad_dtype, int out_dtype, const void* g, float* p, float* m, float* v,
-                       void* out, int64_t n, float keep, float a1, float b2, float a2, float eps,
+// Of ``count`` tensors, n their sizes and rows (host) five pointers each: gradient, parameter, both
+// moments, and where the parameter goes in out_dtype, a half; or null there, and F32.
+API int shardlib_adamw(int grad_dtype, int out_dtype, int count, const int64_t* n,
+                       void* const* rows, float keep, float a1, float b2, float a2, float eps,
                        float size, float root, const float* scale, Stream s) {
   const adamw::Hyper h{keep, a1, b2, a2, eps, size, root, scale};
+#define RUN(G, P) adamw::many<adamw::Whole<G, P>>(count, n, rows, h, s)
   // where nothing is written beside, the type of it only sets how much is taken at once
-  if (!out) out_dtype = grad_dtype == F32 ? F32 : grad_dtype;
-  else if (out_dtype == F32) return BAD_DTYPE;
-  switch (grad_dtype * 3 + out_dtype) {
-    case F32 * 3 + F32: return adamw::whole<float, float>(g, p, m, v, out, n, h, s);
-    case F32 * 3 + F16: return adamw::whole<float, f16>(g, p, m, v, out, n, h, s);
-    case F32 * 3 + BF16: return adamw::whole<float, bf16>(g, p, m, v, out, n, h, s);
-    case F16 * 3 + F16: return adamw::whole<f16, f16>(g, p, m, v, out, n, h, s);
-    case BF16 * 3 + BF16: return adamw::whole<bf16, bf16>(g, p, m, v, out, n, h, s);
+  switch (grad_dtype * 3 + (out_dtype == F32 ? grad_dtype : out_dtype)) {
+    case F32 * 3 + F32: return RUN(float, float);
+    case F32 * 3 + F16: return RUN(float, f16);
+    case F32 * 3 + BF16: return RUN(float, bf16);
+    case F16 * 3 + F16: return RUN(f16, f16);
+    case BF16 * 3 + BF16: return RUN(bf16, bf16);
   }
+#undef RUN
   return BAD_DTYPE;
 }
 
-API int shardlib_adamw_halves(int grad_dtype, const void* g, void* p, int16_t* low, float* m,
-                              float* v, int64_t n, float keep, float a1, float b2, float a2,
-                              float eps, float size, float root, const float* scale, Stream s) {
+// rows: gradient, bfloat16 parameter, the 16 bits that it lacks, both moments.
+API int shardlib_adamw_halves(int grad_dtype, int count, const int64_t* n, void* const* rows,
+                              float keep, float a1, float b2, float a2, float eps, float size,
+                              float root, const float* scale, Stream s) {
   const adamw::Hyper h{keep, a1, b2, a2, eps, size, root, scale};
   switch (grad_dtype) {
-    case F32: return adamw::in_halves<float>(g, p, low, m, v, n, h, s);
-    case BF16: return adamw::in_halves<bf16>(g, p, low, m, v, n, h, s);
+    case F32: return adamw::many<adamw::InHalves<float>>(count, n, rows, h, s);
+    case BF16: return adamw::many<adamw::InHalves<bf16>>(count, n, rows, h, s);
   }
   return BAD_DTYPE;
 }

@@ -1,9 +1,11 @@
-"""AdamW on flat memory in one pass, as torch operators that write in place.
+"""AdamW in one pass over any number of tensors, as torch operators that write in place.
 
 Read and written once each: a half gradient, divided by a scale (of the loss, and of clipping), the
 fp32 parameter with its moments, and the parameter as a half, 28 bytes an element; with the master
 kept as bfloat16 and the 16 bits that it lacks, 26.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +13,29 @@ from torch import Tensor
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
-__all__ = ["adamw_", "adamw_halves_", "flat"]
+__all__ = ["adamw_", "adamw_halves_", "steppable"]
 
 
-def flat(*tensors: Tensor | None) -> bool:
-    """Say whether the kernels take these together: dense, of one device, of dtypes that they know."""
-    given = [t for t in tensors if t is not None]
-    if not all(t.is_contiguous() for t in given):
+Row = Sequence[Tensor]
+
+
+def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
+    """Say whether the kernel takes these: dense, parameters and moments fp32, each list of one dtype.
+
+    Gradients are fp32 or a half, and so is what is written beside; both halves are the same.
+    """
+    kinds = {t.dtype for t in (*p, *m, *v)}
+    grads, beside = {t.dtype for t in g}, {t.dtype for t in out}
+    if kinds != {torch.float32} or len(grads) != 1 or len(beside) > 1 or torch.float32 in beside:
         return False
-    return native(*(t for t in given if t.dtype != torch.int16))
+    if beside and torch.float32 not in grads and grads != beside:
+        return False
+    return all(t.is_contiguous() for t in (*g, *p, *m, *v, *out)) and native(g[0], *out[:1])
+
+
+def _flat(*rows: Row) -> list[Tensor | None]:
+    """Of each tensor its five pointers, one after the other."""
+    return [row[i] if row else None for i in range(len(rows[0])) for row in rows]
 
 
 def _rounded(
@@ -44,11 +60,11 @@ def _eager(
 
 @torch.library.custom_op("shardlib::adamw_", mutates_args=("p", "m", "v", "out"))
 def adamw_(
-    g: Tensor,
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    out: Tensor | None,
+    g: Sequence[Tensor],
+    p: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    out: Sequence[Tensor],
     scale: Tensor | None,
     lr: float,
     b1: float,
@@ -60,28 +76,29 @@ def adamw_(
     """Step the fp32 parameters p and their moments; write them into ``out`` too, rounded.
 
     ``g``      gradients, fp32 or half, that count as divided by ``scale``, fp32 with one element.
+    ``out``    as many halves, or none.
     ``count``  steps taken, this one included.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     h = _rounded(lr, b1, b2, eps, decay, count)
-    wide = p.dtype == m.dtype == v.dtype == torch.float32
-    beside = out is None or (out.dtype != torch.float32 and g.dtype in (out.dtype, torch.float32))
-    if wide and beside and flat(g, p, m, v, out):
-        kind = 0 if out is None else code(out)
-        call("adamw", code(g), kind, g, p, m, v, out, p.numel(), *h, scale)
+    if g and steppable(g, p, m, v, out):
+        kind = code(out[0]) if out else 0
+        rows = _flat(g, p, m, v, out)
+        call("adamw", code(g[0]), kind, len(g), [t.numel() for t in g], rows, *h, scale)
         return
-    _eager(g, p, m, v, scale, h)
-    if out is not None:
-        out.copy_(p)
+    for i, row in enumerate(zip(g, p, m, v, strict=True)):
+        _eager(*row, scale, h)
+        if out:
+            out[i].copy_(p[i])
 
 
 @adamw_.register_fake
 def _(
-    g: Tensor,
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    out: Tensor | None,
+    g: Sequence[Tensor],
+    p: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    out: Sequence[Tensor],
     scale: Tensor | None,
     lr: float,
     b1: float,
@@ -95,11 +112,11 @@ def _(
 
 @torch.library.custom_op("shardlib::adamw_halves_", mutates_args=("p", "low", "m", "v"))
 def adamw_halves_(
-    g: Tensor,
-    p: Tensor,
-    low: Tensor,
-    m: Tensor,
-    v: Tensor,
+    g: Sequence[Tensor],
+    p: Sequence[Tensor],
+    low: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
     scale: Tensor | None,
     lr: float,
     b1: float,
@@ -108,27 +125,33 @@ def adamw_halves_(
     decay: float,
     count: int,
 ) -> None:
-    """The same where p is bfloat16 and ``low``, int16, what it lacks of fp32."""
+    """The same where each p is bfloat16 and ``low``, int16, what it lacks of fp32."""
     h = _rounded(lr, b1, b2, eps, decay, count)
-    wide = m.dtype == v.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
-    if wide and p.dtype == torch.bfloat16 and flat(g, p, low, m, v):
-        call("adamw_halves", code(g), g, p, low, m, v, p.numel(), *h, scale)
+    every = [*g, *p, *low, *m, *v]
+    fits = {t.dtype for t in (*m, *v)} == {torch.float32} and {t.dtype for t in p} == {
+        torch.bfloat16
+    }
+    fits = fits and {t.dtype for t in g} in ({torch.float32}, {torch.bfloat16})
+    if fits and all(t.is_contiguous() for t in every) and native(g[0]):
+        rows = _flat(g, p, low, m, v)
+        call("adamw_halves", code(g[0]), len(g), [t.numel() for t in g], rows, *h, scale)
         return
-    full = ((p.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
-    _eager(g, full, m, v, scale, h)
-    bits = full.masked_fill(full.isnan(), float("nan")).view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    p.copy_(high.to(torch.int16).view(torch.bfloat16))
-    low.copy_((bits - (high << 16)).to(torch.int16))
+    for one, high, less, *moments in zip(g, p, low, m, v, strict=True):
+        full = ((high.view(torch.int16).to(torch.int32) << 16) + less).view(torch.float32)
+        _eager(one, full, *moments, scale, h)
+        bits = full.masked_fill(full.isnan(), float("nan")).view(torch.int32)
+        upper = (bits + 0x8000) >> 16
+        high.copy_(upper.to(torch.int16).view(torch.bfloat16))
+        less.copy_((bits - (upper << 16)).to(torch.int16))
 
 
 @adamw_halves_.register_fake
 def _(
-    g: Tensor,
-    p: Tensor,
-    low: Tensor,
-    m: Tensor,
-    v: Tensor,
+    g: Sequence[Tensor],
+    p: Sequence[Tensor],
+    low: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
     scale: Tensor | None,
     lr: float,
     b1: float,

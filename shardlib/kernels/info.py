@@ -2,6 +2,7 @@
 
 import torch
 
+from shardlib.kernels.apex import probe
 from shardlib.kernels.build import sources
 from shardlib.kernels.library import why
 
@@ -14,7 +15,7 @@ def info() -> dict[str, str]:
     >>> import shardlib as sl
     >>> found = sl.kernels.info()
     >>> sorted(found), found["cpu"].startswith("eager")
-    (['cpu', 'cuda', 'sources'], True)
+    (['apex', 'cpu', 'cuda', 'sources'], True)
     """
     out = {}
     path, reason = why(torch.device("cpu"))
@@ -28,6 +29,9 @@ def info() -> dict[str, str]:
         out[name] = f"{torch.cuda.get_device_name(i)}: {told}"
     if not devices:
         out["cuda"] = f"eager: {why(torch.device('cuda'))[1]}"
+    out["apex"] = (
+        f"{probe().why}; inside sl.kernels.use('apex')" if probe().kind == "nvidia" else probe().why
+    )
     found = sources()
     out["sources"] = str(found[0].parent) if found else "none: nothing can be built here"
     return out

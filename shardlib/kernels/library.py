@@ -35,8 +35,8 @@ SIGNATURES = {
     "norm_columns": "i p p p p p p l l l l",
     "merge": "i i p p p p p l l l l l p",
     "add": "i p p l l l l p",
-    "adamw": "i i p p p p p l f f f f f f f p",
-    "adamw_halves": "i p p p p p l f f f f f f f p",
+    "adamw": "i i i p p f f f f f f f p",
+    "adamw_halves": "i i p p f f f f f f f p",
     "copy": "i p p i p p p p p p p",
     "dropout": "i p p i p p p p l l i f",
 }
@@ -143,7 +143,7 @@ def call(name: str, *args: Any) -> None:
     on the host.
     Raises: ShardError where the launcher refuses, or CUDA does.
     """
-    like = next(a for a in args if isinstance(a, Tensor))
+    like = _first(args)
     found = library(like.device)
     assert found is not None, "who calls has asked whether there is one"
     function = getattr(found, f"shardlib_{name}")
@@ -161,6 +161,16 @@ def call(name: str, *args: Any) -> None:
             operands={str(i): _told(a) for i, a in enumerate(args) if isinstance(a, Tensor)},
             fix="sl.kernels.use('eager')",
         )
+
+
+def _first(args: Sequence[Any]) -> Tensor:
+    """The first tensor, in a list or not."""
+    for a in args:
+        found = a if isinstance(a, list | tuple) else (a,)
+        for x in found:
+            if isinstance(x, Tensor):
+                return x
+    raise AssertionError("a kernel works on tensors")
 
 
 def _given(a: Any) -> Any:

@@ -18,6 +18,7 @@ from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_size, blocks, lead, psum, storage, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
+from shardlib.kernels.apex import apex
 from shardlib.kernels.norm import (
     norm_apply,
     norm_back,
@@ -250,6 +251,11 @@ def _whole(
     mesh = x.mesh
     raw = vary(raw, mesh, overs[0]) if overs[0] else raw
     w, b = widened((w, b), mesh, (overs[1] if w is not None else (), overs[-1]))
+    if (not raw.is_cpu or active.cpu) and not lead(mesh):
+        run = apex("layer_norm", raw)
+        found = None if run is None else run(raw, shape, w, b, eps)
+        if found is not None:
+            return found
     if not lead(mesh) and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
         return F.layer_norm(raw, shape, w, b, eps)
     # every rank has its own scale; elsewhere no kernel mixes dtypes
@@ -302,6 +308,14 @@ def _normalised(
     if centre and not axes:
         whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
         return ShardedTensor(whole, Place(out, size, x.mesh, deferred=deferred))
+    if not axes and (not raws[0].is_cpu or active.cpu) and not lead(x.mesh):
+        run = apex("rms_norm", raws[0])
+        if run is not None:
+            held = vary(raws[0], x.mesh, overs[0]) if overs[0] else raws[0]
+            (v,) = widened((w,), x.mesh, (overs[-1],))
+            found = run(held, tuple(shape), v, eps)
+            if found is not None:
+                return ShardedTensor(found, Place(out, size, x.mesh, deferred=deferred))
     raw = _Normalise.apply(x.mesh, axes, overs, width, math.prod(shape), eps, centre, raws[0], w, b)
     return ShardedTensor(raw, Place(out, size, x.mesh, deferred=deferred))  # type: ignore[arg-type]
 

@@ -1,14 +1,30 @@
 """Optimizers with a rate per element: Adam and its kin, Adagrad, RMSprop."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from shardlib.kernels import active
+from shardlib.kernels.active import Backend
+from shardlib.kernels.adamw import adamw_, steppable
+from shardlib.kernels.apex import apex
+from shardlib.optim.buckets import Pieces
 from shardlib.optim.groups import by_mask
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.spans import spans
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
+from shardlib.optim.transform import (
+    Step,
+    Transform,
+    divide,
+    fused,
+    pieces,
+    ranged,
+    run_in_place,
+    under,
+)
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 
 __all__ = ["adagrad", "adam", "adamw", "rmsprop"]
@@ -30,10 +46,12 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     mask: Mask = None,
+    backend: Backend = "auto",
 ) -> Transform:
     """Adam with decoupled weight decay, as torch.optim.AdamW.
 
-    ``mask``  the parameters that decay, as ``masked`` takes it; None: all.
+    ``mask``     the parameters that decay, as ``masked`` takes it; None: all.
+    ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
 
     >>> import torch
@@ -44,7 +62,9 @@ def adamw(
     """
 
     if mask is not None:
-        decaying, others = (adamw(lr, b1, b2, eps, by) for by in (weight_decay, 0.0))
+        decaying, others = (
+            adamw(lr, b1, b2, eps, by, backend=backend) for by in (weight_decay, 0.0)
+        )
         return by_mask(mask, decaying, others, "adamw")
 
     def init(params: Any) -> MomentState:
@@ -70,6 +90,11 @@ def adamw(
         ready(grads, "adamw", state.mu)
         count, rate = state.count + 1, at_step(lr, state.count)
         g, p, m, v = pieces(grads, params, state.mu, state.nu)
+        if p and (not p[0].is_cpu or active.cpu):
+            hyper = rate, b1, b2, eps, weight_decay, count
+            if _by_kernel(params, (g, p, m, v), step, hyper):
+                step.lr = rate
+                return state._replace(count=count)
         how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
         done = fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
         if not done:
@@ -77,7 +102,31 @@ def adamw(
         step.lr = rate
         return state._replace(count=count)
 
-    return Transform(init, update, donate=donate)
+    return under(backend, Transform(init, update, donate=donate))
+
+
+def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
+    """Step in one pass, and the halves beside in the same; False where no kernel takes these."""
+    g, p, m, v = lists
+    kinds = frozenset().union(*(row.dtypes for row in lists))
+    if kinds == {torch.float32} and (stepped := apex("adam", p[0])) is not None:
+        if step.scale is not None:
+            for t in g:
+                t.div_(step.scale.to(t.device, t.dtype))
+        stepped(g, p, m, v, *hyper)
+        torch.autograd.graph.increment_version([t for row in lists for t in row.roots])
+        return True
+    mine = step.beside is not None and step.beside[0] is params
+    out = pieces(step.beside[1])[0] if step.beside is not None and mine else []
+    if not steppable(g, p, m, v, out):
+        return False
+    scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
+    adamw_(g, p, m, v, out, scale, *hyper)
+    if mine:
+        step.beside = None
+    # an older graph would run on the new values, and not all pieces have their roots' versions
+    torch.autograd.graph.increment_version([t for row in lists for t in row.roots])
+    return True
 
 
 def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:

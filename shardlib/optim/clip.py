@@ -11,9 +11,10 @@ from torch import Tensor
 
 from shardlib.collectives import holds_values
 from shardlib.errors import ShardError
+from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
 from shardlib.optim.sums import powers, scaled, summed, totals
-from shardlib.optim.transform import Step, Transform
+from shardlib.optim.transform import Step, Transform, under
 from shardlib.optim.trees import EmptyState, each, ready
 from shardlib.tensor import ShardedTensor
 
@@ -77,12 +78,15 @@ def is_finite(tree: Any) -> Tensor:
     return torch.isfinite(global_norm(tree))
 
 
-def clip_by_global_norm(max_norm: float, p: float = 2.0, *, check: bool = True) -> Transform:
+def clip_by_global_norm(
+    max_norm: float, p: float = 2.0, *, check: bool = True, backend: Backend = "auto"
+) -> Transform:
     """Scale all updates so that their global norm is at most ``max_norm``.
 
     As torch.nn.utils.clip_grad_norm_, on gradients of any layout, pending sums included: those stay
     pending, and finding their norm moves what ``global_norm`` says.
-    ``check``  raise where the norm is no number; it has the host wait for the device.
+    ``check``    raise where the norm is no number; it has the host wait for the device.
+    ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
     Raises: ShardError where it is none; ``skip_nonfinite`` passes over such steps instead.
 
     >>> tx = clip_by_global_norm(1.0)
@@ -116,7 +120,7 @@ def clip_by_global_norm(max_norm: float, p: float = 2.0, *, check: bool = True) 
         step.divide(over(step.norm))
         return state
 
-    return Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
+    return under(backend, Transform(lambda params: EmptyState(), update, "norm", rescale=rescale))
 
 
 def _number(norm: Tensor, grads: Any) -> None:

@@ -2,15 +2,21 @@
 
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from shardlib.kernels import active
+from shardlib.kernels.active import Backend
+from shardlib.kernels.apex import apex
 from shardlib.optim.adaptive import MomentState, running
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.spans import spans, writable
 from shardlib.optim.sums import norms, scale_in_place, scaled
-from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
+from shardlib.optim.transform import Step, Transform, divide, pieces, ranged, under
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
+from shardlib.tensor import ShardedTensor, real_axes
 
 __all__ = ["lamb"]
 
@@ -22,10 +28,13 @@ def lamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.0,
+    backend: Backend = "auto",
 ) -> Transform:
     """Adam's direction for each tensor, as long as the tensor itself, times the rate.
 
     Where a tensor or its direction is zero, the direction counts as it is.
+    ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them; apex's takes
+                 parameters that every rank holds whole.
     Moves one psum of two scalars per tensor, all in one.
     Source: You et al., arXiv 1904.00962, algorithm 2.
 
@@ -67,6 +76,16 @@ def lamb(
         ready(grads, "lamb", state.mu)
         divide(grads, step)
         count, rate = state.count + 1, at_step(lr, state.count)
+        lists = pieces(grads, params, state.mu, state.nu)
+        if lists[1] and (not lists[1][0].is_cpu or active.cpu) and _whole(params):
+            kinds = frozenset().union(*(row.dtypes for row in lists))
+            stepped = apex("lamb", lists[1][0])
+            if stepped is not None and kinds == {torch.float32}:
+                stepped(*lists, rate, b1, b2, eps, weight_decay, count)
+                roots = [t for row in lists for t in row.roots]
+                torch.autograd.graph.increment_version(roots)
+                step.lr = rate
+                return state._replace(count=count)
         way, of = writable(grads, state.mu), direction(count)
         for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
             m.lerp_(g.to(m.dtype), 1 - b1)
@@ -78,7 +97,15 @@ def lamb(
         step.lr = rate
         return state._replace(count=count)
 
-    return Transform(init, update, "tensor", donate)
+    return under(backend, Transform(init, update, "tensor", donate))
+
+
+def _whole(params: Any) -> bool:
+    """Whether each rank holds every tensor whole: then its norm is found here."""
+    if isinstance(params, Buckets):
+        return False
+    leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]
+    return not any(x.is_padded or real_axes(x.mesh, x.sharding.axes) for x in leaves)
 
 
 def _ratio(tensor: Tensor | None, way: Tensor) -> Tensor:

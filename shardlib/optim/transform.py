@@ -23,6 +23,7 @@ from torch import Tensor
 from shardlib._compat import fused_step
 from shardlib.collectives import blocks
 from shardlib.errors import BadArgument
+from shardlib.kernels.active import checked, use
 from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
@@ -48,6 +49,8 @@ class Step:
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state stay as they are.
     ``ask``      whether the norm is to be found out, also where no transform needs it.
+    ``beside``   (parameters in fp32, the same in half precision): who steps the former and writes
+                 their rounding to the latter in passing, sets it to None.
     """
 
     scale: Tensor | None = None
@@ -55,6 +58,7 @@ class Step:
     lr: float | None = None
     skipped: bool = False
     ask: bool = False
+    beside: tuple[Any, Any] | None = None
 
     def divide(self, by: Tensor) -> None:
         """Gradients count as divided by ``by`` from here on."""
@@ -120,6 +124,23 @@ def check_transform(tx: Any, op: str) -> None:
             op=op,
             fix="tx = sl.optim.adamw(1e-3)",
         )
+
+
+def under(backend: str, tx: Transform) -> Transform:
+    """The transform with kernels of its own choice, as ``sl.kernels.use`` names them."""
+    if checked(backend, "backend") == "auto":
+        return tx
+
+    def within(f: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with use(backend):  # type: ignore[arg-type]
+                return f(*args, **kwargs)
+
+        return f and run
+
+    return tx._replace(
+        update=within(tx.update), donate=within(tx.donate), rescale=within(tx.rescale)
+    )
 
 
 _SHARES = frozenset({"b1", "b2", "momentum", "decay"})  # of what was before: 0 to less than 1

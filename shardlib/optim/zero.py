@@ -860,9 +860,12 @@ def _with_master(
 ) -> ZeroState:
     """A step on the parameters in fp32, and their rounded values into ``mine``."""
     if master == "fp32":
+        step.beside = state.master, mine
         inner = run_in_place(tx, parts, state.inner, state.master, step)
-        for p, m in zip(mine.pieces, state.master.pieces, strict=True):
-            p.copy_(m)
+        if step.beside is not None:
+            step.beside = None
+            for p, m in zip(mine.pieces, state.master.pieces, strict=True):
+                p.copy_(m)
         return ZeroState(inner, state.master)
     raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
     full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})

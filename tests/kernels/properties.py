@@ -362,12 +362,20 @@ def adamw(seed: int) -> None:
     if in_halves:
         high, low = cut_in_halves(p)
         high, low = placed(high, off[4]), placed(low, off[5])
-        call("adamw_halves", code(g), gg, high, low, mm, vv, n, *hyper)
+        call("adamw_halves", code(g), 1, [n], [gg, high, low, mm, vv], *hyper)
         mine.copy_(glued(high, low))
         assert torch.equal(high.isnan(), mine.isnan()) and guarded(high, low)
     else:
         out = None if out_t is None else placed(torch.zeros(n, dtype=out_t), off[4])
-        call("adamw", code(g), 0 if out is None else code(out), gg, mine, mm, vv, out, n, *hyper)
+        call(
+            "adamw",
+            code(g),
+            0 if out is None else code(out),
+            1,
+            [n],
+            [gg, mine, mm, vv, out],
+            *hyper,
+        )
         if out is not None:
             same = torch.equal(out.nan_to_num(9), mine.to(out.dtype).nan_to_num(9))
             assert same and guarded(out)
@@ -391,57 +399,50 @@ def glued(high: Tensor, low: Tensor) -> Tensor:
 
 
 def halves(seed: int) -> None:
-    """A step of nothing keeps every bit pattern that is a number, and NaN stays NaN."""
+    """A step of nothing keeps every bit pattern that is a number; rounding is torch's; NaN stays."""
     torch.manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (1031,), dtype=torch.int64).to(torch.int32)
     edges = [0x7FFFFFFF, -1, 0x7F7FFFFF, 0x7F800000, -0x800000, 0x00008000, 0x7F800001, 0x18000]
     x[: len(edges)] = torch.tensor(edges, dtype=torch.int64).to(torch.int32)
     y = x.view(torch.float32)
+    nothing = (1.0, 0.1, 0.9, 0.1, 1.0, 0.0, 1.0, None)
+
+    def rest(n: int) -> list[Tensor]:
+        return [torch.zeros(n), torch.ones(n)]
+
     fine = ~y.isnan() & (y.abs() < 3.3e38)
     high, low = cut_in_halves(y[fine])
-    n = len(high)
-    before, rest = high.clone(), low.clone()
-    zero = torch.zeros(n)
-    nothing = (1.0, 0.1, 0.9, 0.1, 1.0, 0.0, 1.0, None)
-    call("adamw_halves", 0, zero, high, low, zero.clone(), zero + 1, n, *nothing)
+    n, before = len(high), (high.clone(), low.clone())
+    call("adamw_halves", 0, 1, [n], [torch.zeros(n), high, low, *rest(n)], *nothing)
+    assert torch.equal(high.view(torch.int16), before[0].view(torch.int16))
+    assert torch.equal(low, before[1])
     assert torch.equal(glued(high, low).view(torch.int32), y[fine].view(torch.int32))
-    same = (high.view(torch.int16) == before.view(torch.int16)) & (low == rest)
-    assert same.all()
-    nan, less = y[~fine].clone(), torch.zeros((~fine).sum(), dtype=torch.int16)
-    out = torch.empty(len(nan), dtype=torch.bfloat16)
+    nan = y[y.isnan()]
+    n = len(nan)
+    high, low = cut_in_halves(torch.zeros(n))
     call(
-        "adamw",
+        "adamw_halves",
         0,
-        2,
-        torch.zeros(len(nan)),
-        nan,
-        *[torch.zeros(len(nan)) for _ in range(2)],
-        out,
-        len(nan),
-        *nothing,
+        1,
+        [n],
+        [nan, high, low, *rest(n)],
+        1.0,
+        0.1,
+        0.9,
+        0.1,
+        1.0,
+        1.0,
+        1.0,
+        None,
     )
-    assert torch.equal(out.isnan(), y[~fine].isnan()) and len(less) == len(nan)
-    for dtype in TYPES[1:]:  # rounded as torch rounds
-        h = torch.empty(1031, dtype=dtype)
-        p = (
-            torch.where(y.isnan(), 0.0, y)
-            if seed % 2
-            else torch.randn(1031) * 10.0 ** torch.randint(-8, 6, (1031,))
-        )
+    assert high.isnan().all() and glued(high, low).isnan().all()
+    for dtype in TYPES[1:]:
+        out = torch.empty(1031, dtype=dtype)
+        drawn_ = torch.randn(1031) * 10.0 ** torch.randint(-8, 6, (1031,))
+        p = torch.where(y.isnan(), 0.0, y) if seed % 2 else drawn_
         want = p.to(dtype)
-        call(
-            "adamw",
-            0,
-            code(dtype),
-            torch.zeros(1031),
-            p,
-            torch.zeros(1031),
-            torch.ones(1031),
-            h,
-            1031,
-            *nothing,
-        )
-        assert torch.equal(h.view(torch.int16), want.view(torch.int16))
+        call("adamw", 0, code(dtype), 1, [1031], [torch.zeros(1031), p, *rest(1031), out], *nothing)
+        assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
 # ---------------------------------------------------------------- places
@@ -507,6 +508,26 @@ def dropout(seed: int) -> None:
     nan = want.isnan()
     assert torch.equal(y.isnan(), nan) and torch.equal(y.view(word)[~nan], want.view(word)[~nan])
     assert guarded(y)
+
+
+def many_tensors(seed: int) -> None:
+    """A launch of many tensors steps each as a launch of its own, empty ones and all."""
+    r = drawn(seed)
+    count = r.choice([1, 2, 63, 64, 65, 130])
+    sizes = [r.choice([0, 1, 7, 8, 33]) for _ in range(count)]
+    rows = [
+        [torch.rand(n) for _ in range(4)] + [torch.zeros(n, dtype=torch.bfloat16)] for n in sizes
+    ]
+    alone = [[t.clone() for t in row] for row in rows]
+    hyper = (0.99, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5, None)
+    call("adamw", 0, 2, count, sizes, [t for row in rows for t in row], *hyper)
+    for row, n in zip(alone, sizes, strict=True):
+        call("adamw", 0, 2, 1, [n], row, *hyper)
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(rows, alone, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 PROPERTIES: list[Callable[[int], None]] = [

@@ -1,0 +1,252 @@
+"""NVIDIA's apex behind the same operations, where it is installed and asked for by name.
+
+Its version says "0.1" since ever, so it is known by its features: which folders it has, which
+functions ``amp_C`` has, and what they compute.  At its first use on a device each function runs once
+on drawn numbers beside torch's formula; one that raises or differs is not used again, and a warning
+says so.  The registry has another package of this name, tools for a web framework: it is recognised
+by its files, never imported, and named in a warning.
+
+apex is no dependency, and is not imported until something asks for it.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.kernels.active import chosen
+
+__all__ = ["Probe", "apex", "probe"]
+
+Row = Sequence[Tensor]
+_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's
+FEATURES = {
+    "adam": ("amp_C", "multi_tensor_adam"),
+    "lamb": ("amp_C", "multi_tensor_lamb"),
+    "l2norm": ("amp_C", "multi_tensor_l2norm"),
+    "layer_norm": ("apex.normalization.fused_layer_norm", "fused_layer_norm_affine"),
+    "rms_norm": ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
+}
+"""What is used of it, and the function that must be there."""
+
+
+class Probe(NamedTuple):
+    """What was found under the name apex, without running it.
+
+    ``kind``  "nvidia", "other" or "none".     ``why``  in words.
+    """
+
+    kind: str
+    why: str
+
+
+@cache
+def probe() -> Probe:
+    """Look for apex on disk; nothing of it is imported."""
+    try:
+        spec = importlib.util.find_spec("apex")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return Probe("none", "not installed")
+    places = [Path(p) for p in spec.submodule_search_locations or ()]
+    if not any((p / folder).is_dir() for p in places for folder in _FOLDERS):
+        return Probe("other", f"{_distribution()} is not NVIDIA's: {spec.origin or places}")
+    if importlib.util.find_spec("amp_C") is None:
+        return Probe(
+            "nvidia", "NVIDIA's, built without its extensions (APEX_CPP_EXT, APEX_CUDA_EXT)"
+        )
+    return Probe("nvidia", "NVIDIA's")
+
+
+def _distribution() -> str:
+    try:
+        return f"the package apex {importlib.metadata.version('apex')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "the module apex"
+
+
+def apex(feature: str, like: Tensor) -> Callable[..., Any] | None:
+    """Give one of apex's functions, in this module's form, where it is chosen and holds its check.
+
+    ``like``  a tensor of the device and dtype that it will run on.
+    """
+    if chosen() != "apex":
+        return None
+    return _checked(feature, like.device, like.dtype)
+
+
+@cache
+def _checked(feature: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+    found = probe()
+    if found.kind != "nvidia":
+        _warn_once(found)
+        return None
+    module, name = FEATURES[feature]
+    try:
+        present = callable(getattr(importlib.import_module(module), name, None))
+    except ImportError as e:
+        warnings.warn(f"apex has no {feature}: {e}", stacklevel=2)
+        return None
+    if not present:
+        warnings.warn(f"apex has no {feature}: {module} lacks {name}", stacklevel=2)
+        return None
+    run, wanted = _FORMS[feature]
+    try:
+        wrong = _differs(feature, run, wanted, device, dtype)
+    except Exception as e:  # whatever an extension that was built for another torch raises
+        wrong = f"it raises {type(e).__name__}: {e}"
+    if wrong:
+        warnings.warn(
+            f"apex's {feature} is not used for {dtype} on {device}: {wrong}", stacklevel=2
+        )
+        return None
+    return run
+
+
+@cache
+def _warn_once(found: Probe) -> None:
+    if found.kind == "other":
+        warnings.warn(
+            f"backend='apex' wants NVIDIA's apex, and {found.why}; torch's operations run. NVIDIA's "
+            "is built from github.com/NVIDIA/apex, and is on no registry",
+            stacklevel=2,
+        )
+    else:
+        warnings.warn("backend='apex', and apex is not installed; torch's run", stacklevel=2)
+
+
+def _differs(
+    feature: str, run: Callable[..., Any], wanted: Any, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Run both on 1,024 drawn numbers; say how they differ, or nothing."""
+    drawn = torch.Generator().manual_seed(0)
+    x, y, m, v = (torch.rand(8, 128, generator=drawn).to(device, dtype) for _ in range(4))
+    results = []
+    for f in (run, wanted):
+        given = [t.clone() for t in (x, y, m, v)]
+        if feature in ("adam", "lamb"):
+            f(*([t] for t in given), 1e-2, 0.9, 0.99, 1e-6, 0.1, 3)
+            results.append(given[1:])
+        elif feature == "l2norm":
+            results.append([f(given)])
+        else:
+            given = [given[0].requires_grad_(), *(t[0].requires_grad_() for t in given[1:3])]
+            given = given[: 3 if feature == "layer_norm" else 2]
+            out = f(given[0], (128,), *given[1:], 1e-5)
+            results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), given)])
+    room = max(1e-4, 4 * torch.finfo(dtype).eps)
+    for a, b in zip(*results, strict=True):
+        one, two = a.detach().double(), b.detach().double()
+        off = (one - two).abs().max() / two.abs().max().clamp(min=1e-12)
+        if not bool(off <= room):
+            return f"it is off by {float(off):.1e} of torch's"
+    return ""
+
+
+# ---------------------------------------------------------------- what apex runs
+
+
+def _multi(name: str, lists: Sequence[Row], *args: Any) -> Any:
+    """One of amp_C's functions over lists of tensors, through apex's own launcher."""
+    launch = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+    function = getattr(importlib.import_module("amp_C"), name)
+    overflow = torch.zeros(1, dtype=torch.int, device=lists[0][0].device)
+    return launch(function, overflow, [list(row) for row in lists], *args)
+
+
+def _adam(
+    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
+) -> None:  # fmt: skip
+    _multi("multi_tensor_adam", (g, p, m, v), lr, b1, b2, eps, t, 1, 1, decay)
+
+
+def _lamb(
+    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
+) -> None:  # fmt: skip
+    """With a norm of 0 and a bound of 1, so that it clips nothing; the ratio counts everywhere."""
+    norm = torch.zeros(1, device=p[0].device)
+    _multi("multi_tensor_lamb", (g, p, m, v), lr, b1, b2, eps, t, 1, decay, 1, 1, norm, 1.0, True)
+
+
+def _l2norm(tensors: Row) -> Tensor:
+    """The norm of each tensor."""
+    return _multi("multi_tensor_l2norm", (tensors,), True)[1]
+
+
+def _layer_norm(
+    x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None, eps: float
+) -> Tensor | None:
+    """None where apex has no function for these."""
+    norms = importlib.import_module("apex.normalization.fused_layer_norm")
+    if w is None and b is None:
+        return norms.fused_layer_norm(x, shape, eps)
+    if w is None or b is None or w.dtype != b.dtype:
+        return None
+    if w.dtype == x.dtype:
+        return norms.fused_layer_norm_affine(x, w, b, shape, eps)
+    if w.dtype != torch.float32:
+        return None
+    # its result has the parameters' dtype
+    return norms.mixed_dtype_fused_layer_norm_affine(x, w, b, shape, eps).to(x.dtype)
+
+
+def _rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, eps: float) -> Tensor | None:
+    norms = importlib.import_module("apex.normalization.fused_layer_norm")
+    if w is None:
+        return norms.fused_rms_norm(x, shape, eps)
+    if w.dtype == x.dtype:
+        return norms.fused_rms_norm_affine(x, w, shape, eps)
+    if w.dtype != torch.float32:
+        return None
+    return norms.mixed_dtype_fused_rms_norm_affine(x, w, shape, eps).to(x.dtype)
+
+
+# ---------------------------------------------------------------- what torch says it is
+
+
+def _direction(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float, eps: float, t: int) -> Tensor:
+    m.lerp_(g, 1 - b1)
+    v.mul_(b2).addcmul_(g, g, value=1 - b2)
+    return (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+
+
+def _torchs_adam(
+    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
+) -> None:  # fmt: skip
+    for a, x, y, z in zip(g, p, m, v, strict=True):
+        step = _direction(a, y, z, b1, b2, eps, t) + decay * x
+        x.sub_(step, alpha=lr)
+
+
+def _torchs_lamb(
+    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
+) -> None:  # fmt: skip
+    for a, x, y, z in zip(g, p, m, v, strict=True):
+        step = _direction(a, y, z, b1, b2, eps, t) + decay * x
+        x.sub_(step * (x.norm() / step.norm()), alpha=lr)
+
+
+def _torchs_l2norm(tensors: Row) -> Tensor:
+    return torch.stack([t.norm(dtype=torch.float32) for t in tensors])
+
+
+def _torchs_rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, shape, w, eps)
+
+
+_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "adam": (_adam, _torchs_adam),
+    "lamb": (_lamb, _torchs_lamb),
+    "l2norm": (_l2norm, _torchs_l2norm),
+    "layer_norm": (_layer_norm, F.layer_norm),
+    "rms_norm": (_rms_norm, _torchs_rms_norm),
+}
