@@ -363,7 +363,7 @@ def main() -> int:
     p.add_argument("--alone", action="store_true")
     p.add_argument("--memory", action="store_true")
     p.add_argument("--residue", action="store_true")
-    p.add_argument("--bucket", type=float, default=25.0)
+    p.add_argument("--bucket", type=float, default=None)
     p.add_argument("--rate", type=float, default=0.0)
     args = p.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -11,6 +11,7 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ def zero(
     axis: str | Sequence[str],
     stage: int = 1,
     *,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     master: Master | None = None,
     reduce_dtype: torch.dtype | None = None,
     gather_dtype: torch.dtype | None = None,
@@ -82,7 +83,8 @@ def zero(
                 reduce-scatters each bucket while backward still runs, and keeps parts alone.
                 3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
                 ``value_and_grad`` gather them group by group while they are read.
-    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more.
+    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25, or a fifth
+                      of what is trained, so that small models have several too.
     ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
                       the 16 bits that a bfloat16 parameter lacks of fp32.
     ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in fp32.
@@ -111,7 +113,8 @@ def zero(
     _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
-    memory, seen = Memory(), _Seen(cut, int(bucket_mb * 2**20), tx.groups)
+    most_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
+    memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups)
     apart = _Seen(cut, 1 << 62, tx.groups, True, hops, keep)
 
     def sink_for(
@@ -150,7 +153,10 @@ def zero(
         if stage == 3:
             return begun(_own(_parted(params)))
         leaves, *_ = _flat(params)
-        return begun(_parts(leaves, *seen.index(params, leaves)))
+        where, mesh = seen.index(params, leaves)
+        if not any(x.requires_grad for x in leaves):  # a graph would go on with the old blocks
+            adopt(leaves, where, mesh)  # a copy of all is least while there are no gradients
+        return begun(_parts(leaves, where, mesh))
 
     def begun(parts: Buckets) -> Any:
         if master is None:
@@ -275,7 +281,9 @@ def zero(
             tree = _gradients(params, leaves)
             how = {"device": like[0].device, "heard": seen.hears(where, mesh, at_once=True)}
             return Summed(where, mesh, hops, Memory(), dtypes, tree=tree, **how)
-        return sink_for(where, mesh, like, memory, heard=seen.hears(where, mesh))
+        heard = seen.hears(where, mesh)
+        # on slow links backward must not wait for what is on its way
+        return sink_for(where, mesh, like, memory, heard=heard, most=4)
 
     if stage == 0:
         return tx._replace(sink=sink)
@@ -297,6 +305,9 @@ def zero(
     return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard)
 
 
+_LEAST, _MOST = 1 << 20, 25 << 20
+"""Bytes of a bucket, where none are asked for: less costs more in messages than it hides."""
+
 _WORTH = 0.05
 """By how much more of the gradients must still be to come, for buckets to be made anew."""
 
@@ -307,7 +318,7 @@ class _Seen:
     def __init__(
         self,
         axes: tuple[str, ...],
-        most_bytes: int,
+        most_bytes: int | None,
         groups: Any,
         apart: bool = False,
         hops: Hops = (),
@@ -346,7 +357,7 @@ class _Seen:
             self.found.setdefault(items, theirs)
         if items not in self.found:
             ways, arrive = mesh.axis_size(self.axes), order[::-1]
-            made = index(items, self.axes, ways, self.most_bytes, arrive)
+            made = index(items, self.axes, ways, self.most(items), arrive)
             if self.hops:
                 made = replace(made, hops=self.hops, keep=self.keep)
             self.found[items] = made
@@ -354,6 +365,14 @@ class _Seen:
         # the places are kept, so that their ids stay theirs
         self.last = (key, [p.place for p in leaves], mesh, where)
         return where, mesh
+
+    def most(self, items: Sequence[Item]) -> int:
+        """The most bytes in one bucket."""
+        if self.most_bytes is not None:
+            return self.most_bytes
+        every = {item.value: item for item in items}.values()
+        share = sum(math.prod(i.shape) * i.dtype.itemsize for i in every) // 5
+        return min(max(share, _LEAST), _MOST)
 
     def hears(
         self, where: Index, mesh: Mesh, at_once: bool = False
@@ -373,7 +392,8 @@ class _Seen:
                 return
             rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
             every = tuple(dict.fromkeys((*said, *rest)))
-            made = index(where.items, where.axes, where.ways, self.most_bytes, every)
+            most = self.most(where.items)
+            made = index(where.items, where.axes, where.ways, most, every)
             if overlap(made, said) < overlap(where, said) + _WORTH:
                 return
             self.heard[id(made)] = made
