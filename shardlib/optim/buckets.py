@@ -362,8 +362,10 @@ class Buckets(dict[str, Any]):
     @property
     def are_whole(self) -> bool:
         """Whether these are whole buckets, whose sum is pending, and not each rank's part."""
-        first = self.index.buckets[0]
-        return self.index.ways > 1 and self[first.name].raw.shape[-1] == first.length
+        first = next(iter(self.index.buckets), None)  # some of all buckets may be none
+        if first is None or self.index.ways == 1:
+            return False
+        return self[first.name].raw.shape[-1] == first.length
 
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:

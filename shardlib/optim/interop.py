@@ -37,9 +37,9 @@ def from_torch(
 ) -> Transform:
     """Make a transform of a torch.optim class, or any like it.
 
-    It runs on the sharded values themselves, so what it computes goes through their operators:
-    updates of single elements run on blocks, others move what they say (``with sl.implicit():``
-    where they would gather).
+    torch's own elementwise ones run on blocks.  Others run on the sharded values themselves, so what
+    they compute goes through their operators and moves what it says (``with sl.implicit():`` where
+    it would gather).
     ``lr``     a number or a schedule.
     ``trait``  see ``Transform``; known of torch's own elementwise ones, others are refused by
                ``zero`` unless it is said.
@@ -67,14 +67,19 @@ def from_torch(
     ) -> list[dict[str, Any]]:
         """One step on these tensors, in place; what the optimizer keeps of each."""
         rate = {"lr": at_step(lr, count)} if lr is not None else {}
-        leaves = [p.detach().requires_grad_() for p in params]
+        bare = _bare if known else lambda x: x  # elements alone: blocks will do, padded ones too
+        leaves = [bare(p.detach()).requires_grad_() for p in params]
         for p, g in zip(leaves, grads, strict=True):
-            p.grad = g.detach()
+            p.grad = bare(g.detach())
         made = optimizer(leaves, **(how | rate))
         for p, state in zip(leaves, kept or [], strict=False):
-            made.state[p] = state
+            made.state[p] = {n: bare(v) for n, v in state.items()}
         made.step()
-        return [dict(made.state[p]) for p in leaves]
+        found = [dict(made.state[p]) for p in leaves]
+        return [
+            {n: _lying(v, x) for n, v in row.items()} if known else row
+            for row, x in zip(found, params, strict=True)
+        ]
 
     def init(params: Any) -> TorchState:
         rows, tree = _rows(trainable(params))
@@ -110,6 +115,18 @@ def from_torch(
         return TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
     return Transform(init, update, trait or ("elementwise" if known else "tree"), donate)
+
+
+def _bare(x: Any) -> Any:
+    """A value's block."""
+    return x.raw.detach() if isinstance(x, ShardedTensor) else x
+
+
+def _lying(v: Any, like: Tensor) -> Any:
+    """A block of what is kept, where the parameter lies."""
+    if isinstance(like, ShardedTensor) and isinstance(v, Tensor) and v.shape == like.raw.shape:
+        return like.detach().becomes(v)  # type: ignore[attr-defined]
+    return v
 
 
 def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

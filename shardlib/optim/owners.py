@@ -122,23 +122,23 @@ def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | 
     mesh, index = tree.mesh, tree.index
     where = [rank_along(index.axes, c, mesh.axes) for c in coordinates(mesh.axes)]
     mine = {
-        (b.name, p.slot.offset, i): piece
+        (p.slot.leaves[0], i): piece  # an empty slot begins where the next one does
         for (b, i, p), piece in zip(tree.held, tree.pieces, strict=True)
     }
     out = []
     for bucket in index.buckets:
-        of = [{p.slot.offset: p for p in parts(bucket, r, index.ways)} for r in where]
+        of = [{p.slot.leaves[0]: p for p in parts(bucket, r, index.ways)} for r in where]
         empty = tree[bucket.name].raw.new_empty(0)
         for slot in bucket.slots:
             item = index.items[slot.leaves[0]]
             if len(item.whole) < 2:
                 continue
-            found = [o.get(slot.offset) for o in of]
+            found = [o.get(slot.leaves[0]) for o in of]
             runs = tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
             like = torch.empty(item.whole, device="meta")
             beside = (1, 1) if side is None else side(item.path, like)
             spread = Spread(item.layout, item.tiled, item.whole, runs, beside, index.axes)
-            keys = [(bucket.name, slot.offset, i) for i in range(len(played(mesh)))]
+            keys = [(slot.leaves[0], i) for i in range(len(played(mesh)))]
             given = [mine[key] if key in mine else empty for key in keys]  # noqa: SIM401
             out.append(Laid(item.path, spread, mesh, given))
     return out
