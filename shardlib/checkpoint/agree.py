@@ -158,7 +158,7 @@ class Group:
                     raise self.give_up(
                         f"rank {rank} said nothing during {phase!r} for {self.timeout:g} s"
                     )
-            time.sleep(min(max(0.0003, 0.02 * (now - began)), 0.01))
+            time.sleep(min(max(0.0005, 0.05 * (now - began)), 0.01))
         word = json.loads(self.store.get(key))
         self.calls.seen[rank] = (word["at"][0], word["at"][1])
         self.calls.others[rank] = word["first"]

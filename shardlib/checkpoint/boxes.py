@@ -273,7 +273,7 @@ def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
     nbytes = math.prod(lengths) * itemsize
     cuts: list[set[int]] = [set() for _ in box]
     tile = _TILE if len(box) > 1 else 8 * _TILE
-    most = nbytes // min(tile, max(_SMALLEST, nbytes // 256))
+    most = nbytes // min(tile, max(_SMALLEST, nbytes // 128))
     first, row = along(lengths, itemsize) if box else 0, nbytes
     for d, n in enumerate(lengths[: first + 1]):
         row //= max(n, 1)

@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from shardlib.checkpoint.boxes import (
 )
 
 __all__ = [
-    "Chunk", "Folder", "Part", "check_chunk", "code_of", "dtype_of", "fill", "in_large_pages",
+    "Chunk", "Folder", "Header", "Part", "check_chunk", "code_of", "dtype_of", "fill", "in_large_pages",
     "layout_of_file", "memory", "read_header", "strips", "written", "write_file",
 ]  # fmt: skip
 
@@ -186,14 +187,17 @@ class Sums:
             return [_of_stretch(memory(x[where].contiguous())) for where in whole]
         x = torch.view_as_real(x) if x.is_complex() else x
         lanes = x.view(_LANES[min(x.dtype.itemsize, 4)])
-        columns, found = ends[self.last], []
-        for where in itertools.product(*pieces[: self.last]):
+        tiles, columns = list(itertools.product(*pieces[: self.last])), ends[self.last]
+        sums = torch.empty(len(tiles), math.prod(lanes.shape[self.last :]), dtype=lanes.dtype)
+        for where, row in zip(tiles, sums, strict=True):
             block = lanes[where]
-            count = math.prod(block.shape[: self.last])
-            row = memory(_odd(count, lanes.dtype) @ block.reshape(count, -1))
-            step = len(row) // columns[-1]
-            found += [zlib.crc32(row[a * step : b * step]) for a, b in itertools.pairwise(columns)]
-        return found
+            if self.last != 1 or block.ndim != 2:
+                block = block.reshape(math.prod(block.shape[: self.last]), -1)
+            torch.mv(block.t(), _odd(len(block), lanes.dtype), out=row)
+        data, step = memory(sums), sums.shape[1] * sums.itemsize // columns[-1]
+        cuts = [(a * step, b * step) for a, b in itertools.pairwise(columns)]
+        begins, crc32 = range(0, len(data), columns[-1] * step), zlib.crc32
+        return [crc32(data[i + a : i + b]) for i in begins for a, b in cuts]
 
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -293,7 +297,7 @@ def write_file(
 
         write_all(fd, memoryview(blank))
         for p in parts:
-            index[_key(p)][2] = "".join(f"{crc:08x}" for crc in written(p, write))
+            index[_key(p)][2] = _packed(written(p, write)).hex()
         final = header()
         assert len(final) == len(blank), "checksums have a fixed width"
         os.lseek(fd, 0, os.SEEK_SET)
@@ -343,7 +347,7 @@ class Chunk:
     offset: int
     nbytes: int
     cuts: Cuts
-    crcs: tuple[int, ...] | None
+    crcs: bytes | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -418,21 +422,33 @@ def parsed(text: bytes | str, name: str) -> Any:
         raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
 
 
-def read_header(fd: int, name: str, nbytes: int, crc: int) -> dict[str, Chunk]:
-    """The chunks of one of our files, by the tensors' names.  Raises: ValueError."""
+def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
+    """The chunks of one of our files.  Raises: ValueError."""
     table, meta, begin = layout_of_file(fd, name, nbytes, crc)
     index = parsed(meta.get("shardlib", "{}"), name)
     if not isinstance(index, dict) or index.keys() != table.keys():
         raise ValueError(f"{name}: what it says of its chunks does not fit them")
-    out = {}
-    for key, entry in table.items():
+    return Header(name, begin, {k.rpartition("@")[0]: (k, table[k], index[k]) for k in table})
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of its chunks: by the tensor's name key, entry and description."""
+
+    file: str
+    begin: int
+    said: dict[str, tuple[str, Any, Any]]
+
+    def get(self, name: str) -> Chunk | None:
+        """A chunk, None where the file has none of this tensor.  Raises: ValueError."""
+        if name not in self.said:
+            return None
+        key, entry, described = self.said[name]
         try:
-            box, cuts, digits, code = index[key]
-            chunk = _chunk(name, entry, box, cuts, digits, code, begin)
-        except (TypeError, ValueError, KeyError):
-            raise ValueError(f"{name}: {key!r} is not described as a chunk") from None
-        out[key.rpartition("@")[0]] = chunk
-    return out
+            box, cuts, digits, code = described
+            return _chunk(self.file, entry, box, cuts, digits, code, self.begin)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise ValueError(f"{self.file}: {key!r} is not described as a chunk") from None
 
 
 def _chunk(name: str, entry: Any, box: Any, cuts: Any, digits: Any, code: Any, begin: int) -> Chunk:
@@ -454,7 +470,9 @@ def _chunk(name: str, entry: Any, box: Any, cuts: Any, digits: Any, code: Any, b
         raise ValueError
     if len(digits) != 8 * _count(shape, cuts, dtype.itemsize):
         raise ValueError
-    crcs = tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
+    crcs = bytes.fromhex(digits)
+    if len(crcs) * 2 != len(digits):  # it leaves spaces out
+        raise ValueError
     return Chunk(name, found, dtype, begin + a, b - a, tuple(map(tuple, cuts)), crcs)
 
 
@@ -637,8 +655,12 @@ def check_chunk(chunk: Chunk, folder: Folder) -> None:
     _check(found + of_strips, chunk)
 
 
+def _packed(crcs: list[int]) -> bytes:
+    return struct.pack(f">{len(crcs)}I", *crcs)
+
+
 def _check(found: list[int], chunk: Chunk) -> None:
-    if chunk.crcs is not None and found != list(chunk.crcs):
+    if chunk.crcs is not None and _packed(found) != chunk.crcs:
         raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")
 
 
@@ -703,5 +725,5 @@ def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk, sums
     for cuts, (first, some) in zip(chunk.cuts, tiles, strict=True):
         count = len(cuts) + 1
         numbers = [k * count + i for k in numbers for i in range(first, first + len(some))]
-    if found != [chunk.crcs[k] for k in numbers]:
+    if _packed(found) != b"".join(chunk.crcs[4 * k : 4 * k + 4] for k in numbers):
         raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")

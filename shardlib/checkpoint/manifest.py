@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import Box, Place, chunk, held, meet, size
-from shardlib.checkpoint.files import Chunk, Folder, check_chunk, dtype_of, fill, read_header
+from shardlib.checkpoint.files import (
+    Chunk,
+    Folder,
+    Header,
+    check_chunk,
+    dtype_of,
+    fill,
+    read_header,
+)
 from shardlib.checkpoint.folder import MANIFEST, read_manifest
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
@@ -31,7 +39,7 @@ class Manifest:
     values: dict[str, Any]
     skeleton: Any
     files: list[dict[str, Any]]
-    chunks: dict[str, dict[str, Chunk]]  # of the files opened so far
+    headers: dict[str, Header]  # of the files opened so far
 
     @staticmethod
     def of(folder: Folder) -> "Manifest":
@@ -88,7 +96,7 @@ class Manifest:
             except (OSError, ValueError) as e:
                 out.append(_said(e, file))
                 continue
-            if spare := sorted(set(header) - {name for name, _ in parts}):
+            if spare := sorted(set(header.said) - {name for name, _ in parts}):
                 out.append(f"{file} holds {spare[0]!r}, which {MANIFEST} does not know")
             for name, box in parts:
                 try:
@@ -98,13 +106,13 @@ class Manifest:
                     out.append(text if repr(name) in text else f"{text} ({name!r})")
         return out
 
-    def _header(self, folder: Folder, i: int) -> dict[str, Chunk]:
+    def _header(self, folder: Folder, i: int) -> Header:
         about = self.files[i]
         file = about["file"]
-        if file not in self.chunks:
+        if file not in self.headers:
             fd = folder.file(file)
-            self.chunks[file] = read_header(fd, file, about["bytes"], about["crc"])
-        return self.chunks[file]
+            self.headers[file] = read_header(fd, file, about["bytes"], about["crc"])
+        return self.headers[file]
 
     def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
         """Fill a block that holds ``box``.  Raises: ValueError, OSError."""
