@@ -6,8 +6,10 @@ a fused projection) has one chunk per tensor.
 """
 
 import contextlib
+import copy
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from shardlib._compat import is_dtensor
 from shardlib.border import from_dtensor
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Run, grid, size, whole
+from shardlib.checkpoint.boxes import Box, Run, grid, meet, size, whole
 from shardlib.checkpoint.files import (
     Chunk,
     Folder,
@@ -47,7 +49,7 @@ from shardlib.tensor import ShardedTensor
 
 __all__ = ["Whole", "load_hf", "save_hf", "tensors_of", "write_hf"]
 
-Source = str | Sequence[str] | tuple[str, slice]
+Source = str | Sequence[str] | tuple[str, slice] | tuple[str, tuple[int, ...]]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
 Path = str | os.PathLike[str]
 
@@ -77,8 +79,11 @@ def load_hf(
     ``module``     best made on the meta device.  What no file has, as the tables of rotary
                    positions, comes from the module's own code, or from a module that is real.
     ``names``      a parameter's name -> the name in the files; a list of names, whose tensors make
-                   it along the first dimension; or (name, slice) of its rows.  A common prefix, peft's names
-                   and the conversions that transformers knows for a model are found by themselves.
+                   it along the first dimension; (name, slice) of its rows; or (name, (1, 0)) with
+                   its dimensions permuted, as ``Tensor.permute`` has it.  A common prefix, peft's
+                   names and the conversions that transformers knows for a model are found by
+                   themselves; one that is no matter of places alone is done by transformers, with
+                   that parameter's tensors whole on every rank.
     ``missing``    "init": parameters that no file has are drawn by the module's own code.
     ``extra``      "skip": tensors that the module has no place for are not read.
     ``cast``       allow another dtype than the files have.
@@ -124,7 +129,10 @@ def load_hf(
             for name, chunks in plan.items():
                 x = params.get(name, apply.buffers.get(name))
                 assert x is not None, "only what the module has is planned"
-                check(name, x, x.shape, chunks[0][1].dtype, cast)
+                dtype = (
+                    chunks.dtype(name) if isinstance(chunks, Conversion) else chunks[0].chunk.dtype
+                )
+                check(name, x, x.shape, dtype, cast)
                 new = _filled(name, x, chunks, in_place=name in params)
                 if name not in params:
                     apply.buffers[name] = new
@@ -147,19 +155,95 @@ def _alike(digests: list[str]) -> None:
         raise ValueError(f"rank {odd} and rank 0 see different files")
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter: a chunk of a file, whose dimensions come in the order ``turn``."""
+
+    folder: Folder
+    chunk: Chunk
+    turn: tuple[int, ...] | None = None
+
+    def fill(self, block: Tensor, box: Box) -> int:
+        return fill(block, box, self.chunk, self.folder, self.turn)
+
+
 def _filled(
-    name: str, x: ShardedTensor, chunks: list[tuple[Folder, Chunk]], in_place: bool
+    name: str, x: ShardedTensor, pieces: "list[Piece] | Conversion", in_place: bool
 ) -> ShardedTensor:
     """The tensor with its values, in its own blocks or in new ones."""
     target = Target.of(x)
     raw = x.raw.detach() if in_place else target.empty()
     if x.is_padded:
         raw.zero_()
+    made = pieces.make(name) if isinstance(pieces, Conversion) else None
     for box, block in target.blocks(raw):
-        count = sum(fill(block, box, chunk, folder) for folder, chunk in chunks)
-        if count != size(box):
+        if made is not None:
+            for pairs in itertools.product(*meet(whole(made.shape), box)):
+                part = made[tuple(s for s, _ in pairs)]
+                block[tuple(t for _, t in pairs)] = part.to(block.device, block.dtype)
+        elif sum(piece.fill(block, box) for piece in pieces) != size(box):  # type: ignore[union-attr]
             raise ValueError(f"the files do not have all of {name!r}")
     return x if in_place else x.becomes(raw)
+
+
+class Conversion:
+    """Parameters that transformers makes of some tensors of the files, in its own code.
+
+    ``converter``  of transformers.   ``sources``  pattern of its -> names in the files.
+    Held in memory: these tensors, whole, while a parameter of theirs is filled.
+    """
+
+    def __init__(
+        self, converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module
+    ) -> None:
+        self.converter, self.name, self.sources, self.module = converter, name, sources, module
+        self.table: Mapping[str, tuple[Folder, Chunk]] = {}
+        self.left: dict[str, Tensor] = {}
+        self.meta: dict[str, Tensor] = {}
+
+    @property
+    def files(self) -> list[str]:
+        return [t for some_of in self.sources.values() for t in some_of]
+
+    def plan(self, table: Mapping[str, tuple[Folder, Chunk]]) -> dict[str, Tensor]:
+        """Shapes and dtypes of what it makes.  Raises: ValueError."""
+        self.table = table
+
+        def blank(name: str) -> Tensor:
+            chunk = table[name][1]
+            return torch.empty(chunk.shape, dtype=chunk.dtype, device="meta")
+
+        self.meta = self._run(blank)
+        return self.meta
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.meta[name].dtype
+
+    def make(self, name: str) -> Tensor:
+        """One of its parameters, whole.  Raises: ValueError, OSError."""
+        if name not in self.left:
+            self.left = self._run(self._read)
+        return self.left.pop(name)
+
+    def _read(self, name: str) -> Tensor:
+        folder, chunk = self.table[name]
+        out = torch.empty(chunk.shape, dtype=chunk.dtype)
+        fill(out, chunk.box, chunk, folder)
+        return out
+
+    def _run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        kinds = " and ".join(type(op).__name__ for op in self.converter.operations)
+        try:
+            converter = copy.deepcopy(self.converter)
+            for pattern, names in self.sources.items():
+                converter.collected_tensors[pattern] = [read(n) for n in names]
+            made = converter.convert(self.name, model=self.module, config=self.module.config)
+        except Exception as e:
+            raise ValueError(
+                f"{self.name!r} is made by {kinds} of transformers, which fails: {e}; load the "
+                "module with from_pretrained, and parallelize that"
+            ) from e
+        return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
 
 
 # ---------------------------------------------------------------- what is there
@@ -233,7 +317,7 @@ def _plan(
     names: Names,
     missing: str,
     extra: str,
-) -> tuple[dict[str, list[tuple[Folder, Chunk]]], list[str]]:
+) -> tuple[dict[str, list[Piece] | Conversion], list[str]]:
     """Ours -> the chunks that make it, and what no file has.  Raises: ValueError."""
     aliases: dict[str, list[str]] = {n: [n] for n in params}
     for alias, name in apply.tied.items():
@@ -241,7 +325,10 @@ def _plan(
     ours = {**aliases, **{n: [n] for n in apply.buffers}}
     wanted = {**params, **apply.buffers}
     sources = _sources(module, ours, table, names)
-    plan = {n: _chunks(n, wanted[n], found, table) for n, found in sources.items()}
+    plan = {
+        n: found if isinstance(found, Conversion) else _chunks(n, wanted[n], found, table)
+        for n, found in sources.items()
+    }
     persistent = set(module.state_dict(keep_vars=True))
     lacking = [n for n in ours if n not in plan and (n in params or n in persistent)]
     buffers = [n for n in lacking if n in apply.buffers and not apply.buffers[n].raw.is_meta]
@@ -250,7 +337,11 @@ def _plan(
         raise ValueError(
             f"no file has {some(lacking)} (missing='init' draws them); there are {some(sorted(table))}"
         )
-    used = {t for found in sources.values() for t, _ in found}
+    used = {
+        t
+        for found in sources.values()
+        for t in (found.files if isinstance(found, Conversion) else [t for t, _ in found])
+    }
     spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
     if spare and extra == "error":
         raise ValueError(
@@ -270,15 +361,16 @@ def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
 
 Pieces = list[tuple[str, Any]]
 """(their name, how it lies in ours): None the whole, an int a place in a stack, a slice its rows,
-("cat", dim) after the one before, ("stack", dim, index, dim of cat, which).
+("cat", dim) after the one before, ("stack", dim, index, dim of cat, which), ("part", dim, which, of
+how many), ("turn", order of dimensions).
 """
 
 
 def _sources(
     module: nn.Module, ours: Mapping[str, list[str]], table: Mapping[str, Any], names: Names
-) -> dict[str, Pieces]:
+) -> dict[str, Pieces | Conversion]:
     """Ours -> the tensors that make it, where the files have them."""
-    out: dict[str, Pieces] = {}
+    out: dict[str, Pieces | Conversion] = {}
     given = names if callable(names) else (names or {}).get
     for name in ours:
         said = given(name) if names is not None else None
@@ -305,7 +397,9 @@ def _said(name: str, said: Source, table: Mapping[str, Any]) -> Pieces:
     if isinstance(said, str):
         pieces: Pieces = [(said, None)]
     elif len(said) == 2 and isinstance(said[1], slice):
-        pieces = [(said[0], said[1])]
+        pieces = [(str(said[0]), said[1])]
+    elif len(said) == 2 and isinstance(said[1], tuple):
+        pieces = [(str(said[0]), ("turn", said[1]))]
     else:
         pieces = [(str(t), ("cat", 0)) for t in said]
     if lost := [t for t, _ in pieces if t not in table]:
@@ -332,7 +426,9 @@ def _bare(name: str, way: tuple[str, str]) -> str:
     return way[1] + name.removeprefix(way[0])
 
 
-def _converted(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Pieces]:
+def _converted(
+    module: nn.Module, table: Mapping[str, tuple[Folder, Chunk]]
+) -> dict[str, Pieces | Conversion]:
     """What transformers knows of a model whose files have other names, or tensors in parts."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
         return {}
@@ -346,7 +442,7 @@ def _converted(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Pieces]
     converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
     of = {p: c for c in converters for p in c.source_patterns}
     state = module.state_dict(keep_vars=True)
-    out: dict[str, Pieces] = {}
+    out: dict[str, Pieces | Conversion] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for theirs in sorted(table, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(
@@ -360,14 +456,21 @@ def _converted(module: nn.Module, table: Mapping[str, Any]) -> dict[str, Pieces]
             parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
     for name, by_pattern in parts.items():
         converter = of[next(iter(by_pattern))]
-        ways = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
         patterns = [p for p in converter.source_patterns if p in by_pattern]
-        out[name] = _joined(name, ways, [by_pattern[p] for p in patterns])
+        ordered = {p: by_pattern[p] for p in patterns}
+        found = _joined(converter.operations, list(ordered.values()))
+        if found is not None and len(converter.target_patterns) == 1:
+            out[name] = found
+            continue
+        made = Conversion(converter, name, ordered, module)
+        for target, x in made.plan(table).items():
+            out[target] = _cut_from(converter.operations, made, target, x) or made
     return out
 
 
-def _joined(name: str, ways: list[Any], lists: list[list[str]]) -> Pieces:
-    """Tensors that transformers stacks and concatenates."""
+def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
+    """Tensors that transformers stacks and concatenates; None for what is something else."""
+    ways = [(type(op).__name__, getattr(op, "dim", None)) for op in operations]
     kinds = [kind for kind, _ in ways]
     if kinds == ["MergeModulelist"] and len(lists) == 1:
         return [(t, ("stack", ways[0][1], i, 0, 0)) for i, t in enumerate(lists[0])]
@@ -379,49 +482,78 @@ def _joined(name: str, ways: list[Any], lists: list[list[str]]) -> Pieces:
         ]
     if kinds == ["Concatenate"]:
         return [(t, ("cat", ways[0][1])) for some_of in lists for t in some_of]
-    raise ValueError(
-        f"{name!r} is made by {' and '.join(kinds)}, which is not done here: load the module with "
-        "from_pretrained, and parallelize that"
-    )
+    return None
+
+
+def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tensor) -> Pieces | None:
+    """An equal part of one tensor, or one transposed; None for what is something else."""
+    kinds, op = [type(op).__name__ for op in operations], operations[0]
+    if len(made.files) != 1:
+        return None
+    file, names = made.files[0], list(made.meta)
+    if kinds == ["Chunk"]:
+        dim = op.dim % x.ndim
+        if made.table[file][1].shape[dim] == len(names) * x.shape[dim]:
+            return [(file, ("part", dim, names.index(target), len(names)))]
+    if kinds == ["Transpose"]:
+        order = list(range(x.ndim))
+        order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
+        there = made.table[file][1].shape
+        turned = [there[d] for d in order] == list(x.shape)
+        if not op.check_dims:
+            return [(file, ("turn", tuple(order)))] if turned else None
+    return None
 
 
 def _chunks(
     name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, Chunk]]
-) -> list[tuple[Folder, Chunk]]:
+) -> list[Piece]:
     """Their tensors as boxes of ours.  Raises: ValueError where they do not make up its shape."""
-    out, filled, at = [], 0, 0
+    out: list[Piece] = []
+    filled, at = 0, 0
     for theirs, how in pieces:
         folder, chunk = table[theirs]
-        shape, start = list(chunk.shape), [0] * x.ndim
+        shape, start, turn = list(chunk.shape), [0] * x.ndim, None
+        inside = shape
+        kind = how[0] if isinstance(how, tuple) else ""
         if isinstance(how, slice):
             first, last, _ = how.indices(shape[0] if shape else 0)
             start[0], inside = -first, [last - first, *shape[1:]]
-        else:
-            inside = shape
-        if isinstance(how, tuple) and how[0] == "cat":
+        elif kind == "part":
+            _, dim, which, count = how
+            inside = [n // count if d == dim else n for d, n in enumerate(shape)]
+            start[dim] = -which * inside[dim]
+        elif kind == "turn":
+            turn = tuple(how[1])
+            if sorted(turn) != list(range(len(shape))):
+                raise ValueError(f"{turn} is no order of the dimensions of {theirs!r}, {shape}")
+            inside = [shape[d] for d in turn]
+        elif kind == "cat":
             start[how[1]], at = at, at + shape[how[1]]
-        elif isinstance(how, tuple):
+        elif kind == "stack":
             _, dim, index, along, which = how
             shape.insert(dim, 1)
             start[dim] = index
             start[along] += which * shape[along] if along != dim else 0
-            inside = shape
-        fits = len(shape) == x.ndim and all(
+        fits = len(inside) == x.ndim and all(
             max(s, 0) + n <= m for s, n, m in zip(start, inside, x.shape, strict=False)
         )
-        if not fits or len({chunk.dtype, *(c.dtype for _, c in out)}) > 1:
+        if not fits or len({chunk.dtype, *(p.chunk.dtype for p in out)}) > 1:
             raise ValueError(_misfit(name, x, theirs, chunk))
         filled += math.prod(inside)
         box: Box = tuple((Run(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True))
         cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
-        out.append((folder, replace(chunk, box=box, cuts=cuts)))
+        out.append(Piece(folder, replace(chunk, box=box, cuts=cuts), turn))
     if filled != x.numel():
         raise ValueError(_misfit(name, x, *((pieces[0][0], table[pieces[0][0]][1]))))
     return out
 
 
 def _misfit(name: str, x: Tensor, theirs: str, chunk: Chunk) -> str:
-    return f"{theirs!r} has shape {list(chunk.shape)} in the file, {name!r} {list(x.shape)} in the module"
+    text = f"{theirs!r} has shape {list(chunk.shape)} in the file, {name!r} {list(x.shape)} in the module"
+    if chunk.shape[::-1] == tuple(x.shape) and x.ndim == 2:
+        text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
+    return text
 
 
 # ---------------------------------------------------------------- writing

@@ -129,6 +129,77 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
     assert all(torch.equal(p, held[n]) for n, p in again.named_parameters())
 
 
+def test_a_permutation_of_dimensions_is_asked_for(tmp_path: Path) -> None:
+    """A Conv1D of GPT-2 has the matrix of a Linear transposed."""
+    w = torch.arange(24.0).reshape(4, 6)
+    save_file({"c.weight": w}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 6, bias=False))
+    for mesh, layout in (({"x": 2}, "x ."), ({"x": 2}, ". x"), ({"x": 2, "y": 2}, "y x")):
+        with sl.simulate(**mesh):
+            rules = [("*", layout)]
+            with pytest.raises(CheckpointError, match=r"\(1, 0\)\)\} reads it transposed"):
+                sl.load_hf(tmp_path, module, rules, names={"0.weight": "c.weight"})
+            names: Any = {"0.weight": ("c.weight", (1, 0))}
+            _, params = sl.load_hf(tmp_path, module, rules, names=names)
+            assert torch.equal(sl.unshard(params["0.weight"]), w.T)
+            with pytest.raises(CheckpointError, match="no order"):
+                sl.load_hf(tmp_path, module, rules, names={"0.weight": ("c.weight", (1, 1))})
+
+
+def test_conversions_of_transformers_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut and transposed where a box can say it; the rest by transformers' own code."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    dense = transformers.LlamaForCausalLM(config).eval()
+    held = {n: t.detach().clone() for n, t in dense.state_dict().items()}
+    interleave = loading.Interleave(0)
+    converters = [
+        loading.WeightConverter(
+            "self_attn.qkv_proj.weight",
+            [f"self_attn.{n}_proj.weight" for n in "qkv"],
+            [loading.Chunk(0)],
+        ),
+        loading.WeightConverter(
+            "mlp.down_t.weight", "mlp.down_proj.weight", [loading.Transpose(0, 1)]
+        ),
+        loading.WeightConverter(
+            "mlp.both.weight",
+            ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+            [interleave, loading.Chunk(0)],
+        ),
+    ]
+    files = {n: t for n, t in held.items() if "self_attn" not in n and "mlp" not in n}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        files[f"{layer}.self_attn.o_proj.weight"] = held[f"{layer}.self_attn.o_proj.weight"]
+        qkv = [held[f"{layer}.self_attn.{n}_proj.weight"] for n in "qkv"]
+        files[f"{layer}.self_attn.qkv_proj.weight"] = torch.cat(qkv)
+        files[f"{layer}.mlp.down_t.weight"] = held[f"{layer}.mlp.down_proj.weight"].T.contiguous()
+        both = torch.cat([held[f"{layer}.mlp.{n}_proj.weight"] for n in ("gate", "up")])
+        mixed = interleave.reverse_op.convert({"x": [both]}, ["x"], ["x"])["x"]
+        files[f"{layer}.mlp.both.weight"] = mixed
+    save_file(files, tmp_path / "model.safetensors")
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda module: converters)
+    for mesh in ({"x": 2}, {"x": 2, "y": 2}):
+        with sl.simulate(**mesh):
+            rules = [("*_proj.weight", "y x" if "y" in mesh else ". x"), ("*", "...")]
+            _, params = sl.load_hf(tmp_path, meta(dense), rules)
+            assert params.keys() == held.keys()
+            assert all(torch.equal(sl.unshard(params[n]), x) for n, x in held.items())
+    with sl.simulate(x=2), monkeypatch.context() as patch:
+        patch.setattr(loading.Interleave, "convert", lambda *a, **k: 1 / 0)
+        with pytest.raises(CheckpointError, match=r"gate_proj.*made by Interleave and Chunk"):
+            sl.load_hf(tmp_path, meta(dense), [("*", "...")])
+
+
 class Block(nn.Module):
     """A fused projection, a buffer that is saved and one that is not."""
 
