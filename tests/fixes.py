@@ -103,6 +103,7 @@ CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "result": lambda c: torch.ones(4),
     "fn": lambda c: torch.get_num_threads,
     "path": lambda c: str(Path(tempfile.mkdtemp()) / "saved"),
+    "tree": lambda c: torch.ones(4),
 }
 """What stands for a name that neither the error nor the frames hold: anything of the kind that the
 documentation introduces under it, fitting what else the line names.

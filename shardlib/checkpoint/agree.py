@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -55,10 +55,20 @@ _OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 
 
 class Group:
-    """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree."""
+    """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree.
 
-    def __init__(self, op: str, timeout: float, alone: bool = False) -> None:
-        self.op, self.timeout = op, timeout
+    ``fixes``  (words of a message, the line that mends it), of which the first that fits counts: all
+               ranks raise one message, and so one fix.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        timeout: float,
+        alone: bool = False,
+        fixes: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.op, self.timeout, self.fixes = op, timeout, fixes
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
         self.beats: dict[int, bytes] = {}
@@ -76,7 +86,8 @@ class Group:
 
     def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
         """What every rank raises."""
-        fix = getattr(cause, "fix", "")
+        own = getattr(cause, "fix", "")
+        fix = next((line for words, line in self.fixes if words in message), own)
         return CheckpointError(message, op=self.op, operands=operands, fix=fix)
 
     def progress(self) -> None:
@@ -215,4 +226,5 @@ def _text(error: BaseException | None) -> str:
         return ""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return getattr(error, "message", "") or f"{type(error).__name__}: {error}"
+    said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return getattr(error, "message", "") or said

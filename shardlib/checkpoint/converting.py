@@ -62,7 +62,15 @@ def reshard(
       w  f32  [8]  x
     """
     there = _mesh(mesh)
-    group = Group("reshard", 100.0, alone=True)
+    group = Group(
+        "reshard",
+        100.0,
+        alone=True,
+        fixes=[
+            ("overwrite=False", "sl.checkpoint.reshard(path, target, mesh, overwrite=True)"),
+            ("does not divide", "sl.checkpoint.reshard(path, target, mesh, pad=True)"),
+        ],
+    )
     with _reading(group, path) as folder:
         manifest, error = _manifest(group, folder), None
         places: dict[str, Place] = {}
@@ -115,7 +123,12 @@ def to_hf(
     ...     load_file(d + "/hf/model.safetensors")
     {'w': tensor([0, 1, 2, 3])}
     """
-    group = Group("to_hf", 100.0, alone=True)
+    group = Group(
+        "to_hf",
+        100.0,
+        alone=True,
+        fixes=[("overwrite=True", "sl.checkpoint.to_hf(path, directory, overwrite=True)")],
+    )
     with _reading(group, path) as folder:
         manifest, error = _manifest(group, folder), None
         tensors: list[Whole] = []
@@ -182,9 +195,17 @@ def from_hf(
         raise BadArgument(
             "layouts= lie on a mesh",
             op="from_hf",
-            fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='x ...')",
+            fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
         )
-    group = Group("from_hf", 100.0, alone=True)
+    group = Group(
+        "from_hf",
+        100.0,
+        alone=True,
+        fixes=[
+            ("overwrite=False", "sl.checkpoint.from_hf(directory, target, overwrite=True)"),
+            ("does not divide", "sl.checkpoint.from_hf(directory, target, mesh, pad=True)"),
+        ],
+    )
     folder, error = None, None
     try:
         folder, table = tensors_of(os.fspath(directory), group.progress)

@@ -111,7 +111,9 @@ def load_hf(
     apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
     several = not isinstance(directory, str | os.PathLike)
     places = [os.fspath(p) for p in directory] if several else [os.fspath(directory)]  # type: ignore[union-attr,arg-type]
-    group = Group("load_hf", timeout, mesh.device_mesh is None)
+    group = Group(
+        "load_hf", timeout, mesh.device_mesh is None, _fixes(names, pad, missing, extra, cast)
+    )
     error, digest, lacking = None, "", []
     read = 0
     with contextlib.ExitStack() as stack:
@@ -147,6 +149,20 @@ def load_hf(
 
 
 load_hf.bytes_read = 0  # type: ignore[attr-defined]
+
+
+def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> list[tuple[str, str]]:
+    """By the words of a message the line that mends it: the call as it was, and one thing more."""
+    call = "sl.load_hf(directory, module, rules"
+    call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
+    call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
+    return [
+        ("missing='init'", f"{call}, missing='init')"),
+        ("extra='skip'", f"{call}, extra='skip')"),
+        ("cast=True", f"{call}, cast=True)"),
+        ("does not divide", f"{call}, pad=True)"),
+        ("said nothing", f"{call}, timeout=1000.0)"),
+    ]
 
 
 def _alike(digests: list[str]) -> None:
@@ -588,7 +604,7 @@ def save_hf(
     {'w': tensor([0, 1, 2, 3])}
     """
     tensors = {n: from_dtensor(x) if is_dtensor(x) else x for n, x in params.items()}
-    group = Group("save_hf", timeout, alone(list(tensors.values())))
+    group = Group("save_hf", timeout, alone(list(tensors.values())), _SAVE_FIXES)
     error, whole_ones = None, []
     try:
         tensors = _called(tensors, module, names)
@@ -600,6 +616,9 @@ def save_hf(
     one = _ADAPTER if hasattr(module, "peft_config") else _ONE
     configure = lambda path: _configure(module, path)  # noqa: E731
     write_hf(group, directory, whole_ones, configure, one, max_bytes, overwrite, error)
+
+
+_SAVE_FIXES = [("overwrite=True", "sl.save_hf(directory, params, overwrite=True)")]
 
 
 @dataclass(frozen=True)

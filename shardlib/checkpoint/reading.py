@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,10 @@ from shardlib.checkpoint.boxes import Box, Place, held, whole
 from shardlib.checkpoint.files import Folder, code_of, in_large_pages
 from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.steps import opened_newest
+from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.patterns import matches
@@ -93,7 +94,7 @@ def load(
     wanted = None if like is None else Leaves.of(like, "load")
     here = None if wanted is not None else as_mesh(mesh) if mesh is not None else scope().mesh
     only = alone(wanted.leaves) if wanted is not None else world_of(here) == 1
-    group = Group("load", timeout, only)
+    group = Group("load", timeout, only, _fixes(path, like, layouts))
     found, error, identity, readers = None, None, "", _Readers()
     for again in (True, False):
         try:
@@ -125,6 +126,27 @@ def load(
 
 
 load.bytes_read = 0  # type: ignore[attr-defined]
+
+
+def _fixes(path: str, like: Any, layouts: Any) -> list[tuple[str, str]]:
+    """By the words of a message the line that mends it."""
+    run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
+    call = "sl.load(path" if like is None else "sl.load(path, like"
+    call += ", layouts=layouts" if layouts is not None else ""
+    return [
+        ("(missing='keep' leaves them), and", f"{call}, missing='keep', extra='skip')"),
+        ("missing='keep'", f"{call}, missing='keep')"),
+        ("extra='skip'", f"{call}, extra='skip')"),
+        ("cast=True", f"{call}, cast=True)"),
+        ("does not divide", f"{call}, pad=True)"),
+        ("said nothing", f"{call}, timeout=1000.0)"),
+        ("in the tree", "print(sl.checkpoint.describe(path))"),
+        ("names=", "print(sl.checkpoint.describe(path))"),
+        ("No such file or directory: ", f"sl.checkpoint.steps({os.path.dirname(path) or '.'!r})"),
+        (MANIFEST, f"sl.checkpoint.steps({run!r})"),
+        (".safetensors", f"sl.latest({run!r}, verify=True)"),
+        ("different checkpoints", f"sl.latest({run!r}, verify=True)"),
+    ]
 
 
 def _one(said: list[list[Any]], path: str) -> None:
@@ -361,6 +383,14 @@ def target_of(
     else:
         lay = as_layout(layout, "load", "sl.load(path, layouts={})", shape=place.shape, mesh=mesh)
     lay = lay.resolve(len(place.shape))
+    unknown = [a for a in lay.axes if a not in mesh.axes]
+    if unknown:
+        raise UnknownAxis(
+            f"{name!r} lies as {str(lay)!r}, and the mesh has no axis {unknown[0]!r}",
+            op="load",
+            mesh=mesh,
+            fix="sl.load(path, layouts='...')",
+        )
     like = torch.empty(place.shape, device="meta")
     grown = pad or (given is None and place.tiled != place.shape)
     tiled = tuple(padded_size(lay, like, mesh)) if grown else place.shape

@@ -66,7 +66,7 @@ class Leaves:
             raise ShardError(
                 f"two leaves are named {twice!r}",
                 op=op,
-                fix="tree = {'first': tree, 'second': other}",
+                fix="tree = {'items': list(tree.values())}",
             )
         leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
         for name, x in zip(names, leaves, strict=True):
@@ -121,7 +121,7 @@ def _check(name: str, x: Any, op: str) -> None:
         raise Unsupported(f"{name!r} is of {x.dtype}, which no file holds", op=op, fix="x.float()")
     if not isinstance(x, ShardedTensor):
         if x.layout is not torch.strided:
-            raise Unsupported(f"{name!r} is not dense", op=op, fix="x.to_dense()")
+            raise Unsupported(f"{name!r} is not dense; x.to_dense() is", op=op, fix="")
         return
     if x.sharding.partial:
         raise PartialEscape(

@@ -131,7 +131,7 @@ def save(
         leaves = Leaves.of(tree, "save")
     except Exception as e:
         error = e
-    group = Group("save", timeout, alone(leaves.leaves if leaves else []))
+    group = Group("save", timeout, alone(leaves.leaves if leaves else []), _FIXES)
     if leaves is not None:
         content = Content.of(leaves, group.world)
         plain = [n for n, x in leaves.tensors.items() if not isinstance(x, ShardedTensor)]
@@ -164,12 +164,18 @@ def save(
     return saving
 
 
+_FIXES = [
+    ("overwrite=False", "sl.save(path, tree)"),
+    ("said nothing", "sl.save(path, tree, timeout=1000.0)"),
+]
+
+
 def _check(path: str, step: Any, keep: Any) -> None:
     if path.endswith(".safetensors"):
         raise BadArgument(
             "a checkpoint is a directory; whole tensors in one file are what save_hf writes",
             op="save",
-            fix="sl.save_hf('model', params)",
+            fix=f"sl.save_hf({path.removesuffix('.safetensors')!r}, params)",
         )
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise BadArgument(f"a step is a number from 0 on, not {step!r}", op="save", fix="step=100")

@@ -69,6 +69,12 @@ def test_what_cannot_be_done_leaves_nothing(tmp_path: Path) -> None:
         sl.checkpoint.reshard(tmp_path / "a", tmp_path / "b", {"x": 3})
     with pytest.raises(CheckpointError, match="'y'"):
         sl.checkpoint.reshard(tmp_path / "a", tmp_path / "b", {"x": 2}, layouts="y")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_damaged_is_not_passed_on(tmp_path: Path) -> None:
+    with sl.simulate(x=2):
+        sl.save(tmp_path / "a", {"w": sl.shard(torch.arange(4.0), "x")})
     path = tmp_path / "a" / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
