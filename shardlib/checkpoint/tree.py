@@ -105,9 +105,9 @@ def _check(name: str, x: Any, op: str) -> None:
         raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
     if isinstance(x, Buckets | Owned):
         raise Unsupported(
-            f"{name!r} is a state in flat vectors, whose order of elements is that of one mesh",
+            f"{name!r} lies in flat vectors, whose order of elements is that of one mesh",
             op=op,
-            fix="tree = {'params': params, 'state': sl.optim.state_dict(state)}",
+            fix="tree = {'params': sl.optim.state_dict(params), 'state': sl.optim.state_dict(state)}",
         )
     if not isinstance(x, Tensor):
         if not isinstance(x, Value):

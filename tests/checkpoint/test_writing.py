@@ -273,3 +273,76 @@ def test_a_simulated_save_is_a_real_one(pool: Any, tmp_path: Path) -> None:
 
 def _saved(path: str) -> None:
     sl.save(path, placed())
+
+
+ONE = ["x .", ". x", "zigzag(x) .", "striped(x) .", "(3 x) .", "..."]
+TWO = ["x y", "y x", "(x y) .", ". (y x)", "zigzag(x) y", "(3 x) y"]
+THREE = ["(x z) y", "z (y x)", "zigzag(z) ."]
+
+
+def _every_pair(path: str, axes: str) -> list[str]:
+    """Of forms under which a tensor that does not divide was saved and loaded, the pairs that differ."""
+    forms = ONE if axes == "x" else [*ONE, *TWO] + THREE * ("z" in axes)
+    w = torch.arange(37 * 29.0).reshape(37, 29)
+    placed = {f: sl.shard(w, f, pad=True) for f in forms}
+    sl.save(path, placed)
+    wrong = []
+    for f in placed:
+        like = {g: sl.shard(w * 0, f, pad=True) for g in placed}
+        got = sl.load(path, like)
+        wrong += [f"{g} as {f}" for g, x in got.items() if not torch.equal(x.raw, placed[f].raw)]
+    return wrong
+
+
+@pytest.mark.parametrize("axes", ["x", "x y"])
+def test_every_pair_of_layouts_on_four_processes(pool: Any, axes: str, tmp_path: Path) -> None:
+    mesh = {"x": 4} if axes == "x" else {"x": 2, "y": 2}
+    assert pool.run(_every_pair, str(tmp_path / "c"), axes, **mesh) == [[]] * 4
+
+
+def test_every_pair_of_layouts_on_eight_processes(pool8: Any, tmp_path: Path) -> None:
+    found = pool8.run(_every_pair, str(tmp_path / "c"), "x y z", x=2, y=2, z=2)
+    assert found == [[]] * 8
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 2}, {"x": 1}], ids=str)
+def test_every_pair_of_layouts_on_simulated_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
+    with sl.simulate(**mesh):
+        assert _every_pair(str(tmp_path / "c"), " ".join(mesh)) == []
+
+
+def _spread(path: str, apart: bool) -> list[Any]:
+    """What four ranks that all hold a tensor read of it, and whether they have it."""
+    from shardlib.checkpoint import reading
+
+    w = {n: torch.arange(40_000.0).reshape(200, 200) + i for i, n in enumerate("abcd")}
+    tree = {n: sl.shard(x, "...") for n, x in w.items()} | {"split": sl.shard(w["a"], "x .")}
+    sl.save(path, {**tree, "plain": w["b"]})
+    many, reading._MANY = reading._MANY, 2
+    try:
+        like = {n: sl.shard(x * 0, "...") for n, x in w.items()}
+        like |= {"split": sl.shard(w["a"] * 0, "x ."), "plain": w["b"] * 0}
+        if apart:  # ranks that ask for other trees are told, and nobody waits
+            if dist.get_rank() == 1:
+                del like["plain"]
+            return [told(lambda: sl.load(path, like, extra="skip"))]
+        found = sl.load(path, like)
+        read = sl.load.bytes_read / w["a"].nbytes  # type: ignore[attr-defined]
+        alike = all(torch.equal(sl.unshard(found[n]), x) for n, x in w.items())
+        same = torch.equal(found["plain"], w["b"]) and torch.equal(
+            sl.unshard(found["split"]), w["a"]
+        )
+        return [read, alike and same]
+    finally:
+        reading._MANY = many
+
+
+def test_one_of_many_holders_reads(pool: Any, tmp_path: Path) -> None:
+    """Five whole tensors, four blocks of which each is held by one rank, or by two."""
+    found = pool.run(_spread, str(tmp_path / "a"), False, x=4)
+    assert all(good for _, good in found)
+    assert sum(read for read, _ in found) == 5 + 1 and max(read for read, _ in found) <= 2.25
+    found = pool.run(_spread, str(tmp_path / "b"), False, x=2, y=2)
+    assert all(good for _, good in found) and sum(read for read, _ in found) == 5 + 1
+    (one, *others) = pool.run(_spread, str(tmp_path / "c"), True, x=4)
+    assert others == [one] * 3 and "rank 1 and rank 0 read other tensors from" in one[0]
