@@ -1,7 +1,7 @@
 """Batches: global tensors of what each data rank read, in an order that no number of ranks changes."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -122,7 +122,7 @@ def data(
     mesh: MeshLike | None = None,
     shuffle: bool = True,
     seed: int = 0,
-    last: str = "fill",
+    last: Literal["fill", "drop"] = "fill",
     ignore: Mapping[Any, float] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     workers: int = 0,
@@ -159,8 +159,9 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Any, batch: int, layout: Any, mesh: Mesh, shuffle: bool, seed: int, last: str,
-        ignore: Mapping[Any, float] | None, collate: Any, workers: int, state: Mapping[str, int] | None,
+        self, dataset: Any, batch: int, layout: Any, mesh: Mesh, shuffle: bool, seed: int,
+        last: Literal["fill", "drop"], ignore: Mapping[Any, float] | None, collate: Any,
+        workers: int, state: Mapping[str, int] | None,
     ) -> None:  # fmt: skip
         if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
             raise BadArgument(
@@ -275,14 +276,17 @@ class Batches:
         return leaves, spec, found
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
-        """Which rows of a batch a rank reads."""
+        """Which rows of a batch a rank reads: those of any of its fields."""
         one = isinstance(self.layout, LayoutLike)
-        some = self.layout if one else next(iter(optree.tree_leaves(self.layout)), "...")
-        first = as_layout(some, "data", "sl.data(dataset, 32, {})", mesh=self.mesh)
-        dims = first.dims[:1] if first.ellipsis != 0 else ()
-        rows = Layout(dims or Layout.parse(".").dims)
-        rows.check((self.batch,), self.mesh, op="data")
-        return tuple(rows.indices((self.batch,), self.mesh, coord)[0])
+        given = [self.layout] if one else optree.tree_leaves(self.layout) or ["..."]
+        held: set[int] = set()
+        for text in dict.fromkeys(given):
+            lay = as_layout(text, "data", "sl.data(dataset, 32, {})", mesh=self.mesh)
+            dims = lay.dims[:1] if lay.ellipsis != 0 else ()
+            rows = Layout(dims or Layout.parse(".").dims)
+            rows.check((self.batch,), self.mesh, op="data")
+            held |= set(rows.indices((self.batch,), self.mesh, coord)[0])
+        return tuple(sorted(held))
 
     def _cut(self, read: Any, coord: Mapping[str, int]) -> Any:
         """Of whole rows, what a rank holds along the other dimensions."""
@@ -298,6 +302,9 @@ class Batches:
             )
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
+        if len(where[0]) != len(x):  # the rank read rows for fields that lie otherwise, too
+            at = {row: i for i, row in enumerate(self._dealt(coord))}
+            x = x.index_select(0, torch.tensor([at[row] for row in where[0]]))
         for d, held in enumerate(where[1:], 1):
             if len(held) != x.shape[d]:
                 x = x.index_select(d, torch.tensor(list(held)))

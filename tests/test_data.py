@@ -188,3 +188,14 @@ def test_one_block_of_several_ranks_is_refused() -> None:
         assert mesh.coord is None  # no one place is this process's
         given = sl.from_local(sl.axis_index("data") * torch.ones(2), "data")
         assert sl.unshard(given).tolist() == [0, 0, 1, 1]
+
+
+def test_fields_whose_rows_lie_differently_are_of_the_same_rows() -> None:
+    """As ids and labels under cube3d: a rank reads what any of its fields holds."""
+    rows = [(torch.tensor([i, i]), torch.tensor([i, -i])) for i in range(8)]
+    for axes in ({"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 1, "z": 2}):
+        with sl.simulate(**axes):
+            dealt = sl.data(rows, 4, ("(x y) .", "(x z) ."), ignore={1: -100})
+            for ids, labels in dealt:
+                assert torch.equal(sl.unshard(ids)[:, 0], sl.unshard(labels)[:, 0])
+                assert torch.equal(sl.unshard(ids)[:, 1], -sl.unshard(labels)[:, 1])
