@@ -41,15 +41,18 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.atoms import leaves
-from shardlib.modules.dimensions import trace_dimensions
+from shardlib.modules.colossalai import Legacy, legacy
+from shardlib.modules.dimensions import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
 from shardlib.modules.parallelize import Suggested
 from shardlib.modules.roles import Way, assign, patterns
 
 __all__ = [
     "Recipe",
+    "Legacy",
     "cube3d",
     "ddp",
+    "from_colossalai_config",
     "fsdp",
     "matrices",
     "megatron1d",
@@ -403,6 +406,24 @@ def fsdp(
     return _recipe(model, way, inputs, where, where, mesh, experts)
 
 
+def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) -> Legacy:
+    """Read Colossal-AI's legacy configuration: mesh sizes, the recipe's name, ZeRO and precision.
+
+    ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=, ...)``;
+                names in capitals are the user's own, and passed over.
+    ``world``   the number of processes, where ``data`` is not said.
+    ``found.toml()`` writes it for ``shardlib train``.
+    Raises: Unsupported naming the key that has no counterpart, as ``parallel.pipeline``; BadArgument.
+
+    >>> found = from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))
+    >>> found.mesh, found.recipe
+    ({'data': 2, 'x': 2, 'y': 2}, 'optimus2d')
+    >>> from_colossalai_config(dict(parallel=dict(tensor=dict(size=8, mode="2.5d", depth=2))), world=16).mesh
+    {'data': 2, 'd': 2, 'x': 2, 'y': 2}
+    """
+    return legacy(config, world)
+
+
 def _plane(rows: str, cols: str, mesh: Any) -> Way:
     layouts = {
         "expand": (f"{cols} {rows}", cols),
@@ -429,7 +450,8 @@ def _recipe(
     """Write rules by what feeds what, or by names where the module cannot be run."""
     split = _stacked(model, mesh, experts)
     try:
-        found = trace_dimensions(model, inputs)
+        known = isinstance(inputs, Dimensions)
+        found = inputs if known else trace_dimensions(model, inputs)
     except Unsupported as e:
         warnings.warn(f"roles are guessed by names and shapes: {e.message}", stacklevel=3)
         heads = math.prod(way.sizes[a] for a in way.inner)

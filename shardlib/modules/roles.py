@@ -28,7 +28,7 @@ from shardlib.modules.atoms import Atom, Row, leaves, length, root
 from shardlib.modules.dimensions import Dimensions, Read
 from shardlib.modules.parallelize import Suggested
 
-__all__ = ["Way", "assign", "kinds", "patterns"]
+__all__ = ["Way", "assign", "deep", "kinds", "patterns"]
 
 MATRIX = {
     ("inner", "residual"): "expand",
@@ -81,11 +81,11 @@ class _Found:
 
     def of(self, row: Iterable[Atom]) -> str:
         """The kind of a dimension: that of what could be split in it."""
-        every = {self.kind.get(id(a), "") for a in _deep(row)}
+        every = {self.kind.get(id(a), "") for a in deep(row)}
         return next((k for k in ("inner", "residual", "") if k in every), "whole")
 
     def put(self, row: Iterable[Atom], kind: str, over: tuple[str, ...] = ("",)) -> None:
-        for a in _deep(row):
+        for a in deep(row):
             if self.kind.get(id(a), "") in over:
                 self.kind[id(a)] = kind
 
@@ -93,11 +93,11 @@ class _Found:
         return [a for d in dims for a in self.dims.params[name][d]]
 
 
-def _deep(row: Iterable[Atom]) -> list[Atom]:
+def deep(row: Iterable[Atom]) -> list[Atom]:
     """Every atom of a row, of pieces theirs."""
     out = []
     for a in leaves(row):
-        out += _deep(a.parts) if a.parts else [a]
+        out += deep(a.parts) if a.parts else [a]
     return out
 
 
@@ -113,16 +113,16 @@ def kinds(dims: Dimensions) -> _Found:
     products = [r for r in dims.reads if r.kind == "product" and r.inputs and r.outputs]
     into, outof = dict[int, set[int]](), dict[int, set[int]]()
     for at, r in enumerate(products):
-        for a in _deep(found.row(r.name, r.inputs)):
+        for a in deep(found.row(r.name, r.inputs)):
             into.setdefault(id(a), set()).add(at)
-        for a in _deep(found.row(r.name, r.outputs)):
+        for a in deep(found.row(r.name, r.outputs)):
             outof.setdefault(id(a), set()).add(at)
     looked = {
-        id(a) for r in dims.reads if r.kind == "lookup" for a in _deep(found.row(r.name, r.inputs))
+        id(a) for r in dims.reads if r.kind == "lookup" for a in deep(found.row(r.name, r.inputs))
     }
-    every = [a for rows in dims.params.values() for row in rows for a in _deep(row)]
-    every += [a for row in dims.sources for a in _deep(row)]
-    rows = [_deep(row) for rows in dims.params.values() for row in rows]
+    every = [a for rows in dims.params.values() for row in rows for a in deep(row)]
+    every += [a for row in dims.sources for a in deep(row)]
+    rows = [deep(row) for rows in dims.params.values() for row in rows]
     beside = {id(a) for row in rows if any("heads" in a.seen for a in row) for a in row}
     for a in every:
         if "bound" in a.seen:
@@ -148,7 +148,7 @@ def kinds(dims: Dimensions) -> _Found:
         found.put(ins, "residual")
         if found.of(outs):
             continue
-        atoms = _deep(outs)
+        atoms = deep(outs)
         if found.of(ins) == "inner":
             found.put(outs, "residual")
         elif any(id(a) in into for a in atoms):
@@ -166,16 +166,16 @@ def kinds(dims: Dimensions) -> _Found:
     for r in products:
         ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
         if found.of(ins) == "inner" and found.of(outs) == "residual" and length(ins) > length(outs):
-            found.mlp |= {id(a) for a in _deep(ins) if "heads" not in a.seen}
+            found.mlp |= {id(a) for a in deep(ins) if "heads" not in a.seen}
     mixed = {
-        id(a) for rows in dims.params.values() for row in rows if _headed(row) for a in _deep(row)
+        id(a) for rows in dims.params.values() for row in rows if _headed(row) for a in deep(row)
     }
     found.mlp -= mixed
     return found
 
 
 def _headed(row: Row) -> bool:
-    return any("heads" in a.seen for a in _deep(row))
+    return any("heads" in a.seen for a in deep(row))
 
 
 # ---------------------------------------------------------------- positions
@@ -240,7 +240,7 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     if not axes:
         return "."
     row = list(row)
-    alone = _deep(row)
+    alone = deep(row)
     if found.pad and len(alone) == 1 and id(alone[0]) in found.vocabulary and length(row) % p:
         return _token(axes)
     held = _held(found, row, kind, p)
@@ -327,7 +327,7 @@ def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
 
 def _axes(found: _Found, row: Row, way: Way) -> tuple[str, ...]:
     """The axes that split what is inner in a row."""
-    if way.wide is not None and any(id(a) in found.mlp for a in _deep(row)):
+    if way.wide is not None and any(id(a) in found.mlp for a in deep(row)):
         return way.wide
     return way.inner
 
@@ -340,7 +340,7 @@ def _settle(found: _Found, uses: Mapping[str, Read], way: Way) -> None:
         for name, rows in found.dims.params.items():
             for d, row in enumerate(rows):
                 for kind in ("inner", "residual"):
-                    if found.of(row) == kind or any(found.of([a]) == kind for a in _deep(row)):
+                    if found.of(row) == kind or any(found.of([a]) == kind for a in deep(row)):
                         _settle_row(found, name, d, row, kind, way, uses.get(name))
         for r in found.dims.reads:
             if r.kind == "product" and r.inputs and r.outputs:
@@ -369,10 +369,10 @@ def _settle_row(
             and _shared(found, row, p)
         ):
             return  # fewer heads of keys than ranks: they alone are whole
-        why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in _deep(row)}
+        why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in deep(row)}
         for other, rows in found.dims.params.items() if mine & found.vocabulary else ():
             for at, theirs in enumerate(rows):
-                if mine & {id(a) for a in _deep(theirs)}:
+                if mine & {id(a) for a in deep(theirs)}:
                     found.left.setdefault(
                         (other, at), f"{why}; sl.parallelize(..., pad=True) pads it"
                     )
@@ -436,9 +436,9 @@ def _settle_product(found: _Found, r: Read, way: Way) -> None:
 
 def _dropped(found: _Found, row: Row) -> bool:
     """Whether some product makes these from inner features."""
-    mine = {id(a) for a in _deep(row)}
+    mine = {id(a) for a in deep(row)}
     products = [r for r in found.dims.reads if r.kind == "product" and r.outputs and r.inputs]
-    makers = [r for r in products if mine & {id(a) for a in _deep(found.row(r.name, r.outputs))}]
+    makers = [r for r in products if mine & {id(a) for a in deep(found.row(r.name, r.outputs))}]
     return bool(makers) and all(found.of(found.row(r.name, r.inputs)) == "inner" for r in makers)
 
 
@@ -461,7 +461,7 @@ def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[s
         into = "whole"
     role = MATRIX[out, into]
     wide = way.wide is not None and role in ("expand", "contract")
-    if wide and any(id(a) in found.mlp for a in _deep(outs if role == "expand" else ins)):
+    if wide and any(id(a) in found.mlp for a in deep(outs if role == "expand" else ins)):
         role = "up" if role == "expand" else "down"
     if role == "contract" and way.widest and length(ins) <= length(outs):
         role = "expand"

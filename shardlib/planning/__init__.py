@@ -6,7 +6,9 @@ from shardlib.ops.attention import attention_plan
 from shardlib.planning.bounds import lower_bound
 from shardlib.planning.grids import Choice, Grid3, choose
 from shardlib.planning.links import probe
+from shardlib.planning.plan import Cluster, Plan, plan
 
 __all__ = [
-    "Choice", "Grid3", "Link", "ReshardPlan", "attention_plan", "choose", "lower_bound", "probe",
+    "Choice", "Cluster", "Grid3", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
+    "lower_bound", "plan", "probe",
 ]  # fmt: skip

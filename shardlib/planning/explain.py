@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
-from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
+from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
+from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
+from shardlib.planning.known import Known
 from shardlib.tensor import ShardedTensor, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain", "size"]
@@ -92,6 +94,7 @@ class Explanation:
     parameters: int
     transient: int
     state: int = 0
+    saved: int = 0
 
     @property
     def peak(self) -> int:
@@ -251,7 +254,31 @@ def explain(
         if isinstance(inputs, dict)
         else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
     )
-    return planned(lambda: _explained(apply, params, args, kwargs, sizes, backward, tx))
+    return planned(
+        lambda: _rehearsed(apply, params, args, kwargs, sizes),
+        lambda: _explained(apply, params, args, kwargs, sizes, backward, tx),
+    )
+
+
+def _rehearsed(
+    apply: Callable[..., Any], params: Any, args: Any, kwargs: Any, sizes: dict[str, int]
+) -> None:
+    """Forward alone, for products to find out which of their operands are read again."""
+    with record(**sizes) as paper, torch.no_grad():
+        known = Known()
+        ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
+        with known:
+            apply(ours, *given[0], **given[1])
+
+
+def _papers(tree: Any, paper: Any, known: Known) -> Any:
+    def on_paper(x: Any) -> Any:
+        y = _on_paper(x, paper)
+        if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_meta:
+            known.tell(y, x)
+        return y
+
+    return optree.tree_map(on_paper, tree, none_is_leaf=True)
 
 
 def _explained(
@@ -264,19 +291,19 @@ def _explained(
     tx: Any,
 ) -> Explanation:
     with record(**sizes) as paper, trace() as t:
-        ours = optree.tree_map(lambda x: _on_paper(x, paper), params)
-        both: Any = (tuple(args), kwargs)
-        given = optree.tree_map(lambda x: _on_paper(x, paper), both, none_is_leaf=True)
+        known = Known()
+        ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _Watch(t, paper.size, backward)
-        with Live() as live, watch.paths:
+        with known, Live() as live, watch.paths:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
+            saved = live.now
             if backward:
                 watch.back(
                     out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]
                 )  # type: ignore[arg-type]
         state = 0 if tx is None else _bytes(tx.init(ours))
-    return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state)
+    return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
 
 
 def _bytes(tree: Any) -> int:
@@ -288,20 +315,15 @@ def _bytes(tree: Any) -> int:
 
 def _on_paper(x: Any, mesh: Any) -> Any:
     """The same value as a shape on another mesh."""
-    if isinstance(x, ShardedTensor) and x.is_padded:
-        raise Unsupported(
-            "padded blocks are not planned",
-            op="explain",
-            operands={"tensor": typeof(x)},
-            fix="sl.unshard(x)",
-        )
     if isinstance(x, ShardedTensor):
+        true, place = x.place.true_shape, x.place._replace(mesh=mesh, deferred=frozenset())
+        if true is not None:  # what fills it up is another mesh's
+            size = padded_size(x.sharding, torch.empty(true, device="meta"), mesh)
+            place = place._replace(shape=size, true_shape=true if size != true else None)
         block = torch.empty(
-            x.sharding.local_shape(tuple(x.padded_shape), mesh), dtype=x.raw.dtype, device="meta"
+            x.sharding.local_shape(tuple(place.shape), mesh), dtype=x.raw.dtype, device="meta"
         )
-        return ShardedTensor(
-            block.requires_grad_(x.requires_grad), x.place._replace(mesh=mesh, deferred=frozenset())
-        )
+        return ShardedTensor(block.requires_grad_(x.requires_grad), place)
     return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 

@@ -10,29 +10,23 @@ Source: arXiv 2305.13525 (choosing a grid by its cost).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
 from shardlib.cost import Cost, moving
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
 from shardlib.modules import recipes
+from shardlib.modules.dimensions import trace_dimensions
+from shardlib.planning.outline import outline
+from shardlib.planning.products import Layer, all_products
 
 __all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]
-
-
-class Layer(NamedTuple):
-    """A linear layer: whether it contracts, and whether it is an MLP's where there is attention."""
-
-    inputs: int
-    outputs: int
-    back: bool = False
-    mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,8 @@ def choose(
     ``links``     one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
     ``flops``     multiply-adds x 2 per second and rank, to include the products themselves.
 
-    Only linear layers are priced: attention and norms move nothing or little under these layouts.
+    Products with weights are priced, each distinct one once, whatever modules hold them; attention
+    and norms move nothing or little under these layouts.  ``planning.plan`` runs all of a step on paper.
     Ties go to fewer messages.  Raises: ShardError where no grid divides or fits.
 
     >>> mlp = [(1024, 4096), (4096, 1024)]
@@ -171,7 +166,13 @@ def choose(
         )
     table, rejected = [], 0
     known = {a: links for a in "xyz"} if isinstance(links, Link) else links
-    work = 6 * batch * sequence * sum(layer.inputs * layer.outputs for layer in layers) / world
+    work = (
+        6
+        * batch
+        * sequence
+        * sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+        / world
+    )
     for m, k, n in factorizations(world):
         for mlp in _mlp_roles(layers, m, k, n):
             if not _divides(layers, m, k, n, mlp, batch, heads):
@@ -211,17 +212,28 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
             for turn, ((i, o), pair) in enumerate(zip(model, pairs, strict=True))
         ]
     else:
-        roles, wide = recipes.roles(model), recipes.widening(model)
-        found = [
-            Layer(layer.in_features, layer.out_features, roles[name] == "contract", name in wide)
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Linear)
-        ]
+        found = _of_module(model)
     return (
         [layer._replace(mlp=False) for layer in found]
         if all(layer.mlp for layer in found)
         else found
     )
+
+
+def _of_module(model: nn.Module) -> list[Layer]:
+    """Every distinct product of a model once, with its number; by names where it does not run."""
+    plan = outline(model)
+    try:
+        dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
+    except Unsupported:
+        roles, wide = recipes.roles(model), recipes.widening(model)
+        linear = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+        found = Counter(
+            Layer(m.in_features, m.out_features, roles[n] == "contract", n in wide)
+            for n, m in linear
+        )
+        return [layer._replace(count=count) for layer, count in found.items()]
+    return all_products(plan, dims)
 
 
 def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
@@ -288,7 +300,7 @@ def step_cost(
     p, axes = m * k * n, {"x": m, "y": n, "z": k}
     total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
     for layer in layers:
-        inputs, outputs, back, _ = layer
+        inputs, outputs, back, _, count = layer
         roles = mlp if layer.mlp else "mnk"
         x, w, y = (
             Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs)
@@ -301,15 +313,22 @@ def step_cost(
         moves_x, wide_x = _moved(x, wide if back else narrow, axes)
         moves_w, wide_w = _moved(w, [tuple(a for a in "xy" if plays[a] == "m")], axes)
         moves_y, wide_y = _moved(y, narrow if back else wide, axes)
-        total += moves_x + moves_w + moves_y  # forward
-        total += moves_x + moves_w + moves_y  # dX, dW, dY
-        total += Cost() if "x" in save else moves_x
-        total += Cost() if "w" in save else moves_w
-        weights += inputs * outputs
-        activations += (wide_x if "x" in save else x) + (wide_w - w if "w" in save else 0)
+        moved = moves_x + moves_w + moves_y  # forward
+        moved += moves_x + moves_w + moves_y  # dX, dW, dY
+        moved += Cost() if "x" in save else moves_x
+        moved += Cost() if "w" in save else moves_w
+        total += _times(moved, count)
+        weights += count * inputs * outputs
+        activations += count * ((wide_x if "x" in save else x) + (wide_w - w if "w" in save else 0))
         widest = max(widest, wide_x + wide_w + wide_y)
     held = Fraction(weights * (2 * itemsize + state), p) + activations + widest
     return Cost(total.bytes, total.messages, held, total.along)
+
+
+def _times(cost: Cost, count: int) -> Cost:
+    """The price of ``count`` products of one kind."""
+    along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
+    return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
 
 
 def _moved(

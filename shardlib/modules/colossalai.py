@@ -1,0 +1,270 @@
+"""Colossal-AI's legacy configuration, ``dict(parallel=dict(...), zero=..., fp16=...)``, as a mesh and a recipe.
+
+Source: the keys that ``colossalai.legacy.launch`` and ``initialize`` read.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardlib.errors import BadArgument, Unsupported
+
+__all__ = ["Legacy", "legacy"]
+
+PARALLEL = ("data", "pipeline", "tensor")
+TENSOR = ("size", "mode", "depth")
+MODES = ("1d", "2d", "2.5d", "3d", "sequence")
+KNOWN = (
+    "parallel",
+    "zero",
+    "fp16",
+    "clip_grad_norm",
+    "gradient_accumulation",
+    "seed",
+    "gradient_handler",
+)
+FIX = (
+    'sl.recipes.from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))'
+)
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """What a legacy configuration says, in our words.
+
+    ``mesh``       axis sizes; ``data`` is -1 where the number of processes says it.
+    ``recipe``     the name of a recipe in ``sl.recipes``.
+    ``zero``       arguments of ``sl.optim.zero``; ``precision``  of ``sl.optim.Precision``, as text.
+    ``clip``       the bound of ``clip_by_global_norm``.     ``accumulate``  batches per update.
+    ``notes``      what has no counterpart because nothing need be said, and why.
+
+    >>> print(Legacy({"data": 2, "x": 4}, "megatron1d", clip=1.0).toml().strip())
+    [mesh]
+    data = 2
+    x = 4
+    <BLANKLINE>
+    [layout]
+    recipe = "megatron1d"
+    <BLANKLINE>
+    [optimizer.clip]
+    max_norm = 1.0
+    """
+
+    mesh: dict[str, int]
+    recipe: str
+    zero: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, str] = field(default_factory=dict)
+    clip: float | None = None
+    accumulate: int = 1
+    seed: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def toml(self) -> str:
+        """Write the tables of a file for ``shardlib train``; [model], [data] and rates are yours."""
+        lines = [
+            f"{k} = {v}"
+            for k, v in (("accumulate", self.accumulate), ("seed", self.seed))
+            if v not in (1, None)
+        ]
+        lines += ["[mesh]", *(f"{a} = {n}" for a, n in self.mesh.items())]
+        lines += ["", "[layout]", f'recipe = "{self.recipe}"']
+        if self.clip is not None:
+            lines += ["", "[optimizer.clip]", f"max_norm = {self.clip}"]
+        if self.zero:
+            lines += ["", "[optimizer.zero]", *(f"{k} = {_text(v)}" for k, v in self.zero.items())]
+        if self.precision:
+            lines += ["", "[precision]", *(f'{k} = "{v}"' for k, v in self.precision.items())]
+        return "\n".join([*lines, *(f"# {n}" for n in self.notes), ""])
+
+
+def _text(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
+    """Read a configuration.  Raises: Unsupported by name for what has no counterpart; BadArgument."""
+    if not isinstance(config, Mapping):
+        raise _bad(f"a configuration is a dict, not {type(config).__name__}")
+    for key in config:
+        if isinstance(key, str) and not key.isupper():
+            _named(key, KNOWN, "")
+    parallel = _table(config.get("parallel"), "parallel")
+    for key in parallel:
+        _named(key, PARALLEL, "parallel.")
+    pipeline = _size(parallel.get("pipeline", 1), "parallel.pipeline")
+    if pipeline != 1:
+        raise Unsupported(
+            f"parallel.pipeline of {pipeline} stages: there are no pipelines here; a mesh of the same number of ranks "
+            "splits each layer instead",
+            op="from_colossalai_config",
+            fix=FIX,
+        )
+    mesh, recipe, size = _tensor(parallel.get("tensor"))
+    data = _data(parallel.get("data"), size, world)
+    notes = []
+    if "gradient_handler" in config:
+        notes.append("gradient_handler: gradients are summed where they are needed")
+    zero, said = _zero(config.get("zero"))
+    clip = config.get("clip_grad_norm")
+    if clip is not None and not _is_number(clip):
+        raise _bad(f"clip_grad_norm={clip!r} is no number")
+    if clip is not None and not clip > 0:
+        clip = None
+    accumulate = _size(config.get("gradient_accumulation", 1), "gradient_accumulation")
+    seed = config.get("seed")
+    notes += said
+    precision, said = _precision(config.get("fp16"))
+    axes = {"data": data, **mesh} if data != 1 or not mesh else mesh
+    if zero and "data" not in axes:
+        axes = {"data": 1, **axes}
+    return Legacy(axes, recipe, zero, precision, clip, accumulate, seed, (*notes, *said))
+
+
+def _tensor(given: Any) -> tuple[dict[str, int], str, int]:
+    """(mesh, recipe, ranks) of ``parallel.tensor``."""
+    table = _table(
+        given if not isinstance(given, int) or isinstance(given, bool) else {"size": given},
+        "parallel.tensor",
+    )
+    for key in table:
+        _named(key, TENSOR, "parallel.tensor.")
+    size, mode = _size(table.get("size", 1), "parallel.tensor.size"), table.get("mode")
+    if mode is not None and (not isinstance(mode, str) or mode.lower() not in MODES):
+        near = difflib.get_close_matches(str(mode), MODES, 1, 0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise _bad(f"parallel.tensor.mode={mode!r} is none of {', '.join(MODES)}{hint}")
+    mode = mode.lower() if mode else None
+    if "depth" in table and mode != "2.5d":
+        raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
+    if size == 1 and mode is None:
+        return {}, "ddp", 1
+    if mode in (None, "1d"):
+        return {"x": size}, "megatron1d", size
+    if mode == "sequence":
+        return {"s": size}, "ring", size
+    if mode == "2d":
+        side = _root(size, 2, mode, size)
+        return {"x": side, "y": side}, "optimus2d", size
+    if mode == "2.5d":
+        depth = _size(table.get("depth", 1), "parallel.tensor.depth")
+        if size % depth:
+            raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
+        side = _root(size // depth, 2, mode, size)
+        return {"d": depth, "x": side, "y": side}, "tesseract", size
+    side = _root(size, 3, "3d", size)
+    return {"x": side, "y": side, "z": side}, "cube3d", size
+
+
+def _root(n: int, power: int, mode: str, size: int) -> int:
+    side = round(n ** (1 / power))
+    if side**power != n:
+        what = "square" if power == 2 else "cube"
+        raise _bad(
+            f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; here a mesh need be none"
+        )
+    return side
+
+
+def _data(given: Any, tensor: int, world: int | None) -> int:
+    if world is not None and (isinstance(world, bool) or not isinstance(world, int) or world < 1):
+        raise _bad(f"world={world!r} is no number of processes")
+    if given is not None:
+        size = _size(given, "parallel.data")
+        if world is not None and size * tensor != world:
+            raise _bad(
+                f"data={size} times tensor={tensor} is {size * tensor}, not the {world} processes"
+            )
+        return size
+    if world is None:
+        return -1
+    if world % tensor:
+        raise _bad(f"{world} processes do not divide by tensor={tensor}")
+    return world // tensor
+
+
+def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
+    """Arguments of ``zero``, of a table ``zero``."""
+    if given is None:
+        return {}, []
+    table = _table(given, "zero")
+    for key in table:
+        _named(key, ("model_config", "optimizer_config", "stage", "level"), "zero.")
+    stage = table.get("stage", table.get("level"))
+    if stage is None:
+        stage = 3 if "model_config" in table else 2
+    if stage not in (1, 2, 3):
+        raise _bad(f"zero.stage={stage!r} is none of 1, 2, 3")
+    notes = []
+    inner = {
+        **_table(table.get("model_config"), "zero.model_config"),
+        **_table(table.get("optimizer_config"), "zero.optimizer_config"),
+    }
+    policy = str(inner.get("tensor_placement_policy", "cuda"))
+    if policy not in ("cuda", "auto") or inner.get("cpu_offload"):
+        raise Unsupported(
+            f"zero.model_config: tensor_placement_policy={policy!r} keeps parameters in host memory; what is kept for "
+            'backward can go there: remat=[("h.*", "host")]',
+            op="from_colossalai_config",
+            fix=FIX,
+        )
+    if inner:
+        notes.append(f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb")
+    return {"axis": "data", "stage": stage}, notes
+
+
+def _precision(given: Any) -> tuple[dict[str, str], list[str]]:
+    """Arguments of ``Precision``, of a table ``fp16``."""
+    if given is None:
+        return {}, []
+    table = _table(given, "fp16")
+    known = (
+        "mode dtype initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale "
+        "verbose log_num_zeros_in_grad clip_grad_norm enabled opt_level init_scale"
+    ).split()
+    for key in table:
+        _named(key, known, "fp16.")
+    mode = str(getattr(table.get("mode"), "value", table.get("mode", "naive"))).lower()
+    if mode not in ("naive", "torch", "apex"):
+        raise _bad(f"fp16.mode={table['mode']!r} is none of naive, torch, apex")
+    scale = [k for k in table if k not in ("mode", "dtype", "enabled", "verbose")]
+    notes = [f"fp16: {', '.join(scale)}: write [optimizer.loss_scale]"] if scale else []
+    return {"param": "float16", "master": "fp32"}, notes or [
+        "fp16 wants [optimizer.loss_scale]; bfloat16 does not"
+    ]
+
+
+def _table(given: Any, name: str) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise _bad(f"{name} is a dict, not {given!r}")
+    return given
+
+
+def _size(given: Any, name: str) -> int:
+    if isinstance(given, Mapping):
+        for key in given:
+            _named(key, ("size",), f"{name}.")
+        given = given.get("size", 1)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise _bad(f"{name}={given!r} is no number of ranks")
+    return given
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _named(key: Any, known: Any, where: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(str(key), list(known), 1, 0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
+        raise Unsupported(
+            f"{where}{key} has no counterpart{hint}", op="from_colossalai_config", fix=FIX
+        )
+
+
+def _bad(message: str) -> BadArgument:
+    return BadArgument(message, op="from_colossalai_config", fix=FIX)

@@ -1,0 +1,67 @@
+"""What is known of whole numbers on paper: positions, masks and counts that a module makes itself.
+
+Blocks on the meta device have no values, and a module that asks for one (``if mask.all()``) would
+stop there.  Whole numbers and truths that come from nothing but constants are computed beside, on
+the host, so that such a question has its answer; of what comes from data nothing is known.
+"""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib._compat import DispatchMode
+
+__all__ = ["Known"]
+
+MOST = 1 << 22  # elements that are computed beside
+
+
+class Known(DispatchMode):  # type: ignore[misc, valid-type]
+    """Answers questions about whole numbers on the meta device, where the answer is known.
+
+    >>> with Known():
+    ...     bool((torch.arange(4, device="meta").diff() == 1).all())
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, Tensor] = {}
+        self.alive: list[Tensor] = []  # an id means nothing once its tensor is gone
+
+    def tell(self, x: Tensor, value: Tensor) -> None:
+        """Say what the elements of a tensor on the meta device are."""
+        if not x.is_floating_point() and x.numel() <= MOST:
+            self._keep(x, value.detach().cpu())
+
+    def _keep(self, x: Tensor, value: Tensor) -> None:
+        self.values[id(x)] = value
+        self.alive.append(x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
+            return self.values[id(args[0])].item()
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or not out.is_meta or out.is_floating_point():
+            return out
+        if name in ("fill_", "zero_"):  # whatever was there before
+            if out.numel() <= MOST and not isinstance(args[1] if len(args) > 1 else 0, Tensor):
+                self._keep(out, func(torch.empty(out.shape, dtype=out.dtype), *args[1:]))
+            return out
+        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+        alike = all(id(x) in self.values or not x.is_meta for x in given)
+        blank = "empty" in name or torch.Tag.nondeterministic_seeded in func.tags
+        if alike and not blank and out.numel() <= MOST and (given or "device" in kwargs):
+            host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+            beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
+            self._keep(out, func(*beside[0], **beside[1]))
+        else:
+            self.values.pop(id(out), None)  # written to in place with what nobody knows
+        return out
+
+    def _twin(self, x: Any) -> Any:
+        return self.values.get(id(x), x) if isinstance(x, Tensor) else x

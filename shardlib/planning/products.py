@@ -1,0 +1,75 @@
+"""The products of a model: each distinct one once, and how often it runs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shardlib.modules.atoms import length
+from shardlib.modules.dimensions import Dimensions
+from shardlib.modules.roles import deep, kinds
+from shardlib.planning.outline import Outline
+
+__all__ = ["Layer", "Sums", "all_products", "products"]
+
+
+class Layer(NamedTuple):
+    """A product with a weight: whether it contracts, whether it is an MLP's where there is attention.
+
+    ``count``  how many of them there are.
+    """
+
+    inputs: int
+    outputs: int
+    back: bool = False
+    mlp: bool = False
+    count: int = 1
+
+
+def products(dims: Dimensions) -> Counter[Layer]:
+    """Count the products in a run of a model, whatever the modules that hold their weights.
+
+    >>> from torch import nn
+    >>> from shardlib.modules.dimensions import trace_dimensions
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.Linear(4, 16))
+    >>> products(trace_dimensions(mlp))[Layer(4, 16)]
+    2
+    """
+    found, known = Counter[Layer](), kinds(dims)
+    for r in dims.reads:
+        if r.kind != "product" or not r.inputs or not r.outputs:
+            continue
+        ins, outs = known.row(r.name, r.inputs), known.row(r.name, r.outputs)
+        back = known.of(ins) == "inner" and known.of(outs) != "inner"
+        wide = ins if back else outs
+        mlp = bool(known.mlp & {id(a) for a in deep(wide)})
+        found[Layer(length(ins), length(outs), back, mlp)] += 1
+    return found
+
+
+@dataclass
+class Sums:
+    """Figures that add: of one smaller model, and of what it lacks of the whole."""
+
+    values: Counter[Any] = field(default_factory=Counter)
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return self._with(other, 1)
+
+    def __sub__(self, other: "Sums") -> "Sums":
+        return self._with(other, -1)
+
+    def __rmul__(self, by: float) -> "Sums":
+        return Sums(Counter({k: by * v for k, v in self.values.items()}))
+
+    def _with(self, other: "Sums", by: float) -> "Sums":
+        out = Counter(self.values)
+        for k, v in other.values.items():
+            out[k] += by * v
+        return Sums(out)
+
+
+def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
+    """The distinct products of a whole model with their numbers, from runs of its smaller ones."""
+    whole: Sums = outline.total([Sums(Counter(products(d))) for d in dims])
+    return [layer._replace(count=int(n)) for layer, n in whole.values.items() if n]
