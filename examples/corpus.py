@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Windows", "batches", "load", "split"]
+__all__ = ["Windows", "batches", "load", "split", "windows"]
 
 
 def load(name: str = "topics", most: int = 4_000_000) -> Tensor:
@@ -61,3 +61,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         row = self.data[i * self.ctx : (i + 1) * self.ctx + 1].long()
         return row[:-1], row[1:]
+
+
+def windows(name: str = "topics", ctx: int = 128) -> Windows:
+    """Make the rows of a corpus from plain values, as a configuration file has them."""
+    return Windows(load(name), ctx)

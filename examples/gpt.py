@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "generate"]
+__all__ = ["GPT", "GPTConfig", "generate", "gpt"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,19 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def gpt(
+    vocab: int = 256,
+    ctx: int = 128,
+    layers: int = 5,
+    heads: int = 4,
+    embed: int = 128,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> GPT:
+    """Make one from plain numbers, as a configuration file has them."""
+    return GPT(GPTConfig(vocab, ctx, layers, heads, embed, dropout), seed)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.init import restored
 from shardlib.modules.parallelize import Apply, Rules, placed
+from shardlib.modules.remat import Remat
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
 
@@ -65,6 +66,7 @@ def load_hf(
     axes: Mapping[str, str] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
+    remat: Remat = (),
     names: Names = None,
     missing: str = "error",
     extra: str = "error",
@@ -108,7 +110,9 @@ def load_hf(
                 fix=f"{word}={other!r}",
             )
     mesh = as_mesh(mesh)
-    apply, params = placed(module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, blank=True)
+    apply, params = placed(
+        module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
+    )
     several = not isinstance(directory, str | os.PathLike)
     places = [os.fspath(p) for p in directory] if several else [os.fspath(directory)]  # type: ignore[union-attr,arg-type]
     group = Group(

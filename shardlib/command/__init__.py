@@ -1,0 +1,1 @@
+"""The command ``shardlib``: one file per subcommand, imported when it is asked for."""

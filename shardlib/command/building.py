@@ -1,0 +1,582 @@
+"""What a configuration's tables make: a mesh, a module, rows, rules, an optimizer, a loss.
+
+Every function here hands a table to one public function, see config.py.
+"""
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from shardlib import optim
+from shardlib.checkpoint import load_hf
+from shardlib.command import datasets
+from shardlib.command.config import (
+    Config,
+    ConfigError,
+    arguments,
+    call,
+    called,
+    missing,
+    named,
+    near,
+    schedules,
+    transforms,
+    unknown,
+)
+from shardlib.command.config import parameters as keys_of
+from shardlib.data import Batches, data
+from shardlib.errors import BadArgument, ShardError, UnevenSplit
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, make_mesh, record, simulate
+from shardlib.modules import init, parallelize, recipes
+from shardlib.modules.parallelize import Apply
+from shardlib.optim import Precision, Transform
+from shardlib.planning.plan import loss_of
+from shardlib.tensor import ShardedTensor
+
+__all__ = [
+    "Built", "axes_of", "batches", "built", "check_data", "check_layout", "check_tables",
+    "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer", "precision", "rows_of",
+    "rules_of", "schedules", "transforms", "under_launcher",
+]  # fmt: skip
+
+RECIPES = ("megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp")
+SOURCES = ("text", "tokens", "dataset")
+LOADING = ("missing", "extra", "cast", "timeout")  # of load_hf, in [model]
+DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data
+PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
+WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], from the innermost
+    "clip": optim.clip_by_global_norm,
+    "skip_nonfinite": optim.skip_nonfinite,
+    "ema": optim.ema,
+    "zero": optim.zero,
+    "loss_scale": optim.loss_scale,
+}
+
+
+def check_tables(config: Config, run: Callable[..., Any]) -> None:
+    """Refuse tables and keys of the file's top that ``run`` has no argument for."""
+    known = keys_of(run)
+    for key, value in config.tables.items():
+        if key not in known:
+            raise unknown(config, (), key, known)
+        if known[key].annotation is Table and not isinstance(value, Mapping):
+            raise config.error((key,), f"must be a table: write [{key}] on a line of its own")
+    plain = {k: v for k, v in config.tables.items() if known[k].annotation is not Table}
+    arguments(run, config, (), plain)
+
+
+Table = Mapping[str, Any]
+
+
+# ---------------------------------------------------------------- [mesh]
+
+
+def axes_of(config: Config) -> dict[str, int]:
+    """Axis sizes of ``[mesh]``.  Raises: ConfigError."""
+    own = keys_of(make_mesh)
+    axes = {}
+    for key, value in config.table("mesh").items():
+        if key in own:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            said = near(key, own) if near(key, own) else "; axes have whole numbers"
+            raise config.error(("mesh", key), f"this is no size of an axis{said}")
+        if value < 1 and value != -1:
+            raise config.error(("mesh", key), f"an axis has 1 rank at least, not {value}")
+        axes[key] = value
+    if not axes:
+        raise config.error(("mesh",), "a mesh has an axis: write data = 2 in [mesh]")
+    return axes
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or another, started this process with its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
+    """The mesh: of these processes, ``simulate`` or ``record``.  Raises: ConfigError."""
+    axes = axes_of(config)
+    if kind != "ranks":
+        free = [n for n, s in axes.items() if s == -1]
+        if free:
+            raise config.error(
+                ("mesh", free[0]), "-1 is found from the number of processes: write a number"
+            )
+        return simulate(**axes) if kind == "simulate" else record(**axes)
+    known = arguments(
+        make_mesh,
+        config,
+        ("mesh",),
+        {k: v for k, v in config.table("mesh").items() if k not in axes},
+    )
+    try:
+        return make_mesh(**known, **axes)
+    except ShardError as e:
+        raise config.error(("mesh",), e.message) from None
+
+
+# ---------------------------------------------------------------- [model]
+
+
+@dataclass
+class Module:
+    """A module, and how its values come: ``directory`` to read them from, or its own."""
+
+    module: nn.Module
+    directory: str = ""
+    load: Mapping[str, Any] | None = None
+
+
+def hugging_face(
+    directory: str,
+    values: Literal["load", "init"] = "load",
+    attn_implementation: str = "sdpa",
+    real: bool = False,
+) -> Module:
+    """Make the causal language model that a Hugging Face directory's ``config.json`` describes.
+
+    ``values``  "load": the directory's tensors; "init": drawn anew, see the table [init].
+    ``attn_implementation``  what transformers computes attention with.
+    It is made on the meta device, in its configuration's dtype; ``real``: with values drawn.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise BadArgument(
+            f"directory={directory} is read by transformers: pip install transformers", op="model"
+        ) from None
+    if not os.path.isfile(os.path.join(directory, "config.json")):
+        raise BadArgument(f"directory={directory} holds no config.json", op="model")
+    transformers.logging.set_verbosity_error()
+    found: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("cpu" if real else "meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = transformers.AutoModelForCausalLM.from_config(
+            found, attn_implementation=attn_implementation
+        )
+    return Module(module.train(), directory if values == "load" else "")
+
+
+def module_of(config: Config, meta: bool = False, real: bool = False) -> Module:
+    """The module of ``[model]``; ``meta``: without its values, ``real``: with them.
+
+    Raises: ConfigError.
+    """
+    table = config.table("model")
+    if ("make" in table) == ("directory" in table):
+        text = 'write make = "module:function" or directory = "a Hugging Face directory"'
+        wanted = [] if "make" in table else ["make", "directory"]
+        raise missing(config, ("model",), wanted, text)
+    if "directory" in table:
+        own = (*keys_of(hugging_face, taken=("real",)), *LOADING)
+        for key in table:
+            if key not in own:
+                raise unknown(config, ("model",), key, own)
+        how = {k: v for k, v in table.items() if k in LOADING}
+        made = call(hugging_face, config, ("model",), but=LOADING, real=real)
+        made.load = arguments(load_hf, config, ("model",), how, 3)
+        return made
+    function = called(table["make"], config, ("model", "make"))
+    with torch.device("meta") if meta or ("init" in config.tables and not real) else nullcontext():
+        module = call(function, config, ("model",), but=("make",))
+    if not isinstance(module, nn.Module):
+        raise config.error(("model", "make"), f"this makes {type(module).__name__}, not a module")
+    return Module(module)
+
+
+# ---------------------------------------------------------------- [layout]
+
+
+@dataclass
+class Rules:
+    """Rules for ``parallelize``, and how token ids and labels [B, S] lie."""
+
+    rules: Any
+    tokens: str
+    labels: str
+
+
+def _placing(config: Config) -> dict[str, Any]:
+    """What ``[layout]`` says to ``parallelize`` beside the rules."""
+    table = {k: v for k, v in config.table("layout").items() if k in PLACING}
+    return arguments(parallelize, config, ("layout",), table, 2)
+
+
+def rules_of(config: Config, module: nn.Module, mesh: Mesh) -> Rules:
+    """The rules of ``[layout]``, by a recipe or written out.  Raises: ConfigError."""
+    table = config.table("layout")
+    check_layout(config)
+    if "rules" in table:
+        rows = [tuple(r) if isinstance(r, list) else r for r in table["rules"]]
+        where = "data ..." if "data" in mesh.names else "..."
+        return Rules(rows, where, where)
+    found = _recipe(config, ("layout",), module, mesh)
+    return Rules(found, found.tokens, found.labels)
+
+
+def check_layout(config: Config) -> None:
+    """Check ``[layout]`` without a module: its keys, its recipe, and the mesh's axes."""
+    table, axes = config.table("layout"), axes_of(config)
+    if unknowns := [
+        k for k in table if near(k, ("recipe", "rules")) and k not in _layout_keys(config)
+    ]:
+        raise unknown(config, ("layout",), unknowns[0], _layout_keys(config))
+    if ("recipe" in table) == ("rules" in table):
+        raise config.error(
+            ("layout",),
+            'write recipe = "megatron1d" or rules = [["*.weight", "x ."], ["*", "..."]]',
+        )
+    zeros = config.table("optimizer", "zero").get("axis", ())
+    used = {zeros} if isinstance(zeros, str) else set(zeros)
+    if "rules" in table:
+        if unknowns := [k for k in table if k not in ("rules", *PLACING)]:
+            raise unknown(config, ("layout",), unknowns[0], ("rules", *PLACING))
+        if not isinstance(table["rules"], list):
+            raise config.error(
+                ("layout", "rules"), 'this is a list: [["*.weight", "x ."], ["*", "..."]]'
+            )
+        texts = [t for r in table["rules"] if isinstance(r, list) for t in r[1:]]
+        texts += [str(config.table("data").get("layout", "data ..."))]
+        used |= {a for t in texts for a in _axes_in(str(t))}
+        names = sorted(used)
+    else:
+        names = sorted(_recipe_axes(config, ("layout",)) | used)
+    for axis in axes:
+        if axis not in names:
+            raise config.error(
+                ("mesh", axis),
+                f"nothing is split over this axis{near(axis, names)} "
+                f"({table.get('recipe', 'the rules')} and [optimizer.zero] name {', '.join(names)})",
+            )
+    if "rules" not in table:
+        lacking = [a for a in _needed(config, ("layout",)) if a not in axes]
+        if lacking:
+            raise config.error(
+                ("mesh",),
+                f"{table['recipe']} splits over the axis {lacking[0]!r}: write {lacking[0]} = 2",
+            )
+    for axis in sorted({zeros} if isinstance(zeros, str) else set(zeros)):
+        if axis not in axes:
+            raise config.error(
+                ("optimizer", "zero", "axis"), f"[mesh] has no axis {axis!r}{near(axis, axes)}"
+            )
+
+
+def _layout_keys(config: Config) -> list[str]:
+    name = config.table("layout").get("recipe")
+    own = keys_of(getattr(recipes, name), 2) if name in RECIPES else ()
+    return ["recipe", "rules", *PLACING, *own]
+
+
+def _axes_in(text: str) -> set[str]:
+    try:
+        found = Layout.parse(text)
+    except ShardError:
+        return set()  # what is wrong with it is said where the rules are read
+    return {*found.axes, *found.partial}
+
+
+def _function(config: Config, path: Sequence[str]) -> Callable[..., Any]:
+    name = config.table(*path).get("recipe")
+    if name not in RECIPES:
+        hint = near(str(name), RECIPES)
+        raise config.error(
+            (*path, "recipe"), f"no such recipe{hint} (there are {', '.join(RECIPES)})"
+        )
+    return getattr(recipes, name)
+
+
+def _axis_arguments(config: Config, path: Sequence[str]) -> dict[str, str]:
+    """The arguments of a recipe that are axes, and which they are."""
+    table = config.table(*path)
+    given = {}
+    for n, p in keys_of(_function(config, path), 2).items():
+        if isinstance(p.default, str) and n not in ("schedule", "mlp", "experts"):
+            given[n] = str(table.get(n, p.default))
+    return given
+
+
+def _recipe_axes(config: Config, path: Sequence[str]) -> set[str]:
+    inner = config.table(*path).get("weights")
+    more = _recipe_axes(config, (*path, "weights")) if inner is not None else set()
+    experts = str(config.table(*path).get("experts", "")).split()
+    return {*_axis_arguments(config, path).values(), *more, *experts}
+
+
+def _needed(config: Config, path: Sequence[str]) -> list[str]:
+    inner = config.table(*path).get("weights")
+    more = _needed(config, (*path, "weights")) if inner is not None else []
+    own = _axis_arguments(config, path)
+    wanted = (
+        own.values()
+        if config.table(*path)["recipe"] == "ddp"
+        else (a for n, a in own.items() if n != "data")
+    )
+    return [*wanted, *more]
+
+
+def _recipe(config: Config, path: Sequence[str], module: nn.Module, mesh: Mesh) -> Any:
+    function = _function(config, path)
+    own = PLACING if path == ("layout",) else ()
+    more: dict[str, Any] = {}
+    if "weights" in config.table(*path):
+        if "weights" not in keys_of(function):
+            raise unknown(config, path, "weights", keys_of(function, 2))
+        more["weights"] = _recipe(config, (*path, "weights"), module, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # roles that are guessed are still right
+        return call(
+            function, config, path, module, mesh, but=("recipe", "weights", "inputs", *own), **more
+        )
+
+
+# ---------------------------------------------------------------- [data]
+
+
+def check_data(config: Config) -> str:
+    """Check ``[data]`` without reading rows; the table that says where they come from."""
+    table = config.table("data")
+    for key in table:
+        if key not in (*DATA, *SOURCES):
+            raise unknown(config, ("data",), key, (*DATA, *SOURCES))
+    given = [k for k in SOURCES if k in table]
+    if len(given) != 1:
+        raise config.error(
+            ("data",),
+            "rows come from one of the tables [data.text], [data.tokens] and [data.dataset]",
+        )
+    name = given[0]
+    if not isinstance(table[name], Mapping):
+        key = "make" if name == "dataset" else "path"
+        raise config.error(
+            ("data", name), f'must be a table: write [data.{name}] and {key} = "..." below'
+        )
+    own = {k: v for k, v in table.items() if k not in SOURCES}
+    arguments(data, config, ("data",), own, 1)
+    if name == "dataset":
+        if "make" not in table[name]:
+            text = 'make must be given, as make = "module:function"'
+            raise missing(config, ("data", name), ["make"], text)
+    else:
+        arguments(getattr(datasets, name), config, ("data", name), table[name])
+    return name
+
+
+def rows_of(config: Config) -> Any:
+    """The dataset of ``[data]``.  Raises: ConfigError."""
+    name = check_data(config)
+    path = ("data", name)
+    if name == "dataset":
+        function = called(config.table(*path)["make"], config, (*path, "make"))
+        return call(function, config, path, but=("make",))
+    return call(getattr(datasets, name), config, path)
+
+
+def batches(config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None) -> Batches:
+    """The batches of ``[data]``, laid out as the recipe says.  Raises: ConfigError."""
+    try:
+        first = rows[0]
+    except (TypeError, KeyError, IndexError) as e:
+        raise config.error(("data",), f"a dataset has a length and rows: {e}") from None
+    given = config.table("data").get("layout")
+    more: dict[str, Any] = {"mesh": mesh, "state": state}
+    layout = given if given is not None else _lying(first, rules)
+    if isinstance(first, tuple | list):  # the last field of a pair is its labels
+        more["ignore"] = {len(first) - 1: -100}
+    try:
+        return call(data, config, ("data",), rows, but=("layout", *SOURCES), layout=layout, **more)
+    except ConfigError as e:
+        if isinstance(e.__cause__, UnevenSplit):
+            raise config.error(("data", "batch"), e.__cause__.message) from None
+        raise
+
+
+def _lying(row: Any, rules: Rules) -> Any:
+    """A layout per field of a row: of labels the recipe's, of others that of its tokens."""
+    paths, leaves, tree = optree.tree_flatten_with_path(row)
+    last = len(leaves) - 1
+    out = []
+    for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+        is_labels = path[-1] == "labels" if path and isinstance(path[-1], str) else i == last > 0
+        text = rules.labels if is_labels else rules.tokens
+        dims = getattr(x, "ndim", 0) + 1
+        out.append(text if text.endswith("...") or dims == 2 else _first(text))
+    return optree.tree_unflatten(tree, out)
+
+
+def _first(text: str) -> str:
+    return f"{Layout.parse(text).dims[0]} ..."
+
+
+# ---------------------------------------------------------------- [optimizer], [precision]
+
+
+def precision(config: Config) -> Precision | None:
+    """The dtypes of ``[precision]``; None: as the module has them.  Raises: ConfigError."""
+    return call(Precision, config, ("precision",)) if "precision" in config.tables else None
+
+
+def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
+    """The transform of ``[optimizer]`` and its tables.  Raises: ConfigError."""
+    table = config.table("optimizer")
+    if not table:
+        raise config.error(
+            ("optimizer",), 'this table must be there: [optimizer], name = "adamw", lr = 3e-4'
+        )
+    more = {}
+    if table.get("name") == "muon" and module is not None:
+        more["matrices"] = recipes.matrices(module)
+    more = {k: v for k, v in more.items() if k not in table}
+    tx: Any = named("optimizer", config, ("optimizer",), but=WRAPPERS, **more)
+    policy = precision(config)
+    for name in WRAPPERS:
+        if name in table and not isinstance(table[name], Mapping):
+            raise config.error(("optimizer", name), f"must be a table: write [optimizer.{name}]")
+    if "clip" in table:
+        tx = optim.chain(call(WRAPPERS["clip"], config, ("optimizer", "clip")), tx)
+    for name in ("skip_nonfinite", "ema"):
+        if name in table:
+            tx = call(WRAPPERS[name], config, ("optimizer", name), tx)
+    if "zero" in table:
+        own = {} if policy is None else policy.for_zero()
+        more = {k: v for k, v in own.items() if k not in table["zero"] and v is not None}
+        tx = call(WRAPPERS["zero"], config, ("optimizer", "zero"), tx, **more)
+    elif policy is not None:
+        tx = optim.mixed(tx, policy)
+    if "loss_scale" in table:
+        tx = call(WRAPPERS["loss_scale"], config, ("optimizer", "loss_scale"), tx)
+    return tx
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@dataclass
+class Built:
+    """What a step needs."""
+
+    config: Config
+    mesh: Mesh
+    module: nn.Module
+    apply: Apply
+    params: Any
+    rules: Rules
+    tx: Transform
+    loss: Callable[..., Tensor]
+    policy: Precision | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank keeps whole blocks of parameters, as it does but at ZeRO's stage 3."""
+        return self.config.table("optimizer", "zero").get("stage", 1) < 3
+
+    def start(self) -> Any:
+        """The parameters that are trained: at stage 3 this rank's parts."""
+        return self.params if self.whole else self.tx.shard(self.params)
+
+
+def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
+    """Make everything but the rows.  ``values``: False: on shapes alone.  Raises: ConfigError."""
+    made = module_of(config, meta=not values)
+    rules = rules_of(config, made.module, mesh)
+    apply, params = _placed(config, made, rules, mesh, values)
+    policy = precision(config)
+    if policy is not None:
+        params = policy.to_param(params)
+    tx = optimizer(config, made.module)
+    loss = loss_function(config, made.module, apply)
+    if policy is not None and policy.compute not in (None, policy.param):
+        inner = loss
+        loss = lambda p, batch: inner(policy.to_compute(p), batch)  # noqa: E731
+    return Built(config, mesh, made.module, apply, params, rules, tx, loss, policy)
+
+
+def _placed(
+    config: Config, made: Module, rules: Rules, mesh: Mesh, values: bool
+) -> tuple[Apply, dict[str, ShardedTensor]]:
+    """``parallelize``, ``init`` or ``load_hf``: what the file says."""
+    how: dict[str, Any] = {"mesh": mesh, **_placing(config)}
+    remat = [(k, v) for k, v in config.table("remat").items()]
+    try:
+        if values and made.directory:
+            how["remat"] = remat
+            known = keys_of(load_hf)
+            return load_hf(
+                made.directory, made.module, rules.rules, **(made.load or {}),
+                **{k: v for k, v in how.items() if k in known},
+            )  # fmt: skip
+        meta = any(p.is_meta for p in made.module.parameters())
+        if values and (meta or "init" in config.tables):
+            taken = {"module", "rules", *how, "remat"}
+            table = config.table("init")
+            if bad := [k for k in table if k in taken]:
+                raise unknown(
+                    config, ("init",), bad[0], [n for n in keys_of(init) if n not in taken]
+                )
+            own = arguments(init, config, ("init",), table, 2)
+            return init(made.module, rules.rules, remat=remat, **own, **how)
+        return parallelize(made.module, rules.rules, remat=remat, **how)
+    except ShardError as e:
+        raise config.error(_table_of(e, remat), e.message) from e
+
+
+def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    if "remat" in e.message:
+        return ("remat", *(k for k, v in remat if repr(k) in e.message or repr(v) in e.message))[:2]
+    return ("model", "directory") if e.op == "load_hf" else ("layout",)
+
+
+def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[..., Tensor]:
+    """``loss(params, batch)``: the file's own, else what forward gives, see docs/command.md."""
+    text = config.tables.get("loss")
+    if text:
+        own = called(text, config, ("loss",))
+        return lambda params, batch: own(apply, params, batch)
+    takes = inspect.signature(module.forward).parameters
+    known = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    foreign = hasattr(module, "config") and hasattr(module, "main_input_name")
+    fixed = {"use_cache": False} if foreign and "use_cache" in takes else {}
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        fields = dict(batch) if isinstance(batch, Mapping) else None
+        if fields is not None:
+            labels = fields.get("labels")
+            given = {
+                k: v
+                for k, v in fields.items()
+                if k != "labels" or ("labels" in known and not foreign)
+            }
+            if all(k in takes for k in given) or foreign:
+                out = apply(params, **given, **fixed)
+            else:
+                out = apply(params, *list(fields.values())[: len(known)])
+        else:
+            every = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            labels = every[-1]
+            out = apply(params, *every[: len(known)])
+        return _scalar(config, out, labels)
+
+    return loss
+
+
+def _scalar(config: Config, out: Any, labels: Any) -> Tensor:
+    found = loss_of(out, labels)
+    if found is not None:
+        return found
+    out = getattr(out, "logits", out)
+    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    raise config.error(
+        ("loss",),
+        f"forward gives {shape}, no loss and no logits: write loss = "
+        '"module:function", a function of (apply, params, batch)',
+    )

@@ -1,0 +1,62 @@
+"""``shardlib check run.toml`` or ``shardlib check module:function``: the dense proof of a model."""
+
+import argparse
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.checking.proof import Proof, check_model
+from shardlib.command.building import axes_of, check_layout, module_of, rows_of, rules_of
+from shardlib.command.config import Config, imported, read
+from shardlib.mesh import simulate
+
+__all__ = ["check_run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument(
+        "case",
+        help="a TOML file, or MODULE:FUNCTION, which returns the arguments of sl.check_model",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps that are compared")
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    if given.case.endswith(".toml"):
+        proof = check_run(read(given.case, given.set), given.steps)
+    else:
+        made = imported(given.case)()
+        proof = check_model(**made) if isinstance(made, dict) else check_model(*made)
+    print(json.dumps({"errors": proof.errors}) if given.json else proof)
+    return 0
+
+
+def check_run(config: Config, steps: int = 3) -> Proof:
+    """Compare a file's model on its mesh with the same on one device, on one of its batches."""
+    check_layout(config)
+    axes = axes_of(config)
+    made = module_of(config, real=True)
+    with simulate(**axes) as mesh:
+        rules = rules_of(config, made.module, mesh)
+    rows = rows_of(config)
+    count = int(config.table("data").get("batch", 1))
+    first = [rows[i % len(rows)] for i in range(count)]
+    batch: Any = optree.tree_map(lambda *x: torch.stack([torch.as_tensor(v) for v in x]), *first)
+    takes = list(inspect.signature(made.module.forward).parameters)
+    if isinstance(batch, Mapping):
+        batch = {k: v for k, v in batch.items() if k in takes and k != "labels"}
+        inputs = dict.fromkeys(batch, rules.tokens)
+    else:
+        batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        batch = dict(zip(takes, batch, strict=False))
+        last = list(batch)[-1]
+        inputs = {k: rules.labels if k == last and len(batch) > 1 else rules.tokens for k in batch}
+    pad = bool(config.table("layout").get("pad", False))
+    return check_model(made.module, rules.rules, axes, batch, inputs=inputs, steps=steps, pad=pad)

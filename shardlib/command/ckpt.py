@@ -1,0 +1,99 @@
+"""``shardlib ckpt ls|verify|reshard|to-hf|from-hf``: checkpoints at a prompt."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
+from shardlib.checkpoint.inspecting import About
+from shardlib.command.config import ConfigError
+
+__all__: list[str] = []
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    one = actions.add_parser("ls", help="the checkpoints of a run, and what the newest holds")
+    one.add_argument("path")
+    one = actions.add_parser("verify", help="read every byte and compare all checksums")
+    one.add_argument("path")
+    one = actions.add_parser("reshard", help="write a checkpoint anew, as another mesh would have")
+    one.add_argument("path")
+    one.add_argument("target")
+    one.add_argument("--mesh", required=True, help="axis sizes, as data=2,x=4")
+    one.add_argument(
+        "--rule", action="append", default=[], metavar="PATTERN=LAYOUT", help='as "*.weight=x ."'
+    )
+    one.add_argument("--pad", action="store_true", help="allow sizes that do not divide")
+    one = actions.add_parser("to-hf", help="write parameters as from_pretrained reads them")
+    one.add_argument("path")
+    one.add_argument("target")
+    one.add_argument("--config", default=None, help="a directory whose configuration is copied")
+    one.add_argument("--subtree", default="params", help="where the parameters are in the tree")
+    one = actions.add_parser("from-hf", help="make a checkpoint of a Hugging Face directory")
+    one.add_argument("path")
+    one.add_argument("target")
+    one.add_argument("--subtree", default="params", help="where they go in the tree")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+        if any(a.dest == "target" for a in action._actions):
+            action.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    if not os.path.exists(given.path):
+        raise ConfigError(f"{given.path}: no such file or directory")
+    if given.action in ("ls", "verify"):
+        about = describe(given.path) if given.action == "ls" else verify(given.path)
+        _tell(about, steps(given.path), given)
+        return 0
+    more = {"overwrite": given.overwrite}
+    if given.action == "reshard":
+        rules = [_rule(r) for r in given.rule]
+        reshard(
+            given.path,
+            given.target,
+            _axes(given.mesh),
+            layouts=rules or None,
+            pad=given.pad,
+            **more,
+        )
+    elif given.action == "to-hf":
+        to_hf(given.path, given.target, subtree=given.subtree, config=given.config, **more)
+    else:
+        from_hf(given.path, given.target, subtree=given.subtree, **more)
+    print(json.dumps({"wrote": given.target}) if given.json else f"wrote {given.target}")
+    return 0
+
+
+def _tell(about: About, kept: list[tuple[int, str]], given: Any) -> None:
+    """Say what a checkpoint holds, and which others the run has."""
+    if given.json:
+        print(json.dumps({**asdict(about), "steps": [n for n, _ in kept]}, default=repr))
+        return
+    if given.action == "ls":
+        for step, path in kept:
+            print(f"step {step:>8}  {path}")
+    else:
+        print("every byte is as it was written")
+    print(about)
+
+
+def _axes(text: str) -> dict[str, int]:
+    """Axis sizes out of ``data=2,x=4``.  Raises: ConfigError."""
+    try:
+        pairs = [part.split("=") for part in text.replace(",", " ").split()]
+        return {name: int(n) for name, n in pairs}
+    except ValueError:
+        raise ConfigError(f"--mesh {text}: write --mesh data=2,x=4") from None
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, layout = text.rpartition("=")
+    if not equals:
+        raise ConfigError(f'--rule {text}: write --rule "*.weight=x ."')
+    return pattern, layout

@@ -1,0 +1,493 @@
+"""A configuration as values: tables of a TOML file, where each key stands, and what takes it.
+
+A table holds the arguments of a function.  Which keys it may have, their types and defaults are
+read from that function's signature, so a file and a call can never part.
+"""
+
+import collections.abc
+import difflib
+import importlib
+import inspect
+import itertools
+import os
+import re
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlib.errors import ShardError
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "call",
+    "called",
+    "imported",
+    "missing",
+    "named",
+    "near",
+    "read",
+    "schedules",
+    "transforms",
+]
+
+Keys = tuple[str, ...]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: one line with the key, its place, and what to write."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tables of a configuration, and the line of each key.
+
+    ``places``  path of a key -> ``run.toml:12``, or the ``--set`` that gave it.
+    """
+
+    tables: Mapping[str, Any]
+    places: Mapping[Keys, str] = field(default_factory=dict)
+    file: str = ""
+
+    def table(self, *path: str) -> Mapping[str, Any]:
+        """The table of this name; empty where the file has none."""
+        found: Any = self.tables
+        for i, key in enumerate(path):
+            found = found.get(key, {})
+            if not isinstance(found, Mapping):
+                raise self.error(path[: i + 1], f"must be a table, not {shown(found)}")
+        return found
+
+    def error(self, path: Sequence[str], message: str) -> ConfigError:
+        """Name the key at ``path`` and its place in front of a message."""
+        inner = (k for k in self.places if path and k[: len(path)] == tuple(path))
+        around = (k for k in _outwards(path) if k in self.places)
+        exact = (tuple(path) for _ in range(tuple(path) in self.places))
+        place = next((k for k in itertools.chain(exact, inner, around)), None)
+        where = self.file or "config" if place is None else self.places[place]
+        name = spelled(path, self.tables)
+        text = re.sub(r"\s*\n\s*", "; ", message.strip())
+        return ConfigError(f"{where}: {name}: {text}" if name else f"{where}: {text}")
+
+
+def _outwards(path: Sequence[str]) -> Iterable[Keys]:
+    """A path, the table around it, the table around that, ..."""
+    return (tuple(path[:n]) for n in range(len(path), 0, -1))
+
+
+def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
+    """Write a path as the file has it: ``[table]`` or ``[table] key``.
+
+    >>> spelled(("data", "batch"), {"data": {"batch": 4}}), spelled(("data",), {"data": {}})
+    ('[data] batch', '[data]')
+    """
+    found: Any = tables
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    names = [k if re.fullmatch(r"[\w-]+", k) else f'"{k}"' for k in path]
+    if isinstance(found, Mapping):
+        return f"[{'.'.join(names)}]"
+    return " ".join([f"[{'.'.join(names[:-1])}]"] * (len(names) > 1) + names[-1:])
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
+    """Read a TOML file, and replace what ``--set a.b=c`` says.
+
+    Raises: ConfigError for what is no TOML, with its line.
+    """
+    name = os.fspath(file)
+    try:
+        text = Path(name).read_text()
+        tables = tomllib.loads(text)
+    except OSError as e:
+        raise ConfigError(f"{name}: {e.strerror or e}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{name}: this is no TOML: {e}") from None
+    places = {k: f"{name}:{n}" for k, n in _lines(text).items()}
+    for one in sets:
+        key, equals, value = one.partition("=")
+        path = _keys(key)
+        if not equals or path is None:
+            raise ConfigError(f"--set {one}: write --set table.key=value, as --set data.batch=8")
+        _put(tables, path, _value(value), one)
+        for inner in [k for k in places if k[: len(path)] == path]:
+            del places[inner]
+        places[path] = f"--set {one}"
+    return Config(tables, places, name)
+
+
+def _value(text: str) -> Any:
+    """A value as TOML has it; a word without quotes is text."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tables: dict[str, Any], path: Keys, value: Any, said: str) -> None:
+    for key in path[:-1]:
+        tables = tables.setdefault(key, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"--set {said}: {key} is a value, not a table")
+    tables[path[-1]] = value
+
+
+def _keys(text: str) -> Keys | None:
+    """The names of a dotted key, or None where it is none."""
+    try:
+        found: Any = tomllib.loads(f"{text} = 0")
+    except tomllib.TOMLDecodeError:
+        return None
+    path: list[str] = []
+    while isinstance(found, dict):
+        if len(found) != 1:
+            return None
+        ((key, found),) = found.items()
+        path.append(key)
+    return tuple(path)
+
+
+def _lines(text: str) -> dict[Keys, int]:
+    """Path of a key or table -> the line that it stands in.
+
+    >>> _lines("steps = 1\\n[mesh]  # axes\\nx = 2\\n[optimizer.lr]\\nname = 'cosine'")[("optimizer", "lr", "name")]
+    5
+    """
+    found: dict[Keys, int] = {}
+    table: Keys = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        head = re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line)
+        if head and (keys := _keys(head[1])):
+            table = keys
+            found.setdefault(table, number)
+            continue
+        for equals in re.finditer("=", line):
+            if keys := _keys(line[: equals.start()].strip()):
+                found.setdefault(table + keys, number)
+                break
+    return found
+
+
+# ---------------------------------------------------------------- a table as a call
+
+
+def call(
+    function: Callable[..., Any],
+    config: Config,
+    path: Sequence[str],
+    *given: Any,
+    but: Iterable[str] = (),
+    **more: Any,
+) -> Any:
+    """Call ``function`` with the table at ``path`` as its arguments, beside those given.
+
+    ``but``  keys of the table that are not this function's, and its arguments that the table may
+             not have.
+    Raises: ConfigError in one line, also for what the function itself refuses.
+    """
+    table = {k: v for k, v in config.table(*path).items() if k not in set(but)}
+    kwargs = arguments(function, config, path, table, len(given), (*but, *more), but)
+    try:
+        return function(*given, **kwargs, **more)
+    except ShardError as e:
+        raise config.error(_blamed(e, path, table), _told(e)) from e
+    except ConfigError:  # of a table further in
+        raise
+    except (TypeError, ValueError, KeyError, OSError, AssertionError) as e:
+        raise config.error(path, f"{_name(function)} refuses it: {e}") from e
+
+
+def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]:
+    """The function that ``module:function`` names.  Raises: ConfigError."""
+    try:
+        return imported(text)
+    except ConfigError as e:
+        raise config.error(path, str(e)) from None
+
+
+def imported(text: Any) -> Callable[..., Any]:
+    """Import ``module:function``, from the working directory too.
+
+    >>> imported("torch.nn:Linear").__name__
+    'Linear'
+    """
+    if not isinstance(text, str) or not re.fullmatch(r"[\w.]+:[\w.]+", text):
+        raise ConfigError(f'write "module:function", not {shown(text)}')
+    module, _, name = text.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as e:
+        raise ConfigError(f"cannot import {module!r}: {e}") from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            hint = near(part, [n for n in vars(found) if not n.startswith("_")])
+            raise ConfigError(f"{module!r} has no {part!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{text!r} is {shown(found)}, nothing to call")
+    return found
+
+
+def arguments(
+    function: Callable[..., Any],
+    config: Config,
+    path: Sequence[str],
+    table: Mapping[str, Any],
+    positional: int = 0,
+    taken: Iterable[str] = (),
+    beside: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The keys of a table as arguments of ``function``, each of the type that it says.
+
+    ``positional``  how many of its first arguments are given already; ``taken``  their like by name.
+    ``beside``      keys that the table may have for others.
+    Raises: ConfigError for unknown keys, other types, and arguments that are missing.
+    """
+    known = parameters(function, positional, taken)
+    hints = _hints(function)
+    loose = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    out = {}
+    for key, value in table.items():
+        if key not in known and not loose:
+            raise unknown(config, path, key, [*known, *beside])
+        out[key] = typed(value, hints.get(key, Any), config, (*path, key))
+    lacking = [n for n, p in known.items() if p.default is p.empty and n not in table]
+    if lacking:
+        raise config.error(path, f"{', '.join(lacking)} must be given, for {_name(function)}")
+    return out
+
+
+def unknown(config: Config, path: Sequence[str], key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that nothing takes."""
+    names = list(known)
+    listed = ", ".join(names) if names else "no keys"
+    return config.error((*path, key), f"unknown key{near(key, names)} (it may have {listed})")
+
+
+def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: str) -> ConfigError:
+    """The error for a key that must be there, and may have been misspelt."""
+    for key in config.table(*path):
+        if difflib.get_close_matches(key, wanted, 1, 0.5):
+            return unknown(config, path, key, wanted)
+    return config.error(path, text)
+
+
+def parameters(
+    function: Callable[..., Any], positional: int = 0, taken: Iterable[str] = ()
+) -> dict[str, inspect.Parameter]:
+    """The arguments of ``function`` that a table may give."""
+    rows = list(inspect.signature(function).parameters.items())[positional:]
+    loose = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {n: p for n, p in rows if p.kind not in loose and n not in set(taken)}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    target = function.__init__ if isinstance(function, type) else function
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError, AttributeError):  # a foreign function's own annotations
+        return {}
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Sequence[str]:
+    """The key of a table that an error speaks of, else the table."""
+    found = [k for k in table if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
+    return (*path, found[0]) if found else path
+
+
+def _told(e: ShardError) -> str:
+    return e.message.split("\n")[0] + (f"; write {e.fix}" if e.fix.startswith(("x=", "y=")) else "")
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """The hint at what was probably meant.
+
+    >>> near("bacth", ["batch", "seed"])
+    "; did you mean 'batch'?"
+    """
+    found = difflib.get_close_matches(word, list(words), 1, 0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def shown(value: Any) -> str:
+    """A value as a file has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "a table"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# ---------------------------------------------------------------- types
+
+
+class _Unfit(Exception):
+    """A value of another type: what it must be, and what was probably meant."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
+    """A value of the file as the type that an annotation says.
+
+    Numbers, text, lists and tables are themselves; a dtype is its name, a schedule or a transform a
+    number or a table with its ``name``, another function ``"module:function"``.
+    Raises: ConfigError.
+    """
+    try:
+        return _fit(value, hint, config, path)
+    except _Unfit as e:
+        raise config.error(path, f"must be {e}, not {shown(value)}{e.hint}") from None
+
+
+def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(value, typing.get_args(hint), config, path)
+    if origin is typing.Literal:
+        choices = typing.get_args(hint)
+        if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+            said = near(value, map(str, choices)) if isinstance(value, str) else ""
+            raise _Unfit(f"one of {', '.join(map(shown, choices))}", said)
+        return value
+    if hint in _PLAIN:
+        fits, text = _PLAIN[hint]
+        if not fits(value):
+            raise _Unfit(text)
+        return float(value) if hint is float else value
+    if hint is torch.dtype:
+        found = getattr(torch, value, None) if isinstance(value, str) else None
+        if not isinstance(found, torch.dtype):
+            names = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
+            hinted = near(value, names) if isinstance(value, str) else ""
+            raise _Unfit('the name of a dtype, as "bfloat16"', hinted)
+        return found
+    if getattr(hint, "__name__", "") == "Transform" and isinstance(value, Mapping):
+        return named("optimizer", config, path)
+    if origin is collections.abc.Callable:
+        if isinstance(value, Mapping) and typing.get_args(hint) == ([int], float):
+            return named("schedule", config, path)
+        if typing.get_args(hint) == ([int], float):
+            raise _Unfit(f'a table [{".".join(path)}] with name = "{next(iter(schedules()))}"')
+        if isinstance(value, str):
+            return called(value, config, path)
+        raise _Unfit('"module:function"')
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+        if not isinstance(value, Mapping):
+            raise _Unfit("a table")
+        return value
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Sequence | tuple):
+        if not isinstance(value, list):
+            raise _Unfit("a list")
+        inner = typing.get_args(hint)
+        alike = len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis)
+        return [_fit(v, inner[0], config, path) for v in value] if alike else value
+    if hint is type(None):
+        raise _Unfit("not given")
+    if isinstance(hint, type) and hint.__module__ in ("os", "pathlib"):
+        if not isinstance(value, str):
+            raise _Unfit("text")
+        return value
+    return value
+
+
+def _one_of(value: Any, hints: Sequence[Any], config: Config, path: Sequence[str]) -> Any:
+    texts, hinted = [], ""
+    for hint in hints:
+        try:
+            return _fit(value, hint, config, path)
+        except _Unfit as e:
+            texts += [str(e)] if hint is not type(None) else []
+            hinted = hinted or e.hint
+    raise _Unfit(" or ".join(dict.fromkeys(texts)), hinted)
+
+
+def _number(v: Any) -> bool:
+    return isinstance(v, int | float) and not isinstance(v, bool)
+
+
+_PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda v: isinstance(v, bool), "true or false"),
+    int: (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number"),
+    float: (_number, "a number"),
+    str: (lambda v: isinstance(v, str), "text"),
+    dict: (lambda v: isinstance(v, Mapping), "a table"),
+    list: (lambda v: isinstance(v, list), "a list"),
+}
+
+
+# ---------------------------------------------------------------- transforms and schedules by name
+
+
+def named(
+    kind: str, config: Config, path: Sequence[str], but: Iterable[str] = (), **more: Any
+) -> Any:
+    """The transform or schedule that a table names, made with its other keys.
+
+    ``kind``  "optimizer" or "schedule".
+    Raises: ConfigError.
+    """
+    table = config.table(*path)
+    known = schedules() if kind == "schedule" else transforms()
+    name = table.get("name")
+    if name is None:
+        text = f'name must be given, as name = "{next(iter(known))}"'
+        raise missing(config, path, ["name"], text)
+    if isinstance(name, str) and name.startswith("torch.optim.") and kind == "optimizer":
+        return _torchs(name, config, path, but)
+    if name not in known:
+        hint = near(str(name), known)
+        raise config.error(
+            (*path, "name"), f"no {kind} {shown(name)}{hint} (there are {', '.join(known)})"
+        )
+    return call(known[name], config, path, but=("name", *but), **more)
+
+
+def transforms() -> dict[str, Callable[..., Any]]:
+    """The optimizers that a file may name."""
+    from shardlib import optim
+
+    names = "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop"
+    return {n: getattr(optim, n) for n in names.split()}
+
+
+def schedules() -> dict[str, Callable[..., Any]]:
+    """The schedules that a file may name."""
+    from shardlib import optim
+
+    return {n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()}
+
+
+def _torchs(name: str, config: Config, path: Sequence[str], but: Iterable[str]) -> Any:
+    """A transform of one of torch's own optimizers."""
+    from shardlib.optim import from_torch
+
+    known = [n for n in vars(torch.optim) if isinstance(getattr(torch.optim, n), type)]
+    last = name.rpartition(".")[2]
+    if last not in known:
+        raise config.error((*path, "name"), f"torch.optim has no {last!r}{near(last, known)}")
+    made = getattr(torch.optim, last)
+    table = {k: v for k, v in config.table(*path).items() if k not in {"name", *but}}
+    kwargs = arguments(made, config, path, table, 1, (), ("name", *but))
+    try:
+        return from_torch(made, **kwargs)
+    except ShardError as e:
+        raise config.error(path, _told(e)) from e

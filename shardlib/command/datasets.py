@@ -1,0 +1,117 @@
+"""Rows to train on: windows of a text, or of a file of token numbers."""
+
+import glob
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shardlib.errors import BadArgument
+
+__all__ = ["Windows", "text", "tokens"]
+
+Width = Literal["uint8", "uint16", "int32", "int64"]
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Token numbers cut into windows of ``context``: ``{"input_ids": [n], "labels": [n]}``, int64.
+
+    ``labels`` are the numbers that follow, so no window is shifted again.
+
+    >>> Windows(torch.arange(9), 4)[1]
+    {'input_ids': tensor([4, 5, 6, 7]), 'labels': tensor([5, 6, 7, 8])}
+    """
+
+    def __init__(self, numbers: Tensor, context: int) -> None:
+        if context < 1 or len(numbers) < context + 1:
+            raise BadArgument(
+                f"{len(numbers)} tokens have no window of context={context} and the one after",
+                op="data",
+                fix=f"context = {max(len(numbers) - 1, 1)}",
+            )
+        self.numbers, self.context = numbers, context
+
+    def __len__(self) -> int:
+        return (len(self.numbers) - 1) // self.context
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        row = self.numbers[i * self.context : (i + 1) * self.context + 1].long()
+        return {"input_ids": row[:-1], "labels": row[1:]}
+
+
+def text(path: str | Sequence[str], context: int, tokenizer: str = "bytes") -> Windows:
+    """Read text files, one after the other, as windows of ``context`` tokens.
+
+    ``path``       a file, a pattern such as ``corpus/*.txt``, or several.
+    ``tokenizer``  "bytes": a token is a byte, so a vocabulary of 256 is enough; else a directory
+                   from which transformers reads a tokenizer.
+    Raises: BadArgument where there is no file, or too little in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     _ = Path(d, "a.txt").write_text("shardlib")
+    ...     len(text(d + "/*.txt", context=3))
+    2
+    """
+    files = _files(path)
+    if tokenizer == "bytes":
+        raw = b"".join(Path(f).read_bytes() for f in files)
+        return Windows(torch.frombuffer(bytearray(raw), dtype=torch.uint8), context)
+    encode = _tokenizer(tokenizer)
+    numbers = [n for f in files for n in encode(Path(f).read_text())]
+    return Windows(torch.tensor(numbers), context)
+
+
+def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> Windows:
+    """Map files of token numbers into memory, and cut them into windows of ``context``.
+
+    ``path``   a file, a pattern or several: plain numbers without a header, as
+               ``numpy.ndarray.tofile`` writes them, or a tensor that ``torch.save`` wrote (``.pt``).
+    ``dtype``  of the numbers in plain files.
+    Raises: BadArgument where there is no file, or too little in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     _ = Path(d, "a.bin").write_bytes(bytes([1, 0, 2, 0, 3, 0]))
+    ...     tokens(d + "/a.bin", context=2)[0]
+    {'input_ids': tensor([1, 2]), 'labels': tensor([2, 3])}
+    """
+    parts = [_numbers(f, dtype) for f in _files(path)]
+    return Windows(parts[0] if len(parts) == 1 else torch.cat(parts), context)
+
+
+def _numbers(file: str, dtype: Width) -> Tensor:
+    if file.endswith(".pt"):
+        return torch.load(file, map_location="cpu", weights_only=True).flatten()
+    kind = getattr(torch, dtype)
+    width = torch.empty((), dtype=kind).element_size()
+    return torch.from_file(file, False, os.path.getsize(file) // width, dtype=kind)
+
+
+def _files(path: str | Sequence[str]) -> list[str]:
+    """The files that a pattern or several name, in order.  Raises: BadArgument."""
+    patterns = [path] if isinstance(path, str) else list(path)
+    found = [f for p in patterns for f in ([p] if os.path.isfile(p) else sorted(glob.glob(p)))]
+    files = [f for f in found if os.path.isfile(f)]
+    if not files:
+        raise BadArgument(
+            f"path={', '.join(patterns)} is no file", op="data", fix='path = "corpus.txt"'
+        )
+    return files
+
+
+def _tokenizer(directory: str) -> Callable[[str], list[int]]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise BadArgument(
+            "a tokenizer of a directory is read by transformers: pip install transformers",
+            op="data",
+            fix='tokenizer = "bytes"',
+        ) from None
+    made: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return lambda words: made.encode(words, add_special_tokens=False)

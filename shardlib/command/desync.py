@@ -1,0 +1,21 @@
+"""``shardlib desync FOLDER``: where the ranks of a failed job first parted."""
+
+import argparse
+import json
+from typing import Any
+
+from shardlib.desync import desync
+
+__all__: list[str] = []
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("folder", help="what the error of the job names")
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    found = desync(given.folder)
+    print(json.dumps({"desync": str(found)}) if given.json else found)
+    return 0

@@ -1,0 +1,35 @@
+"""``shardlib explain run.toml``: what each operation of a step will do, on shapes alone."""
+
+import argparse
+import json
+from typing import Any
+
+from shardlib.command.building import batches, built, mesh_of, rows_of
+from shardlib.command.config import Config, read
+from shardlib.mesh import use_mesh
+from shardlib.planning.explain import Explanation, explain
+
+__all__ = ["explain_run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("file", help="a TOML file, see docs/command.md")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+    parser.add_argument("--by", default="order", choices=["order", "bytes", "memory"])
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    found = explain_run(read(given.file, given.set))
+    print(json.dumps(found.json()) if given.json else found.text(given.by))
+    return 0
+
+
+def explain_run(config: Config) -> Explanation:
+    """Explain a step of a file's run: forward, backward and the optimizer's memory."""
+    mesh = mesh_of(config, "record")
+    with use_mesh(mesh):
+        made = built(config, mesh, values=False)
+        batch = next(iter(batches(config, rows_of(config), made.rules, mesh)))
+        return explain(made.loss, made.params, (batch,), tx=made.tx)

@@ -1,0 +1,121 @@
+"""``shardlib keys``: every key that a TOML file may have, read from the functions that take them."""
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from shardlib import optim
+from shardlib.checkpoint import load_hf
+from shardlib.command import building, datasets
+from shardlib.command.config import parameters
+from shardlib.command.progress import log
+from shardlib.command.train import checkpoint, train
+from shardlib.data import data
+from shardlib.mesh import make_mesh
+from shardlib.modules import init, parallelize, recipes
+
+__all__ = ["Key", "listed"]
+
+
+class Key(NamedTuple):
+    """A key, the table that it stands in, and what its function says of it."""
+
+    table: str
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+def listed() -> Iterator[Key]:
+    """Every key, table by table.
+
+    >>> next(k for k in listed() if k.table == "checkpoint").name
+    'path'
+    """
+    plain = [n for n, p in parameters(train).items() if p.annotation is not building.Table]
+    yield from _of("", train, only=plain)
+    yield Key("mesh", "NAME", "int", "", "an axis and its size; -1: as many as torchrun started")
+    yield from _of("mesh", make_mesh)
+    yield Key("model", "make", "str", "", '"module:function"; the other keys are its arguments')
+    yield from _of("model", building.hugging_face)
+    yield from _of("model", load_hf, only=building.LOADING)
+    yield from _of("init", init, only=("seed",))
+    yield from _of("data", data, only=building.DATA)
+    yield from _of("data.text", datasets.text)
+    yield from _of("data.tokens", datasets.tokens)
+    yield Key(
+        "data.dataset", "make", "str", "", '"module:function"; the other keys are its arguments'
+    )
+    yield Key("layout", "rules", "list", "", "pairs of a pattern and a layout")
+    yield Key("layout", "recipe", "str", "", ", ".join(building.RECIPES))
+    for name in building.RECIPES:
+        yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
+    yield from _of("layout", parallelize, only=building.PLACING)
+    for name, function in building.transforms().items():
+        yield from _of(f'optimizer, name = "{name}"', function)
+    for name, function in building.schedules().items():
+        yield from _of(f'optimizer.lr, name = "{name}"', function)
+    for name, function in building.WRAPPERS.items():
+        yield from _of(f"optimizer.{name}", function, but=("tx",))
+    yield from _of("precision", optim.Precision)
+    yield Key(
+        "remat",
+        "PATTERN",
+        '"full", "products", "host", "all"',
+        "",
+        "what modules of this name keep",
+    )
+    yield from _of("checkpoint", checkpoint)
+    yield from _of("log", log)
+
+
+def _of(
+    table: str, function: Callable[..., Any], only: Any = None, but: tuple[str, ...] = ()
+) -> Iterator[Key]:
+    doc = inspect.getdoc(function) or ""
+    for name, p in parameters(function, taken=but).items():
+        if only is None or name in only:
+            default = "" if p.default is p.empty else _default(p.default)
+            yield Key(table, name, _type(p.annotation), default, _said(doc, name))
+
+
+def _default(value: Any) -> str:
+    text = getattr(value, "__name__", None) or str(value)
+    return text.removeprefix("torch.")
+
+
+def _type(annotation: Any) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    text = re.sub(r"typing\.|collections\.abc\.|torch\.(?=dtype)|shardlib\.[\w.]+\.", "", text)
+    return "" if "empty" in text else text
+
+
+def _said(doc: str, name: str) -> str:
+    """What a docstring says of an argument, up to its first stop."""
+    found = re.search(rf"``{name}``\s+(.+?)(?=\n\s*(?:``|\n)|\n\S|\.\s|$)", doc, re.S)
+    return re.sub(r"\s+", " ", found[1]).rstrip(".") if found else ""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("table", nargs="?", default="", help="only this table")
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    rows = [k for k in listed() if not given.table or k.table.split(",")[0] == given.table]
+    if given.json:
+        print(json.dumps([k._asdict() for k in rows]))
+        return 0
+    table = None
+    for key in rows:
+        if key.table != table:
+            table = key.table
+            print(f"\n[{table}]" if table else "at the top")
+        value = f"{key.name} = {key.default}" if key.default else key.name
+        print(f"  {value:<28} {key.type:<24} {key.text}".rstrip())
+    return 0

@@ -1,0 +1,85 @@
+"""``shardlib COMMAND ...``: finds the subcommand, runs it, and says in one line what went wrong.
+
+Exit codes: 0 done; 1 failed: a run or a check found a fault; 2 wrong configuration or arguments;
+3 a rank died, left or stopped; 4 no plan fits; 130 interrupted.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {  # name -> what it does; each is the module of that name here
+    "train": "train as a TOML file says, and go on where a run was killed",
+    "plan": "which mesh: what a step moves and holds on each, and whether it fits",
+    "explain": "every operation of a step: layouts, algorithm, bytes, memory; nothing runs",
+    "trace": "run a step and draw its timeline, for Perfetto or as a picture",
+    "check": "prove a sharded model against one device",
+    "ckpt": "list, verify, reshard and convert checkpoints",
+    "keys": "every key that a TOML file may have, with its type and default",
+    "desync": "where the ranks of a failed job first parted",
+}
+
+DONE, FAILED, WRONG, LOST, UNFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, and give its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(given[0] if given else "")
+    try:
+        said = parser.parse_args(given)
+    except SystemExit as e:  # argparse has told what was wrong, or the help
+        return e.code if isinstance(e.code, int) else WRONG
+    from shardlib.command.config import ConfigError
+    from shardlib.errors import RankFailed, ShardError
+
+    try:
+        return _module(said.command).main(said)
+    except ConfigError as e:
+        return _failed(said, WRONG, str(e))
+    except RankFailed as e:
+        return _failed(said, LOST, str(e))
+    except ShardError as e:
+        return _failed(said, FAILED, str(e))
+    except KeyboardInterrupt:
+        return _failed(said, INTERRUPTED, "interrupted")
+    except BrokenPipeError:  # whoever read this has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def script() -> None:
+    """What the console's ``shardlib`` runs."""
+    raise SystemExit(main())
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardlib", description="Sharded PyTorch at a prompt.", epilog=__doc__.split("\n\n")[1]
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, text in COMMANDS.items():
+        one = commands.add_parser(command, help=text, description=text.capitalize() + ".")
+        one.add_argument("--json", action="store_true", help="print JSON")
+        if command == name:
+            _module(command).add(one)
+    return parser
+
+
+def _module(command: str):  # type: ignore[no-untyped-def]
+    return importlib.import_module(f"shardlib.command.{command}")
+
+
+def _failed(said: argparse.Namespace, code: int, text: str) -> int:
+    """Tell what went wrong, on one rank of those that all know it."""
+    if int(os.environ.get("RANK", 0)) == 0 or code not in (WRONG,):
+        if said.json:
+            print(json.dumps({"error": text, "code": code}))
+        else:
+            print(f"shardlib {said.command}: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,171 @@
+"""What a run says of itself: lines on screen, JSON lines, TensorBoard; and what its work amounts to."""
+
+import json
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.errors import BadArgument
+
+__all__ = ["Log", "flops_of", "log", "peak_of"]
+
+
+class Log:
+    """Where figures go.  Made by ``log``; only one rank writes.
+
+    ``every``  steps between two lines.
+    """
+
+    def __init__(self, every: int, jsonl: str, tensorboard: str, flops: float | None) -> None:
+        self.every, self.jsonl, self.tensorboard, self.flops = every, jsonl, tensorboard, flops
+        self.file: TextIO | None = None
+        self.board: Any = None
+        self.echo = False
+
+    def open(self, as_json: bool, first: int) -> None:
+        """Begin to write; ``first``  the step a run goes on from: later records are of a run that is gone."""
+        self.echo = as_json
+        if self.jsonl:
+            file = Path(self.jsonl)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            old = file.read_text().splitlines() if first and file.exists() else []
+            kept = [line for line in old if _step_of(line) <= first]
+            file.write_text("".join(f"{line}\n" for line in kept))
+            self.file = file.open("a")
+        if self.tensorboard:
+            self.board = _board(self.tensorboard, first)
+
+    def say(self, text: str) -> None:
+        """Tell a person something; a program that reads JSON is told nothing."""
+        if not self.echo:
+            print(text, flush=True)
+
+    def record(self, row: Mapping[str, Any], steps: int) -> None:
+        """Write one row of figures everywhere."""
+        line = json.dumps(row)
+        if self.echo:
+            print(line, flush=True)
+        else:
+            print(_line(row, steps), flush=True)
+        if self.file is not None:
+            self.file.write(f"{line}\n")
+            self.file.flush()
+        if self.board is not None:
+            for key, value in row.items():
+                if key != "step" and value is not None:
+                    self.board.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def log(every: int = 10, jsonl: str = "", tensorboard: str = "", flops: float | None = None) -> Log:
+    """Say how a run is going, every so many steps.
+
+    ``every``        steps between two lines.
+    ``jsonl``        a file that gets one JSON object per line.
+    ``tensorboard``  a directory for TensorBoard's events: pip install tensorboard.
+    ``flops``        operations per second that one rank could do, of which MFU is the part used; by
+                     default what is known of the GPU.
+
+    >>> log(every=5).every
+    5
+    """
+    if every < 1:
+        raise BadArgument(f"every={every}: lines are 1 step apart at least", op="log")
+    if tensorboard and find_spec("tensorboard") is None:
+        raise BadArgument(
+            f"tensorboard={tensorboard} wants the package: pip install tensorboard", op="log"
+        )
+    return Log(every, jsonl, tensorboard, flops)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line).get("step", 0))
+    except (ValueError, AttributeError):
+        return 0
+
+
+def _board(folder: str, first: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder, purge_step=first + 1 if first else None)
+
+
+def _line(row: Mapping[str, Any], steps: int) -> str:
+    width = len(str(steps))
+    parts = [f"step {row['step']:>{width}}/{steps}", f"loss {row['loss']:.4f}"]
+    if row.get("norm") is not None:
+        parts.append(f"norm {row['norm']:.3g}")
+    if row.get("lr") is not None:
+        parts.append(f"lr {row['lr']:.2e}")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"{row['bytes'] / 2**20:.2f} MiB/step/rank")
+    if row.get("mfu") is not None:
+        parts.append(f"MFU {100 * row['mfu']:.1f} %")
+    if row.get("memory"):
+        parts.append(f"{row['memory'] / 2**30:.2f} GiB")
+    return "  ".join(parts)
+
+
+# ---------------------------------------------------------------- how much work a step is
+
+PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheets
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+}
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations per second that a device could do in half precision, where that is known."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for key, value in PEAKS.items() if key in name), None)
+
+
+def flops_of(module: nn.Module, row: Any) -> float | None:
+    """Operations of a training step for one row: those of forward counted on shapes, three times.
+
+    None where the module does not run on shapes.
+
+    >>> flops_of(nn.Linear(4, 8, bias=False), torch.zeros(4))  # 3 x 2 x 4 x 8
+    192.0
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    state = {n: x.detach().to("meta") for n, x in module.state_dict(keep_vars=True).items()}
+    fields = list(row.values()) if isinstance(row, Mapping) else row
+    fields = list(fields) if isinstance(fields, tuple | list) else [fields]
+    first = torch.as_tensor(fields[0])
+    given = torch.empty((1, *first.shape), dtype=first.dtype, device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as count:
+            torch.func.functional_call(module, state, (given,), tie_weights=False)
+    except Exception:  # a foreign module's own code
+        return None
+    return 3.0 * count.get_total_flops() or None
+
+
+def seconds() -> float:
+    """Now, for differences."""
+    return time.perf_counter()
+
+
+def number(x: Any) -> float | None:
+    """A tensor or number as a float."""
+    return None if x is None else float(x.item() if isinstance(x, Tensor) else x)

@@ -1,0 +1,73 @@
+"""``shardlib trace run.toml``: a step's timeline, every operation and collective of it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shardlib import optim
+from shardlib.command.building import batches, built, mesh_of, rows_of, under_launcher
+from shardlib.command.config import Config, ConfigError, read
+from shardlib.command.train import check, stepper
+from shardlib.mesh import use_mesh
+from shardlib.seeing import Timeline, timeline
+
+__all__ = ["trace_run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("file", help="a TOML file, see docs/command.md")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+    parser.add_argument(
+        "--out", default="", help="step.json for ui.perfetto.dev, or a picture: .png, .svg, .pdf"
+    )
+    parser.add_argument("--by", default="seconds", choices=["seconds", "bytes", "count"])
+    parser.add_argument("--step", type=int, default=2, help="which step; the first is slower")
+
+
+def main(given: Any) -> int:
+    """Run the command: under torchrun with every rank, else one process plays them all."""
+    if given.out and Path(given.out).suffix not in (".json", ".png", ".svg", ".pdf"):
+        raise ConfigError(f"--out {given.out}: write step.json, step.png, step.svg or step.pdf")
+    if given.step < 1:
+        raise ConfigError(f"--step {given.step}: 1 at least")
+    config = read(given.file, given.set)
+    check(config)
+    found = trace_run(config, given.step)
+    if not (0 in found.ranks or not under_launcher()):
+        return 0
+    if given.out:
+        found.save(given.out)
+    if given.json:
+        print(json.dumps({"rows": found.rows(given.by), "out": given.out}))
+    else:
+        print("\n".join("  ".join(row) for row in aligned(found.table(given.by))))
+        if given.out:
+            print(f"wrote {given.out}")
+    return 0
+
+
+def trace_run(config: Config, step: int = 2) -> Timeline:
+    """Run a file's first steps, and record the last of them; of all ranks where there are several."""
+    mesh = mesh_of(config, "ranks" if under_launcher() else "simulate")
+    with use_mesh(mesh):
+        made = built(config, mesh)
+        params, accumulate = made.start(), config.tables.get("accumulate", 1)
+        state = made.tx.init(params)
+        rows = iter(batches(config, rows_of(config), made.rules, mesh))
+        step_of = stepper(config, made, accumulate)
+        for _ in range(step):
+            taken = [next(rows) for _ in range(accumulate)]
+            with timeline() as line:
+                with line.phase("gradients"):
+                    _, grads = step_of(params, state, taken)
+                with line.phase("update"):
+                    params, state, _ = optim.step(made.tx, params, grads, state)
+        return line.gathered()
+
+
+def aligned(table: list[list[str]]) -> list[list[str]]:
+    """A table's cells, as wide as the widest of their column."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in table]

@@ -1,0 +1,391 @@
+"""``shardlib train run.toml``: a training run that a file describes, and that goes on where it was killed."""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlib import optim
+from shardlib import random as keys
+from shardlib.checkpoint import latest, load, save
+from shardlib.collectives import trace
+from shardlib.command.building import (
+    Built,
+    Table,
+    axes_of,
+    batches,
+    built,
+    check_data,
+    check_layout,
+    check_tables,
+    mesh_of,
+    optimizer,
+    rows_of,
+    under_launcher,
+)
+from shardlib.command.config import Config, ConfigError, call, read
+from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
+from shardlib.errors import BadArgument, ShardError
+from shardlib.grad import value_and_grad
+from shardlib.mesh import launch, use_mesh
+from shardlib.seeing.summary import size, summary
+
+__all__ = ["Report", "check", "checkpoint", "start", "stepper", "train"]
+
+MOST = 64  # processes that one machine is given without a launcher
+
+
+@dataclass
+class Report:
+    """What a run came to.
+
+    ``losses``  step -> loss, of the steps that ran here.   ``step``  the last one.
+    ``first``   the step it went on from.                   ``path``  its newest checkpoint.
+    """
+
+    step: int = 0
+    first: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    bytes: float = 0.0
+    seconds: float = 0.0
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When and where a run is saved.  Made by ``checkpoint``."""
+
+    path: str
+    every: int
+    keep: int | None
+    resume: bool
+    wait: bool
+
+
+def checkpoint(
+    path: str, every: int = 0, keep: int | None = None, resume: bool = True, wait: bool = False
+) -> Checkpoints:
+    """Say where a run is saved, and how often.
+
+    ``path``    the directory of the run's checkpoints.
+    ``every``   steps between two; 0: only after the last.
+    ``keep``    how many of them stay; None: all.
+    ``resume``  go on from the newest one there is; false: begin anew.
+    ``wait``    false: they are written while the run goes on.
+
+    >>> checkpoint("out", every=100).keep
+    """
+    if every < 0:
+        raise BadArgument(f"every={every}: 0 or more", op="checkpoint")
+    if keep is not None and keep < 1:
+        raise BadArgument(f"keep={keep}: 1 at least", op="checkpoint")
+    return Checkpoints(path, every, keep, resume, wait)
+
+
+def train(
+    steps: int,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    loss: str = "",
+    mesh: Table = {},  # noqa: B006  tables are read, never written
+    model: Table = {},  # noqa: B006
+    init: Table = {},  # noqa: B006
+    data: Table = {},  # noqa: B006
+    layout: Table = {},  # noqa: B006
+    optimizer: Table = {},  # noqa: B006
+    precision: Table = {},  # noqa: B006
+    remat: Table = {},  # noqa: B006
+    checkpoint: Table = {},  # noqa: B006
+    log: Table = {},  # noqa: B006
+) -> Report:
+    """Train as the tables say, on the ranks that they ask for.
+
+    ``steps``       updates in all, those of a run that this one goes on from included.
+    ``seed``        of dropout and of whatever else draws.
+    ``accumulate``  batches per update; their gradients' mean counts.
+    ``loss``        "module:function" of (apply, params, batch); by default what forward gives: its
+                    loss, or its logits against the labels.
+    The tables are those of docs/command.md.
+    Raises: ConfigError in one line; ShardError for what goes wrong on the way.
+    """
+    given = {k: v for k, v in locals().items() if v not in ({}, "")}
+    config = Config(given)
+    check(config)
+    return start(config)
+
+
+def check(config: Config) -> None:
+    """Refuse what can be seen to be wrong before any process starts.  Raises: ConfigError."""
+    check_tables(config, train)
+    for key in ("steps", "accumulate"):
+        if config.tables.get(key, 1) < 1:
+            raise config.error((key,), f"1 at least, not {config.tables[key]}")
+    for name in ("mesh", "model", "data", "layout", "optimizer"):
+        if name not in config.tables:
+            raise config.error((), f"the table [{name}] is missing")
+    axes_of(config)
+    check_layout(config)
+    check_data(config)
+    optimizer(config)
+    _checkpoints(config)
+    call(log, config, ("log",))
+
+
+def _checkpoints(config: Config) -> Checkpoints | None:
+    if "checkpoint" not in config.tables:
+        return None
+    return call(checkpoint, config, ("checkpoint",))
+
+
+def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
+    """Run on the processes there are, on one that plays all ranks, or on processes started here."""
+    axes = axes_of(config)
+    total = math.prod(axes.values())
+    if simulated or under_launcher() or total in (1, -1):
+        return _ranks(config, "simulate" if simulated else "ranks", as_json)
+    free = [n for n, s in axes.items() if s == -1]
+    if free:
+        raise config.error(
+            ("mesh", free[0]),
+            "-1 is found from torchrun's number of processes: write a number, or start it there",
+        )
+    if total > MOST:
+        raise config.error(
+            ("mesh",), f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, or look "
+            "with shardlib plan",
+        )  # fmt: skip
+    device = config.table("mesh").get("device") or (
+        "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= total else "cpu"
+    )
+    if not as_json:
+        print(f"starting {total} local processes", flush=True)
+    timeout = {k: v for k, v in config.table("mesh").items() if k == "timeout"}
+    try:
+        return launch(_rank, config, as_json, device=device, **timeout, **axes)[0]
+    except ShardError as e:
+        if isinstance(e.__cause__, ConfigError):
+            raise e.__cause__ from None
+        raise
+
+
+def _rank(config: Config, as_json: bool) -> Report:
+    """What each process that was started here runs, its mesh in scope."""
+    from shardlib.mesh import current_mesh
+
+    return run(config, current_mesh(), as_json)
+
+
+def _ranks(config: Config, kind: str, as_json: bool) -> Report:
+    mesh = mesh_of(config, kind)
+    try:
+        with use_mesh(mesh):
+            return run(config, mesh, as_json)
+    finally:
+        if kind == "ranks" and dist.is_initialized() and not under_launcher():
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
+    """The run, on every rank of the mesh in scope."""
+    steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
+    torch.manual_seed(config.tables.get("seed", 0))
+    rows, made, saving = rows_of(config), built(config, mesh), _checkpoints(config)
+    params, whole = made.start(), made.whole
+    state = made.tx.init(params)
+    dealt = batches(config, rows, made.rules, mesh)
+    torch.manual_seed(config.tables.get("seed", 0))
+    writer: Log = call(log, config, ("log",))
+    lead = not dist.is_initialized() or dist.get_rank() == 0
+    report = Report()
+
+    def everything() -> dict[str, Any]:
+        named = params if whole else optim.state_dict(params)
+        kept = {"params": named, "state": optim.state_dict(state), "step": report.step}
+        return kept | {"data": dealt.state(), "key": keys.get_state()}
+
+    if saving is not None and saving.resume and (newest := latest(saving.path)) is not None:
+        found = _resumed(config, newest, everything())
+        params = found["params"] if whole else optim.load_state_dict(params, found["params"])
+        state = optim.load_state_dict(state, found["state"])
+        dealt = batches(config, rows, made.rules, mesh, state=found["data"])
+        keys.set_state(found["key"])
+        report.step = report.first = int(found["step"])
+        report.path = newest
+    if lead:
+        writer.open(as_json, report.first)
+        writer.say(_opening(made, params, state, report, steps))
+    step_of = stepper(config, made, accumulate)
+    meter = _Meter(made, rows, writer, mesh)
+    under_way, batch_of, losses = None, forever(dealt), {}
+    for step in range(report.first + 1, steps + 1):
+        told = step == steps or step % writer.every == 0 or step == report.first + 1
+        with trace() as t:
+            taken = [next(batch_of) for _ in range(accumulate)]
+            loss, grads = step_of(params, state, taken)
+            params, state, info = optim.step(made.tx, params, grads, state)
+        losses[step] = loss
+        meter.count(taken)
+        report.step = step
+        if told:
+            report.losses |= {s: x.item() for s, x in losses.items()}
+            losses = {}
+            report.bytes = float(t.bytes)
+            row = meter.row(step, report.losses[step], info, t)
+            if not (math.isfinite(report.losses[step]) or _guarded(config)):
+                raise ShardError(f"the loss of step {step} is {report.losses[step]}", op="train")
+            if lead:
+                writer.record(row, steps)
+        if saving is not None and (step == steps or (saving.every and step % saving.every == 0)):
+            under_way = save(
+                saving.path, everything(), step=step, keep=saving.keep, wait=saving.wait
+            )
+            report.path = os.path.join(saving.path, f"step_{step:08d}")
+    if under_way is not None:
+        under_way.wait()
+    if lead:
+        writer.close()
+    report.seconds = meter.total
+    return report
+
+
+def _guarded(config: Config) -> bool:
+    """Whether the optimizer passes over steps that are no numbers."""
+    return not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
+
+
+def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
+    try:
+        return load(newest, like)
+    except ShardError as e:
+        raise config.error(
+            ("checkpoint", "path"),
+            f"{newest} does not go on here: {e.message.splitlines()[0]}; write resume = false or another path",
+        ) from e
+
+
+def forever(rows: Any) -> Iterator[Any]:
+    """Batches of one epoch after the other."""
+    while True:
+        yield from rows
+
+
+def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple[Tensor, Any]]:
+    """``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
+    zero = config.table("optimizer", "zero")
+    several = accumulate > 1 and zero.get("stage", 1) < 2
+    into = made.tx if made.tx.sink is not None and not several else None
+    how: dict[str, Any] = {"into": into} if into is not None else {"pending": zero.get("axis", ())}
+
+    def scaled(params: Any, batch: Any, by: float) -> Tensor:
+        return made.loss(params, batch) * by
+
+    both = value_and_grad(scaled, **how)
+    plain = value_and_grad(made.loss, **how)
+
+    def step(params: Any, state: Any, taken: list[Any]) -> tuple[Tensor, Any]:
+        scale = getattr(state, "scale", None)
+        if scale is None and len(taken) == 1:
+            return plain(params, taken[0])
+        by = (1.0 if scale is None else scale) / len(taken)
+        total, sum_of = None, None
+        for batch in taken:
+            loss, grads = both(params, batch, by)
+            total = loss if total is None else total + loss
+            sum_of = grads if sum_of is None else optree.tree_map(torch.add, sum_of, grads)
+        assert total is not None, "a step has a batch"
+        return (total if scale is None else total / scale), sum_of
+
+    return step
+
+
+def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -> str:
+    found = summary(made.params if made.params is params else dict(made.params))
+    held = f"{size(found.bytes)} of {size(found.whole)} on each rank"
+    lines = [f"{type(made.module).__name__}, {found.elements:,} parameters, {held}, {found.mesh}"]
+    if report.first:
+        lines.append(f"goes on from step {report.first}: {report.path}")
+    if report.first >= steps:
+        lines.append(f"step {steps} was reached: nothing is left to do")
+    return "\n".join(lines)
+
+
+class _Meter:
+    """Time, tokens and work since the last line."""
+
+    def __init__(self, made: Built, rows: Any, writer: Log, mesh: Any) -> None:
+        self.began = self.last = seconds()
+        self.tokens = 0
+        dtype = next((p.dtype for p in made.module.parameters()), torch.float32)
+        if made.policy is not None:
+            dtype = made.policy.compute or made.policy.param
+        peak = writer.flops or peak_of(mesh.device, dtype)
+        self.device, self.ranks = mesh.device, mesh.size
+        self.peak = None if peak is None else peak * mesh.size
+        self.each = flops_of(made.module, rows[0]) if peak is not None else None
+        self.rows = 0
+
+    @property
+    def total(self) -> float:
+        return seconds() - self.began
+
+    def count(self, taken: list[Any]) -> None:
+        for batch in taken:
+            leaves: list[Any] = optree.tree_leaves(batch)
+            first = leaves[0]
+            self.tokens += first.numel() if first.ndim == 2 else first.shape[0]
+            self.rows += first.shape[0]
+
+    def row(self, step: int, loss: float, info: Any, t: Any) -> dict[str, Any]:
+        """The figures of the steps since the last row."""
+        now = seconds()
+        took = max(now - self.last, 1e-9)
+        out: dict[str, Any] = {"step": step, "loss": loss}
+        out |= {"norm": number(info.norm), "lr": number(info.lr)}
+        out |= {"tokens_per_second": self.tokens / took, "bytes": float(t.bytes)}
+        mfu = None
+        if self.peak is not None and self.each is not None:
+            mfu = self.rows * self.each / took / self.peak
+        out |= {"mfu": mfu, "seconds": now - self.began}
+        if self.device.type == "cuda":
+            out["memory"] = torch.cuda.max_memory_allocated(self.device)
+        self.last, self.tokens, self.rows = now, 0, 0
+        return out
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("file", help="a TOML file, see docs/command.md")
+    parser.add_argument("--simulate", action="store_true", help="one process plays all ranks")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+
+
+def main(given: Any) -> int:
+    """Run the command."""
+    config = read(given.file, given.set)
+    check(config)
+    report = start(config, given.simulate, given.json)
+    lead = not under_launcher() or int(os.environ["RANK"]) == 0
+    if lead and given.json:
+        said: Mapping[str, Any] = vars(report) | {"losses": list(report.losses.items())}
+        print(json.dumps({"done": said}))
+    elif lead:
+        print(
+            f"done: {report.step} steps in {report.seconds:.1f} s"
+            + (f", saved in {report.path}" if report.path else "")
+        )
+    return 0

@@ -1,0 +1,85 @@
+"""Which mesh, and will it fit: at a prompt, in seconds, for models of any size."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlib.command.main import main
+
+ROOT = Path(__file__).parent.parent.parent
+GPT = ["examples.gpt:gpt", "--batch", "16", "--sequence", "64"]
+
+
+def test_a_plan_names_what_to_write_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *GPT, "--ranks", "4,8"]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks: " in said and "8 ranks: " in said and "[mesh]" in said and "recipe = " in said
+
+
+def test_where_nothing_fits_the_code_is_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *GPT, "--ranks", "2", "--memory", "1MiB", "--most", "1", "--json"]) == 4
+    (found,) = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["table"]
+    assert main(["plan", *GPT, "--ranks", "2", "--memory", "1MiB", "--most", "1"]) == 4
+    assert "nothing fits into 0.00 GiB; the least is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["examples.gpt:gtp", "--ranks", "2"], "did you mean 'gpt'?"),
+        (["nowhere", "--ranks", "2"], "no directory"),
+        (["examples.gpt:gpt", "--ranks", "2"], "--batch must be given"),
+        ([*GPT], "--ranks must be given"),
+        ([*GPT, "--ranks", "two"], "a whole number"),
+        ([*GPT, "--ranks", "2", "--cluster", "h10"], "there are a100"),
+        ([*GPT, "--ranks", "2", "--recipe", "megatron"], "there are megatron1d"),
+        ([*GPT, "--ranks", "2", "--memory", "much"], "write --memory 80GiB"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *given]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+SHAPES = {
+    "gpt2": {"model_type": "gpt2"},
+    "8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+    },
+    "70b": {
+        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+MEASURED = """
+import resource, sys, time
+from shardlib.command.main import main
+code = main(sys.argv[1:])
+print(code, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [("gpt2", 8), ("70b", 512)])
+def test_a_plan_takes_seconds_and_less_than_a_gibibyte(
+    shape: str, ranks: int, tmp_path: Path
+) -> None:
+    """Imports included, in processor seconds: other work on the machine does not count."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    given = ["plan", str(tmp_path), "--ranks", str(ranks), "--batch", str(2 * ranks)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *given, "--sequence", "1024", "--state", "12"],
+        cwd=ROOT, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    code, seconds, gibibytes = map(float, done.stdout.splitlines()[-1].split())
+    assert code == 0 and "ran on paper" in done.stdout, done.stderr
+    assert gibibytes < 1 and seconds < 20, (seconds, gibibytes)  # twice the bar, on slow machines

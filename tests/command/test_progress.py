@@ -1,0 +1,36 @@
+"""What a run says of itself."""
+
+import torch
+from torch import nn
+
+from shardlib.command.progress import flops_of, log, peak_of
+
+
+def test_operations_are_three_forwards() -> None:
+    mlp = nn.Sequential(nn.Linear(8, 32, bias=False), nn.GELU(), nn.Linear(32, 8, bias=False))
+    assert flops_of(mlp, torch.zeros(5, 8)) == 3 * 2 * 5 * (8 * 32 + 32 * 8)
+
+
+def test_of_a_module_that_does_not_run_on_shapes_nothing_is_said() -> None:
+    class Asks(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input if input.sum().item() else super().forward(input)
+
+    assert flops_of(Asks(4, 4), torch.zeros(4)) is None
+
+
+def test_a_peak_is_of_a_gpu_in_half_precision() -> None:
+    assert peak_of(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_records_are_of_this_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "a" / "log.jsonl"
+    writer = log(jsonl=str(file))
+    row = {"loss": 1.0, "norm": None, "lr": None, "tokens_per_second": 1.0, "bytes": 0, "mfu": 0.5}
+    for first, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
+        writer.open(as_json=True, first=first)
+        for step in steps:
+            writer.record(row | {"step": step}, 4)
+        writer.close()
+        lines = file.read_text().splitlines()
+        assert len(lines) == first + len(steps)

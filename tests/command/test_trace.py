@@ -1,0 +1,22 @@
+"""A step's timeline, out of a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlib.command.main import main
+from tests.command.test_train import DEMO, SMALL
+
+SETS = [x for s in SMALL for x in ("--set", s)]
+
+
+def test_a_step_is_written_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    assert main(["trace", str(DEMO), *SETS, "--out", str(file)]) == 0
+    names = {e["name"] for e in json.loads(file.read_text())["traceEvents"]}
+    assert {"gradients", "update", "pbroadcast over y"} <= names and any(
+        "linear" in n for n in names
+    )
+    assert "linear" in capsys.readouterr().out
+    assert main(["trace", str(DEMO), *SETS, "--out", "step.txt"]) == 2

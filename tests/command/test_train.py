@@ -1,0 +1,177 @@
+"""A run that a file describes: the demo's losses, and the same after it was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlib.command.config import Config, read
+from shardlib.command.main import main
+from shardlib.command.train import Report, start, train
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "examples" / "demo.toml"
+SMALL = (
+    "steps=6 model.ctx=16 model.layers=1 model.embed=16 data.dataset.ctx=16 data.batch=4 log.every=2 checkpoint.every=3"
+).split()
+
+
+def demo(path: Path, *sets: str) -> Config:
+    return read(DEMO, [*SMALL, f"checkpoint.path={path}", *sets])
+
+
+def losses(report: Report) -> list[float]:
+    return [report.losses[s] for s in sorted(report.losses)]
+
+
+def close(a: list[float], b: list[float]) -> bool:
+    return len(a) == len(b) and max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4
+
+
+def test_the_demos_file_gives_the_demos_losses(tmp_path: Path) -> None:
+    other: Any = pytest.importorskip("examples.train_gpt", reason="the demo draws with matplotlib")
+    asked = "--steps 6 --batch 4 --ctx 16 --layers 1 --embed 16".split()
+    alone = other.train_alone(other.parse(asked))
+    assert close(losses(start(demo(tmp_path), simulated=True)), alone["losses"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("layout.recipe=megatron1d", 'mesh={"data" = 2, "x" = 2}'),
+        ("layout.recipe=cube3d", 'mesh={"data" = 1, "x" = 2, "y" = 2, "z" = 2}'),
+        ("optimizer.zero.stage=2",),
+        ("optimizer.zero.stage=3",),
+        ('remat={"h.*" = "full"}',),
+        ('layout={rules = [["*", "..."]]}', 'mesh={"data" = 4}'),
+    ],
+)
+def test_a_killed_run_goes_on_elsewhere(other: tuple[str, ...], tmp_path: Path) -> None:
+    """On another mesh, in another layout, at another stage: the losses are those of the whole run."""
+    whole = start(demo(tmp_path / "whole"), simulated=True)
+    first = start(demo(tmp_path / "part", "steps=3"), simulated=True)
+    rest = start(demo(tmp_path / "part", *other), simulated=True)
+    assert rest.first == 3 and (first.step, rest.step) == (3, 6)
+    assert close(losses(first) + losses(rest), losses(whole))
+
+
+def test_batches_that_are_accumulated_are_one_larger_batch(tmp_path: Path) -> None:
+    whole = start(demo(tmp_path / "a", "data.batch=8"), simulated=True)
+    for stage in (1, 2):
+        sets = ("accumulate=2", f"optimizer.zero.stage={stage}")
+        parts = start(demo(tmp_path / str(stage), *sets), simulated=True)
+        assert close(losses(parts), losses(whole))
+
+
+def test_half_precision_and_a_scaled_loss_train(tmp_path: Path) -> None:
+    plain = losses(start(demo(tmp_path / "a"), simulated=True))
+    bf16 = losses(start(demo(tmp_path / "b", "precision.param=bfloat16"), simulated=True))
+    scaled = losses(start(demo(tmp_path / "c", "optimizer.loss_scale.start=8.0"), simulated=True))
+    assert close(plain, scaled)
+    assert bf16 != plain and max(abs(a - b) for a, b in zip(plain, bf16, strict=True)) < 0.05
+
+
+def test_a_run_that_was_done_does_nothing_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(demo(tmp_path, "steps=1"), simulated=True)
+    assert start(demo(tmp_path, "steps=1"), simulated=True).losses == {}
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_call_is_the_file(tmp_path: Path) -> None:
+    tables = demo(tmp_path / "a").tables
+    alone = {k: v for k, v in tables.items() if k not in ("mesh", "layout", "checkpoint")}
+    alone["optimizer"] = {k: v for k, v in tables["optimizer"].items() if k != "zero"}
+    import torch.distributed as dist
+
+    report = train(**alone, mesh={"data": 1, "device": "cpu"}, layout={"rules": [["*", "..."]]})
+    assert not dist.is_initialized()
+    assert close(losses(report), losses(start(demo(tmp_path / "b"), simulated=True)))
+
+
+def test_figures_go_to_a_file_that_a_resumed_run_continues(tmp_path: Path) -> None:
+    lines = tmp_path / "log.jsonl"
+    more = (f"log.jsonl={lines}", "log.flops=1e9", "log.every=1")
+    start(demo(tmp_path / "c", "steps=4", *more), simulated=True)
+    start(demo(tmp_path / "c", "steps=6", *more), simulated=True)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < r["mfu"] < 1 and r["bytes"] > 0 and r["tokens_per_second"] > 0 for r in rows)
+
+
+def test_a_loss_that_is_no_number_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [x for s in SMALL for x in ("--set", s)]
+    sets = [
+        "--set",
+        f"checkpoint.path={tmp_path}",
+        "--set",
+        "loss=tests.command.test_train:nothing",
+    ]
+    assert main(["train", str(DEMO), "--simulate", *given, *sets]) == 1
+    assert " is nan" in capsys.readouterr().err
+
+
+def nothing(apply: Any, params: Any, batch: Any) -> Any:
+    return apply(params, *batch) * float("nan")
+
+
+def launched(command: str, tmp_path: Path, *sets: str) -> "subprocess.Popen[str]":
+    given = [x for s in (*SMALL, f"checkpoint.path={tmp_path}", *sets) for x in ("--set", s)]
+    where = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command.split(), "train", str(DEMO), "--json", *given],
+        cwd=tmp_path, env=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_killed_under_torchrun_it_resumes(tmp_path: Path) -> None:
+    """Every process is killed outright in the middle; the same command then ends the run."""
+    axes = ('mesh={"data" = 2, "x" = 1, "y" = 1}', "log.every=1", "checkpoint.every=1")
+    axes += ("checkpoint.wait=true",)
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m shardlib"
+    running = launched(command, tmp_path, *axes, "steps=100000")
+    try:
+        assert _until(lambda: (tmp_path / "step_00000004").exists(), running)
+    finally:
+        for pid in (running.pid, *children(running.pid)):
+            os.kill(pid, signal.SIGKILL)
+        running.communicate()
+    last = max(int(p.name[5:]) for p in tmp_path.glob("step_*"))
+    done = launched(command, tmp_path, *axes, f"steps={last + 2}")
+    out, err = done.communicate(timeout=120)
+    assert done.returncode == 0, err
+    report = json.loads(out.splitlines()[-1])["done"]
+    assert report["first"] in (last - 1, last) and report["step"] == last + 2
+    sets = ('mesh={"data" = 1, "x" = 1, "y" = 1}', f"steps={last + 2}")
+    whole = start(demo(tmp_path / "whole", *sets), simulated=True)
+    assert close([x for _, x in report["losses"]], losses(whole)[report["first"] :])
+
+
+def children(pid: int) -> list[int]:
+    """The ranks: torchrun starts each in a session of its own."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after = file.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(after[1]) == pid:
+            found.append(int(file.parent.name))
+    return found
+
+
+def _until(done: Callable[[], bool], running: "subprocess.Popen[str]") -> bool:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and running.poll() is None:
+        if done():
+            return True
+        time.sleep(0.05)
+    return False
