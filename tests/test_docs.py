@@ -17,7 +17,11 @@ import pytest
 import shardlib as sl
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "layouts.md").read_text(), re.S)
+BLOCKS = [
+    (name, block)
+    for name in ("layouts.md", "seeing.md")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
+]
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 
 
@@ -71,10 +75,11 @@ def test_notebooks_are_pages_with_their_pictures(site: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_a_block_of_the_page_on_layouts_runs(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exec(compile(BLOCKS[number], "layouts.md", "exec"), {})
+def test_a_block_of_a_page_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    name, block = BLOCKS[number]
+    if ".png" in block:
+        pytest.importorskip("matplotlib", reason="the block draws with matplotlib, an extra")
+    exec(compile(block, name, "exec"), {})
     assert capsys.readouterr().out.strip()
 
 

@@ -392,7 +392,7 @@ def _of_plan(plan: Plan) -> Frames:
 
         def laid(runs: Any, heads: int, width: int) -> Any:
             orders = [[run.positions for run in rank] for rank in runs]
-            ring = Ring(case.axes if len(case.axes) > 1 else case.axes[0], 2, orders)
+            ring = Ring(case.axes if len(case.axes) > 1 else next(iter(case.axes)), 2, orders)
             rows = sum(len(run) for rank in orders for run in rank)
             return shard(torch.zeros(1, heads, rows, width), ring, mesh, pad=True)
 
@@ -422,58 +422,72 @@ def _kind(sent: Sent) -> str:
     return "+".join(sorted(_operands(sent)))
 
 
-def _bends(frame: Frame) -> dict[str, float]:
-    """How far arrows of each kind bend: apart where two kinds go the same way."""
-    ways: dict[tuple[int, int], set[str]] = {}
+class _Arrows(NamedTuple):
+    """What one rank sends to the same others: blocks on one arrow each, labelled once."""
+
+    sender: int
+    receivers: tuple[int, ...]
+    label: str
+    colour: str
+
+
+def _arrows(frame: Frame) -> list[_Arrows]:
+    """Blocks of several operands that go the same way are one arrow."""
+    ways: dict[tuple[int, tuple[int, ...]], list[Sent]] = {}
     for s in frame.sent:
-        for to in s.receivers:
-            ways.setdefault((s.sender, to), set()).add(_kind(s))
-    apart = any(len(kinds) > 1 for kinds in ways.values())
-    return {k: 0.18 + 0.22 * i * apart for i, k in enumerate(frame.kinds)}
+        ways.setdefault((s.sender, s.receivers), []).append(s)
+    kinds = {way: " ".join(dict.fromkeys(_kind(s) for s in some)) for way, some in ways.items()}
+    shades = dict(zip(sorted(set(kinds.values())), colours(len(ways)), strict=False))
+    return [
+        _Arrows(*way, ", ".join(dict.fromkeys(s.block for s in some)), shades[kinds[way]])
+        for way, some in ways.items()
+    ]
+
+
+_BEND = 0.18
 
 
 def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
-    shades = dict(zip(frame.kinds, colours(len(frame.kinds)), strict=True))
     for rank, (x, y) in enumerate(at):
         panel.text(
             x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3, color="white",
             bbox={"boxstyle": "circle,pad=0.35", "fc": "#6b6b6b", "ec": INK, "lw": 0.8},
         )  # fmt: skip
-    bends = _bends(frame)
-    for s in frame.sent:
-        colour, bend, (x0, y0) = shades[_kind(s)], bends[_kind(s)], at[s.sender]
-        for k, to in enumerate(s.receivers):
-            x1, y1 = at[to]
+    for sender, receivers, label, colour in _arrows(frame):
+        for to in receivers:
             panel.annotate(
-                "", (x1, y1), (x0, y0), zorder=2,
+                "", at[to], at[sender], zorder=2,
                 arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 11, "shrinkB": 11,
-                            "lw": 1.1, "connectionstyle": f"arc3,rad={bend}"},
+                            "lw": 1.1, "connectionstyle": f"arc3,rad={_BEND}"},
             )  # fmt: skip
-            if k == 0:
-                x, y = _along(at[s.sender], at[to], bend)
-                panel.text(
-                    x, y, s.block, fontsize=6.5, color="white", ha="center", va="center", zorder=4,
-                    bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
-                )  # fmt: skip
+        panel.text(
+            *_label(sender, receivers, at), label, fontsize=6.5, color="white", ha="center",
+            va="center", zorder=4, bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
+        )  # fmt: skip
     xs, ys = [x for x, _ in at], [y for _, y in at]
     panel.set_xlim(min(xs) - 0.7, max(xs) + 0.7)
     panel.set_ylim(min(ys) - 0.7, max(ys) + 0.7)
     panel.set_aspect("equal")
 
 
-def _along(
-    start: tuple[float, float], end: tuple[float, float], bend: float
+def _label(
+    sender: int, receivers: tuple[int, ...], at: list[tuple[float, float]]
 ) -> tuple[float, float]:
-    """A point on an arrow, which bends to the right of its way."""
-    (x0, y0), (x1, y1) = start, end
+    """Where a label stands: on the first arrow, which bends to the right of its way; of many arrows
+    beside the rank that sends, away from the others.
+    """
+    (x0, y0), (x1, y1) = at[sender], at[receivers[0]]
+    if len(receivers) > 2:
+        away = x0 - sum(x for x, _ in at) / len(at), y0 - sum(y for _, y in at) / len(at)
+        length = math.hypot(*away) or 1.0
+        return x0 + 0.42 * away[0] / length, y0 + 0.34 * away[1] / length
     t = 0.35
-    aside = 2 * t * (1 - t) * bend
+    aside = 2 * t * (1 - t) * _BEND
     return x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)
 
 
 def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> str:
     """One step as a drawing that a page shows in its own ink."""
-    shades = dict(zip(frame.kinds, colours(len(frame.kinds)), strict=True))
     left, low = min(x for x, _ in at) - 0.7, max(y for _, y in at) + 0.7
     width = (max(x for x, _ in at) + 0.7 - left) * scale
     height = (low - min(y for _, y in at) + 0.7) * scale
@@ -482,16 +496,15 @@ def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> st
         return (p[0] - left) * scale, (low - p[1]) * scale
 
     out = [f"<svg width='{width:.0f}' height='{height:.0f}' xmlns='http://www.w3.org/2000/svg'>"]
-    labels, bends = [], _bends(frame)
-    for s in frame.sent:
-        colour, bend = shades[_kind(s)], bends[_kind(s)]
-        for k, to in enumerate(s.receivers):
-            (ax, ay), (bx, by) = at[s.sender], at[to]
-            middle = ((ax + bx) / 2 + bend * (by - ay), (ay + by) / 2 - bend * (bx - ax))
+    labels = []
+    for sender, receivers, label, colour in _arrows(frame):
+        for to in receivers:
+            (ax, ay), (bx, by) = at[sender], at[to]
+            middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
             length = math.hypot(bx - ax, by - ay) or 1.0
             cut = 0.24 / length  # the arrow ends at the circle
             tip = (bx + (middle[0] - bx) * 2 * cut, by + (middle[1] - by) * 2 * cut)
-            (x0, y0), (xm, ym), (x1, y1) = spot(at[s.sender]), spot(middle), spot(tip)
+            (x0, y0), (xm, ym), (x1, y1) = spot(at[sender]), spot(middle), spot(tip)
             out.append(
                 f"<path d='M{x0:.1f} {y0:.1f}Q{xm:.1f} {ym:.1f} {x1:.1f} {y1:.1f}' fill='none' "
                 f"stroke='{colour}' stroke-width='1.6'/>"
@@ -501,14 +514,13 @@ def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> st
                 f"<path d='M0 0L-8 -3.5L-8 3.5Z' fill='{colour}' "
                 f"transform='translate({x1:.1f} {y1:.1f})rotate({turn:.0f})'/>"
             )
-            if k == 0:
-                x, y = spot(_along(at[s.sender], at[to], bend))
-                half = 3.6 * len(s.block) + 3
-                labels.append(
-                    f"<rect x='{x - half:.1f}' y='{y - 7:.1f}' width='{2 * half:.1f}' height='14' "
-                    f"rx='3' fill='{colour}'/><text x='{x:.1f}' y='{y + 3.5:.1f}' fill='white' "
-                    f"font-size='10' text-anchor='middle'>{html.escape(s.block)}</text>"
-                )
+        x, y = spot(_label(sender, receivers, at))
+        half = 3.3 * len(label) + 3
+        labels.append(
+            f"<rect x='{x - half:.1f}' y='{y - 7:.1f}' width='{2 * half:.1f}' height='14' rx='3' "
+            f"fill='{colour}'/><text x='{x:.1f}' y='{y + 3.5:.1f}' fill='white' font-size='10' "
+            f"text-anchor='middle'>{html.escape(label)}</text>"
+        )
     for rank, p in enumerate(at):
         x, y = spot(p)
         out.append(
