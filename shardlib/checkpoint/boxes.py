@@ -248,7 +248,7 @@ STRIP = 1 << 22
 Cuts = tuple[tuple[int, ...], ...]
 """Per dimension of a chunk where it is cut: places between 0 and its length, rising."""
 
-_TILE, _SMALLEST, _NARROWEST = 1 << 14, 1 << 10, 1 << 6
+_TILE, _SMALLEST, _NARROWEST = 12 << 10, 1 << 10, 1 << 6
 """Bytes that a tile of a large chunk has about, that one of a small chunk has, and of a tile's row."""
 
 _WORLDS = (2, 4, 8, 3, 6, 16, 12, 5, 32, 24, 64, 48, 10, 7, 128, 256)

@@ -12,16 +12,15 @@ __all__ = ["read", "written"]
 Fields = tuple[tuple[Dim, ...], tuple[str, ...], str, int | None]
 
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
-_RUN = re.compile(r"\d+:\d+(:[1-9]\d*)?")
+_RUN = re.compile(r"[0-9]{1,18}:[0-9]{1,18}(:[1-9][0-9]{0,17})?")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def _is_given(order: str, text: str) -> bool:
     """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
     if order == "documents":
         words = text.split()
-        return (
-            len(words) > 1 and words[0] == "0" and all(w.isdecimal() and w.isascii() for w in words)
-        )
+        return len(words) > 1 and words[0] == "0" and all(_NUMBER.fullmatch(w) for w in words)
     return all(_RUN.fullmatch(w) for w in text.replace("|", " ").split())
 
 
@@ -78,7 +77,7 @@ def _token(token: str, text: str) -> Dim:
     parts: list[str | int] = []
     ordered = order != "contiguous"
     for word in inner.split():
-        if word.isdecimal() and word.isascii() and int(word) > (not ordered) and parens:
+        if _NUMBER.fullmatch(word) and int(word) > (not ordered) and parens:
             parts.append(int(word))
         elif _NAME.match(word):
             parts.append(word)

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import pickle
 import time
@@ -392,3 +393,39 @@ def test_a_long_text_is_refused_at_once() -> None:
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(sl.ShardError, match="cannot read"):
         Layout.parse(text)
+
+
+LONG = {
+    "open": "(" * 10_000,
+    "deep": "(9 " * 2500 + ")" * 2500,
+    "dots": ". " * 5000,
+    "axes": " ".join(f"a{i}" for i in range(1750)),
+    "group": "(" + " ".join(f"a{i}" for i in range(1700)) + ")",
+    "ranges": "runs(x; " + "| " * 4990 + ")",
+    "ranges of digits": "runs(x; 0:" + "9" * 9980 + ")",
+    "borders of digits": "documents(x; 0 " + "9" * 9980 + ")",
+    "orders": "zigzag(" * 1400,
+    "unknown orders": "zigzaq(x) " * 1000,
+    "sums": "x + sum(" + " ".join(f"a{i}" for i in range(1700)) + ")",
+    "commas": "x + sum(" + "a," * 4990,
+    "ellipses": "... " * 2500,
+    "digits": "9" * 10_000,
+    "a number": "(" + "9" * 9990 + " x)",
+    "name": "_" * 10_000,
+    "spaces": " " * 10_000,
+    "pluses": "+ " * 5000,
+    "skews": " skew " * 1600,
+    "nul": "\0" * 10_000,
+    "letters": "é " * 5000,
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_any_text_of_ten_thousand_characters_is_read_or_refused_at_once(what: str) -> None:
+    best = math.inf
+    for i in range(5):
+        began = time.process_time()
+        with contextlib.suppress(sl.errors.LayoutSyntax, sl.errors.AxisReused):
+            Layout.parse(LONG[what] + " " * i)  # none is remembered
+        best = min(best, time.process_time() - began)
+    assert best < 0.010, f"{best * 1000:.1f} ms"
