@@ -25,6 +25,7 @@ __all__ = [
     "Run",
     "along",
     "chunk",
+    "coordinate",
     "grid",
     "meet",
     "shares",
@@ -121,11 +122,16 @@ def _runs(index: Sequence[int], below: int) -> Held:
 def held(place: Place, rank: int) -> Box:
     """What the rank with this number in the mesh holds, padding left out."""
     sizes = dict(place.mesh)
-    index = place.layout.indices(place.tiled, sizes, _coordinate(rank, sizes))
+    index = place.layout.indices(place.tiled, sizes, coordinate(rank, sizes))
     return tuple(_runs(i, n) for i, n in zip(index, place.shape, strict=True))
 
 
-def _coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+def coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Where a rank stands in a mesh.
+
+    >>> coordinate(5, {"x": 2, "y": 3})
+    {'y': 2, 'x': 1}
+    """
     out = {}
     for axis, n in reversed(list(sizes.items())):
         rank, out[axis] = divmod(rank, n)
@@ -157,7 +163,7 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
     2
     """
     sizes = dict(place.mesh)
-    coord = _coordinate(rank, sizes)
+    coord = coordinate(rank, sizes)
     box = held(place, rank)
     if not size(box):  # an empty tensor is written too, once
         return box if rank == 0 and not math.prod(place.shape) else None

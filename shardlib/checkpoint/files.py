@@ -36,7 +36,7 @@ from shardlib.checkpoint.boxes import (
 )
 
 __all__ = [
-    "Chunk", "Folder", "Header", "Part", "check_chunk", "code_of", "dtype_of", "fill", "in_large_pages",
+    "Chunk", "Folder", "Header", "Part", "check_chunk", "checksum", "code_of", "dtype_of", "fill", "in_large_pages",
     "layout_of_file", "memory", "read_header", "strips", "written", "write_file",
 ]  # fmt: skip
 
@@ -174,17 +174,17 @@ class Sums:
 
     def strip(self, x: Tensor) -> list[int]:
         """That of a strip, none where its tiles lie in one stretch each."""
-        return [] if self.flat else [_of_stretch(memory(x))]
+        return [] if self.flat else [checksum(memory(x))]
 
     def of(self, x: Tensor, lengths: list[list[int]]) -> list[int]:
         """Those of some tiles side by side, on this host: their lengths along each dimension."""
         if not lengths:
-            return [_of_stretch(memory(x.contiguous()))]
+            return [checksum(memory(x.contiguous()))]
         ends = [[0, *itertools.accumulate(some)] for some in lengths]
         pieces = [list(map(slice, e, e[1:])) for e in ends]
         if self.flat:
             whole = itertools.product(*pieces[: self.last + 1])
-            return [_of_stretch(memory(x[where].contiguous())) for where in whole]
+            return [checksum(memory(x[where].contiguous())) for where in whole]
         x = torch.view_as_real(x) if x.is_complex() else x
         lanes = x.view(_LANES[min(x.dtype.itemsize, 4)])
         tiles, columns = list(itertools.product(*pieces[: self.last])), ends[self.last]
@@ -209,7 +209,8 @@ _LONG = 1 << 15
 """Bytes of such a tile from which on it has rows."""
 
 
-def _of_stretch(data: memoryview) -> int:
+def checksum(data: memoryview) -> int:
+    """The crc32 of a short stretch, or of the sums of a long one's rows."""
     if len(data) < _LONG:
         return zlib.crc32(data)
     rows = len(data) // _ROW

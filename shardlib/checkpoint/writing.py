@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Held, chunk, held
+from shardlib.checkpoint.boxes import Box, Held, chunk, coordinate, held
 from shardlib.checkpoint.files import Part, write_file
 from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
 from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
@@ -29,7 +29,6 @@ from shardlib.checkpoint.tree import (
     place_of,
 )
 from shardlib.errors import BadArgument
-from shardlib.tensor import ShardedTensor
 
 __all__ = ["Job", "Saving", "file_name", "save"]
 
@@ -126,7 +125,7 @@ def save(
     while _UNDER_WAY:
         _UNDER_WAY.pop().wait()
     target = folder_of(path, step)
-    error, leaves, content, crcs = None, None, None, {}
+    error, leaves, content, claims = None, None, None, {}
     try:
         leaves = Leaves.of(tree, "save")
     except Exception as e:
@@ -134,11 +133,10 @@ def save(
     group = Group("save", timeout, alone(leaves.leaves if leaves else []), _FIXES)
     if leaves is not None:
         content = Content.of(leaves, group.world)
-        plain = [n for n, x in leaves.tensors.items() if not isinstance(x, ShardedTensor)]
-        crcs = {n: fingerprint(leaves.tensors[n]) for n in plain if group.world > 1}
+        claims = _claims(group, leaves)
     job = Job(group, target, step, overwrite)
     try:
-        name = job.begin(content, crcs, error)
+        name = job.begin(content, claims, error)
         assert leaves is not None and content is not None, "its error was raised"
         files = _parts(group, leaves)
     except BaseException as e:
@@ -187,6 +185,10 @@ def _check(path: str, step: Any, keep: Any) -> None:
         )
 
 
+Claims = dict[str, dict[str, int]]
+"""Block that several ranks hold -> name -> fingerprint, of the tensors that lie so."""
+
+
 class Job:
     """The steps of one save, after each of which all ranks are of one mind."""
 
@@ -196,29 +198,30 @@ class Job:
         self.name: str = ""
         self.hold = -1
 
-    def begin(
-        self, content: Content | None, crcs: Mapping[str, int], error: BaseException | None
-    ) -> str:
-        """All save the same tree to one place, where rank 0 makes a work directory; its name.
-
-        ``crcs``  of tensors that every rank holds.
-        """
+    def begin(self, content: Content | None, claims: Claims, error: BaseException | None) -> str:
+        """All save the same tree to one place, where rank 0 makes a work directory; its name."""
         said: dict[str, Any] = {}
         if content is not None:
-            said = {n: {**about, "crc": crcs.get(n)} for n, about in content.tensors.items()}
-            said |= content.values
+            said = content.tensors | content.values
         text = json.dumps([self.target, self.step, said], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
+        sums = {k: hashlib.sha256(json.dumps(c).encode()).hexdigest() for k, c in claims.items()}
 
-        def same(digests: list[str]) -> Any:
-            odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
-            return odd if odd is not None else self._make()
+        def same(words: list[Any]) -> Any:
+            odd = next((r for r, (d, _) in enumerate(words) if d != words[0][0]), None)
+            return odd if odd is not None else _unlike([s for _, s in words]) or self._make()
 
-        found: Any = self.group.agree("the tree", digest, error, same)
+        found: Any = self.group.agree("the tree", [digest, sums], error, same)
         if type(found) is int:
             mine = text if self.group.rank in (0, found) else ""
             self.group.agree(
                 "differing trees", mine, decide=lambda t: _differ(t[0], t[found], found)
+            )
+        if isinstance(found, list):
+            key, one, other = found
+            mine = claims[key] if self.group.rank in (one, other) else {}
+            self.group.agree(
+                "differing copies", mine, decide=lambda c: _differ_in(c[one], c[other], one, other)
             )
         self.name = str(found)
         return self.name
@@ -309,15 +312,44 @@ def _differ(a: str, b: str, rank: int) -> None:
         n for n in sorted({*said, *said_there}) if said.get(n, ...) != said_there.get(n, ...)
     )
     mine, theirs = (x.get(name, "nothing") for x in (said, said_there))
-    both = isinstance(mine, dict) and isinstance(theirs, dict)
-    if both and {k: v for k, v in mine.items() if k != "crc"} == {
-        k: v for k, v in theirs.items() if k != "crc"
-    }:
-        raise ValueError(f"{name!r} has other values on rank {rank} than on rank 0")
     raise ValueError(f"{name!r} is {theirs} on rank {rank} and {mine} on rank 0")
 
 
+def _unlike(sums: list[dict[str, str]]) -> list[Any] | None:
+    """Two ranks that hold one block, and say otherwise: the block's key, and they."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, said in enumerate(sums):
+        for key, value in said.items():
+            holder, theirs = first.setdefault(key, (rank, value))
+            if value != theirs:
+                return [key, holder, rank]
+    return None
+
+
+def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> None:
+    names = [n for n in a if a[n] != b.get(n)]
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    raise ValueError(f"{names[0]!r} has other values on rank {other} than on rank {one}{more}")
+
+
 # ---------------------------------------------------------------- what a rank writes
+
+
+def _claims(group: Group, leaves: Leaves) -> Claims:
+    """What this rank holds as others do: it is written in parts, which must be of one value."""
+    out: Claims = {}
+    for name, x in leaves.tensors.items() if group.world > 1 else ():
+        place = place_of(x, group.world)
+        for rank, block in blocks(x, group.rank):
+            where = coordinate(rank, dict(place.mesh))
+            free = [a for a, n in place.mesh if a not in place.layout.axes and n > 1]
+            if not free:
+                continue
+            apart = {a: i for a, i in where.items() if a not in free}
+            box = held(place, rank)
+            key = json.dumps([place.mesh, place.ranks, apart])
+            out.setdefault(key, {})[name] = fingerprint(_cut(block, box, box))
+    return out
 
 
 def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:

@@ -51,6 +51,10 @@ def everything(place: str) -> dict[str, Any]:
         lambda: sl.save(place + "/c", {**t, "n": object()} if rank == 3 else t)
     )
     out["other copy"] = told(lambda: sl.save(place + "/c", {**t, "p": v + (rank == 2)}))
+    apart = t["w"].becomes(t["w"].raw.clone())
+    lone = sl.shard(torch.arange(300.0), "x")
+    lone = lone.becomes(lone.raw + 1e-3) if rank == 3 else lone
+    out["other block"] = told(lambda: sl.save(place + "/c", {**t, "w": apart, "q": lone}))
     out["other place"] = told(lambda: sl.save(place + "/" + "cd"[rank == 1], t))
     path = Path(place) / "c" / "rank_00003.safetensors"
     dist.barrier()
@@ -102,6 +106,7 @@ def test_four_processes_end_alike(pool: Any, tmp_path: Path) -> None:
     assert one["other value"].startswith("'n' is") or "'n' is" in one["other value"]
     assert "rank 3: 'n' is a object" in one["other type"]
     assert "'p' has other values on rank 2" in one["other copy"]
+    assert one["other block"] == "'q' has other values on rank 3 than on rank 2"
     assert "rank 1 saves to" in one["other place"]
     assert "rank_00003.safetensors" in one["damaged"]
     assert one["elsewhere"].startswith("rank 0")
