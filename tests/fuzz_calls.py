@@ -668,7 +668,7 @@ _SQUARE = frozenset(
 )
 # kernels that differ in what NaN and infinity do: a factor of zero hides them, or does not
 _UNEVEN = frozenset(
-    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd".split()
+    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d".split()
 )
 _LEAST = {
     n: k

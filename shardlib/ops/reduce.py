@@ -1,6 +1,7 @@
 """Reductions: over whole dimensions on the blocks, over split ones with a psum or pmax."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -231,11 +232,16 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
 
 
 def merged(
-    func: Any, x: ShardedTensor, dim: Any, keepdim: bool, more: dict[str, Any]
+    func: Any,
+    x: ShardedTensor,
+    dim: Any,
+    keepdim: bool,
+    more: dict[str, Any],
+    between: Callable[[Tensor], Tensor] | None = None,
 ) -> ShardedTensor:
     """Reduce by what merges by itself: every block, gathered, and those again.
 
-    What travels is one number per rank and row.
+    What travels is one number per rank and row; ``between`` is done to it first.
     """
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if x.sharding.partial:
@@ -253,9 +259,18 @@ def merged(
     size = [
         x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)
     ]
-    parts = x.becomes(run(x, True), kept, torch.Size(size))
+    part = run(x, True)
+    parts = x.becomes(part if between is None else between(part), kept, torch.Size(size))
     whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
     return x.becomes(run(whole, keepdim), layout, shape)
+
+
+def _finite_beside_infinity(part: Tensor) -> Tensor:
+    """Give a block's infinite norm no gradient, else infinity over infinity would reach all of it.
+
+    The gradient of its infinite elements is NaN by their own division, as torch has it.
+    """
+    return torch.where(part.isinf(), part.detach(), part) if part.requires_grad else part
 
 
 _NORM = binder("""
@@ -310,7 +325,12 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
         out = (x.float() if half else x).abs().sum(dim, keepdim)
         return out.to(x.dtype) if half else out
     out = merged(
-        torch.linalg.vector_norm, x.float() if half else x, dim, keepdim, {"args": (ord_,)}
+        torch.linalg.vector_norm,
+        x.float() if half else x,
+        dim,
+        keepdim,
+        {"args": (ord_,)},
+        _finite_beside_infinity,
     )
     return out.to(x.dtype) if half else out
 
