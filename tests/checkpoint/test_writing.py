@@ -1,6 +1,8 @@
 """What raised was not written, what returned was; all ranks end alike, and nothing is left over."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -351,3 +353,44 @@ def test_one_of_many_holders_reads(pool: Any, tmp_path: Path) -> None:
     assert all(good for _, good in found) and sum(read for read, _ in found) == 5 + 1
     (one, *others) = pool.run(_spread, str(tmp_path / "c"), True, x=4)
     assert others == [one] * 3 and "rank 1 and rank 0 read other tensors from" in one[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_ends_while_it_saves_ends_the_save(tmp_path: Path, fails: bool) -> None:
+    """Nobody waited: it is written, or that it was not is said."""
+    code = f"""
+import time, torch, shardlib as sl
+from shardlib.checkpoint import writing
+write = writing.write_file
+def slow(*a):
+    time.sleep(0.5)
+    if {fails}: raise OSError(28, "No space left on device")
+    return write(*a)
+writing.write_file = slow
+sl.save({str(tmp_path / "c")!r}, {{"w": torch.ones(1000)}}, wait=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    if fails:
+        assert "a save failed and nobody asked" in done.stderr and "No space left" in done.stderr
+        assert not list(tmp_path.iterdir())
+    else:
+        assert sl.load(tmp_path / "c")["w"].sum() == 1000
+
+
+def _ended_while_saving(path: str) -> bool:
+    """Ranks go on with loads and saves of their own while the first of them still writes."""
+    w, write = sl.shard(torch.arange(4000.0), "x"), writing.write_file
+    sl.save(path + "/a", {"w": w})
+    if dist.get_rank() == 0:
+        writing.write_file = lambda *a: (time.sleep(1.0), write(*a))[1]
+    saving = sl.save(path + "/b", {"w": w + 1}, wait=False)
+    for _ in range(6):
+        assert torch.equal(sl.load(path + "/a", {"w": w})["w"].raw, w.raw)
+    writing.write_file = write
+    saving.wait()
+    return torch.equal(sl.load(path + "/b", {"w": w})["w"].raw, w.raw + 1)
+
+
+def test_loads_go_on_while_a_save_is_written(pool: Any, tmp_path: Path) -> None:
+    assert all(pool.run(_ended_while_saving, str(tmp_path), x=4))

@@ -93,21 +93,43 @@ def _forks() -> tuple[list[str], str]:
     return said, came
 
 
-def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def _torchrun(processes: int, restarts: int, *arguments: str) -> tuple[list[list[str]], str]:
+    """What ``tests/restarts.py`` printed when it ended, and its errors."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --master-port {port}"
+    command = (
+        f"-m torch.distributed.run --nproc-per-node {processes} --max-restarts {restarts} "
+        f"--master-port {port}"
+    )
     script = Path(__file__).parent.parent / "restarts.py"
     done = subprocess.run(
-        [sys.executable, *command.split(), str(script), str(tmp_path)],
+        [sys.executable, *command.split(), str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(script.parent.parent)},
     )
+    ended = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended")]
+    return ended, done.stderr
+
+
+def _uninterrupted() -> float:
     w = torch.arange(16.0)
     for _ in range(20):
         w = w * 0.9 + 0.2 * w.mean().item()
-    ended = [line.split() for line in done.stdout.splitlines() if line.startswith("ended")]
-    assert [e[1] for e in ended] == ["8"] * 2, done.stderr[-2000:]
-    assert [float(e[2]) for e in ended] == pytest.approx([w.sum().item()] * 2, rel=1e-6)
+    return w.sum().item()
+
+
+def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    ended, errors = _torchrun(2, 1, str(tmp_path))
+    assert [begun for begun, _ in ended] == ["8"] * 2, errors[-2000:]
+    assert [float(w) for _, w in ended] == pytest.approx([_uninterrupted()] * 2, rel=1e-6)
+
+
+def test_fewer_ranks_go_on_from_the_newest_checkpoint_that_verifies(tmp_path: Path) -> None:
+    ended, errors = _torchrun(2, 0, str(tmp_path), "damaged")
+    assert not ended and "SIGKILL" in errors
+    ended, errors = _torchrun(1, 0, str(tmp_path))
+    assert [begun for begun, _ in ended] == ["7"], errors[-2000:]
+    assert "step_00000008 is passed over: rank_00001.safetensors is damaged" in errors
+    assert [float(w) for _, w in ended] == pytest.approx([_uninterrupted()], rel=1e-6)
