@@ -60,6 +60,9 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():
         raise Unfit("no batch of channels")
+    if not x.is_floating_point():
+        raise BadArgument("only floating point is normalised", op="batch_norm",
+                          operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
     for t in (w, b, mean, var):
         if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
             raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",

@@ -459,7 +459,7 @@ def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
     # asked for: torch takes it for no dtype of its own accord
     kept = x.dtype if x.dtype == torch.bool else None
-    if not dim:
+    if not dim or (len(dim) == x.ndim and not keepdim):  # the gradients differ beside zeros
         return x.prod(dtype=kept)
     for d in reversed(dim):
         x = x.prod(d, keepdim, dtype=kept)
