@@ -1508,6 +1508,7 @@ _LIMITS = (
 _UNDERIVED = (
     # a kernel that torch chooses by strides, and that has no second derivative
     "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented",
+    "self.stride(-1) must be 1 to view",  # of a block, in its memory
     "element 0 of tensors does not require grad",
     "Could this error message be improved",
     "does not support automatic differentiation for outputs with complex dtype",
