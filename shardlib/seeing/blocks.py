@@ -5,7 +5,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class Grid:
     ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
     ``owners``  per row and column, the ranks that hold the piece; none of what is padding.
     ``title``   the pieces of the other split dimensions that it belongs to.
+    ``cut``     whether there are more pieces than those that are shown.
     """
 
     rows: tuple[tuple[int, int] | None, ...]
@@ -36,6 +37,7 @@ class Grid:
     labels: tuple[tuple[str, ...], ...]
     padding: tuple[tuple[bool, ...], ...]
     title: str = ""
+    cut: bool = False
 
 
 class Drawing(Shown, str):
@@ -77,7 +79,7 @@ _TABLE = "display:inline-table;margin:4px;border-collapse:collapse"
 def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
     colour = f"background:{tint(min(owners))};" if owners and not padding else ""
     style = f"{colour}border:1px solid {INK};padding:6px 10px;text-align:center;color:inherit"
-    ranks = ",".join(map(str, owners))
+    ranks = _names(owners)
     shown = "padding" if padding else f"<b>{ranks}</b>"
     return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
 
@@ -114,8 +116,11 @@ def visualize(x: Any, /, dims: tuple[int, int] | None = None, **axes: int) -> An
     if not isinstance(x, Tensor):
         return x if hasattr(x, "_repr_html_") else str(x)
     pending = layout_of(x).partial
-    note = f"every block is one part of a sum over {' '.join(pending)}" if pending else ""
-    return Drawing(grids(x, dims), note)
+    notes = [f"every block is one part of a sum over {' '.join(pending)}"] if pending else []
+    drawn = grids(x, dims)
+    if any(g.cut for g in drawn):
+        notes.append(f"of more than {_MOST} pieces along a dimension the first {_MOST} are shown")
+    return Drawing(drawn, "; ".join(notes))
 
 
 def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[Grid]:
@@ -137,11 +142,16 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[Grid]:
         front = split[:-2] if len(split) > 2 else []
         rest = [d for d in range(len(true)) if d not in split]
         shown = sorted((split[len(front) :] + rest[::-1])[:2])
-    pieces = _cut(layout, stored, true, mesh)
+    whole = _cut(layout, stored, true, mesh)
+    pieces = [some[:_MOST] for some in whole]
+    cut = any(len(whole[d]) > _MOST for d in (*front, *shown))
     return [
-        _grid(chosen, front, shown, pieces, true, mesh)
+        replace(_grid(chosen, front, shown, pieces, true, mesh), cut=cut)
         for chosen in itertools.product(*(range(len(pieces[d])) for d in front))
     ]
+
+
+_MOST = 64  # pieces of a dimension that are shown
 
 
 @dataclass(frozen=True)
@@ -229,9 +239,20 @@ def _grid(
     )  # fmt: skip
 
 
+def _names(ranks: Sequence[int], most: int = 8) -> str:
+    """The ranks; of many the first and the last.
+
+    >>> _names([0, 2]), _names(range(64))
+    ('0,2', '0,1,..,63')
+    """
+    shown = [*map(str, ranks)]
+    return ",".join(shown if len(shown) <= most else [*shown[:2], "..", shown[-1]])
+
+
 def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
     """``x0 y1``, leaving out axes along which the block is copied."""
-    places = [coordinates(mesh)[r] for r in ranks]
+    every = coordinates(mesh)
+    places = [every[r] for r in ranks]
     same = [n for n in mesh if len({p[n] for p in places}) == 1]
     return " ".join(f"{n}{places[0][n]}" for n in same)
 
@@ -242,7 +263,7 @@ def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
     for grid in drawn:
         texts = [
             [
-                ("padding" if pad else ",".join(map(str, ranks)), label)
+                ("padding" if pad else _names(ranks), label)
                 for ranks, label, pad in zip(*row, strict=True)
             ]
             for row in zip(grid.owners, grid.labels, grid.padding, strict=True)
@@ -308,9 +329,7 @@ def _panel(ax: Any, grid: Grid) -> None:
             look: dict[str, Any] = {"facecolor": colours(1, held[0])[0] if held else "none"}
             look = {"facecolor": "none", "hatch": "///"} if pad else look
             ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
-            text = ",".join(map(str, held))
-            if len(text) > 8:
-                text = f"{held[0]},..,{held[-1]}"
+            text = _names(held, 4)
             if not pad and width > 0.03 * len(text) and height > 0.08:
                 more = height > 0.2 and width > 0.03 * len(label) and label
                 ax.text(

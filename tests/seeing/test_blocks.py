@@ -123,3 +123,13 @@ def test_matplotlibs_back_end_stays_as_it_was() -> None:
         assert matplotlib.get_backend() == "svg"
     finally:
         matplotlib.use("agg")
+
+
+def test_of_many_pieces_the_first_are_shown_and_of_many_ranks_the_first_and_last() -> None:
+    with sl.record(s=16):
+        x = sl.shard(torch.empty(4096, device="meta"), "striped(s)")
+        drawn = sl.visualize(x)
+    assert len(drawn.grids[0].columns) == 64 and drawn.grids[0].cut
+    assert "the first 64 are shown" in drawn
+    with sl.record(s=64):
+        assert "| 0,1,..,63  |" in sl.visualize(sl.shard(torch.empty(4, device="meta"), "."))

@@ -204,3 +204,79 @@ def test_ranks_are_put_beside_each_other(pool: Any, tmp_path: Path) -> None:
     assert {e["pid"] for e in events} == {0, 1, 2, 3}
     with pytest.raises(sl.ShardError, match="hold rank 0"):
         merged([tmp_path / "0.json", tmp_path / "0.json"])
+
+
+def zero(stage: int) -> Any:
+    net = model()
+    apply, params = sl.parallelize(net, sl.recipes.ddp(net), inputs={"input": "data ..."})
+    tx: Any = sl.optim.zero(sl.optim.adamw(1e-2), axis="data", stage=stage)  # type: ignore[arg-type]
+    params = tx.shard(params) if stage == 3 else params
+    state = tx.init(params)
+    run = sl.value_and_grad(lambda p: apply(p, torch.ones(4, 8)).square().sum(), into=tx)
+
+    def once() -> None:
+        nonlocal params, state
+        _, grads = run(params)
+        params, state, _ = sl.optim.step(tx, params, grads, state)
+
+    return once
+
+
+def module() -> Any:
+    net = model()
+    rules = sl.recipes.megatron1d(net)
+    sharded = sl.as_module(*sl.parallelize(net, rules, inputs={"input": "data ..."}))
+    steps = torch.optim.AdamW(sharded.parameters(), 1e-2)
+
+    def once() -> None:
+        steps.zero_grad()
+        sharded(torch.ones(4, 8)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        steps.step()
+
+    return once
+
+
+def twice() -> Any:
+    """A gradient of a gradient."""
+    a = sl.shard(torch.ones(4, 4), "data x").requires_grad_()
+
+    def once() -> None:
+        (g,) = torch.autograd.grad((a @ a).square().sum(), [a], create_graph=True)
+        g.square().sum().backward()
+
+    return once
+
+
+WAYS = {"zero 1": lambda: zero(1), "zero 2": lambda: zero(2), "zero 3": lambda: zero(3),
+        "as_module": module, "second derivatives": twice}  # fmt: skip
+
+
+def counted_alike(way: str) -> None:
+    once = WAYS[way]()
+    once()
+    with timeline() as line, sl.trace() as counted:
+        once()
+    assert line.bytes == float(counted.bytes) and counted.bytes
+    assert [s.name for s in line.collectives] == [e.kind for e in counted.events]
+    assert all(s.seconds >= 0 and (s.name or s.kind) for s in line.spans)
+    assert sum(s.bytes for s in line.operations) <= line.bytes
+    json.dumps(line.chrome())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_is_heard_as_it_is_counted(way: str) -> None:
+    with sl.simulate(data=2, x=2):
+        counted_alike(way)
+
+
+def test_so_it_is_on_processes(pool: Any) -> None:
+    for way in WAYS:
+        pool.run(counted_alike, way, data=2, x=2)
+
+
+def test_shapes_alone_have_a_timeline_too() -> None:
+    with sl.record(x=512), timeline() as line:
+        a = sl.shard(torch.empty(512, 1024, device="meta"), ". x")
+        _ = a @ sl.shard(torch.empty(1024, 512, device="meta"), "x .")
+    assert line.ranks == {0: "one rank of x=512"} and line.collectives[0].name == "psum"
