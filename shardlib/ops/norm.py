@@ -88,17 +88,18 @@ class _Normalise(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, overs, width, count = ctx.place
+        saved = ctx.saved_tensors  # a checkpoint gives them once
         if torch.is_grad_enabled():
             f = partial(_forward, mesh, axes, width, count, *ctx.how)
-            raws = (*ctx.saved_tensors[:2], ctx.like)
+            raws = (*saved[:2], ctx.like)
             over = (overs[0], overs[1 if raws[1] is not None else 0], overs[-1])
             return *[None] * 7, *vjp_again(lambda *t: f(*t)[0], mesh, raws, over, grads[0])
-        if not ctx.saved_tensors[0].is_cpu or active.cpu:
-            found = _kernels_back(ctx, grads[0])
+        if not saved[0].is_cpu or active.cpu:
+            found = _kernels_back(ctx, saved, grads[0])
             if found is not None:
                 return *[None] * 7, *found
         with bind(mesh):
-            x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in ctx.saved_tensors)
+            x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in saved)
             b = None if ctx.like is None else wrap(ctx.like, mesh)
             assert x is not None and scale is not None, "saved above"
             g, y = _wide(wrap(grads[0], mesh)), _normal(_rows(_wide(x), width), mean, scale)
@@ -165,10 +166,10 @@ def _kernels(
     return storage(out, mesh), mean if centre else None, scale
 
 
-def _kernels_back(ctx: Any, grad: Tensor) -> list[Tensor | None] | None:
+def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
     """``backward`` by kernels, with its collectives; None where they do not take these blocks."""
     mesh, axes, overs, width, count = ctx.place
-    x_raw, w_raw, mean_raw, scale_raw = ctx.saved_tensors
+    x_raw, w_raw, mean_raw, scale_raw = saved
     every = _flat_blocks(mesh, width, x_raw, w_raw, ctx.like)
     if every is None or (overs[0] and is_half(x_raw)):  # a gradient to be summed is rounded later
         return None

@@ -12,7 +12,7 @@ arXiv 2205.14135, appendix B, with delta = rowsum(dO out) - dlse.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from shardlib._compat import attention_op
 from shardlib.kernels import active
 from shardlib.kernels.merge import merge_, mergeable
 
-__all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "pick", "unfit"]
+__all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "on_paper", "pick", "unfit"]
 
 
 @dataclass
@@ -205,6 +205,25 @@ def _cpu_backward(
             dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal, attn_mask=bias, scale=b.scale
         )
     )
+
+
+def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Attend as F.scaled_dot_product_attention on shapes alone, by the kernel that values would run.
+
+    torch's own choice on the meta device is the formula, whose scores no kernel holds.
+    """
+    bias = how.get("attn_mask")
+    asked = how.get("dropout_p") or q.ndim != 4
+    asked = asked or not q.shape[-1] == k.shape[-1] == v.shape[-1]
+    asked = asked or (q.shape[1] != k.shape[1] and not how.get("enable_gqa"))
+    asked = asked or (bias is not None and (bias.requires_grad or how.get("is_causal")))
+    if _CPU is None or asked or not q.numel() or not k.numel():
+        return F.scaled_dot_product_attention(q, k, v, **how)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=q.dtype)
+    return _CPU(
+        q, k, v, 0.0, how.get("is_causal", False), attn_mask=_four(bias), scale=how.get("scale")
+    )[0]
 
 
 def _four(bias: Tensor | None) -> Tensor | None:
