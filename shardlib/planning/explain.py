@@ -368,6 +368,8 @@ class _Watch:
             self._write(func, operands, found[0] if first is None else first, before)
         return out
 
+    verb = __call__
+
     def _write(self, func: Any, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.module, row.forward = self.paths.now(), self.t.events[before:]

@@ -548,7 +548,18 @@ class _Recorder(Trace):
     def __call__(
         self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        run = implementation if self.outer is None else partial(self.outer, implementation)
+        return self._heard(self.outer, implementation, func, args, kwargs)
+
+    def verb(
+        self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Hear of a verb of the library's own."""
+        return self._heard(getattr(self.outer, "verb", None), implementation, func, args, kwargs)
+
+    def _heard(
+        self, outer: Any, implementation: Callable[..., Any], func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        run = implementation if outer is None else partial(outer, implementation)
         if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
         backward = backward_now() != -1

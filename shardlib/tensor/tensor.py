@@ -445,10 +445,11 @@ def _not_overwritten(func: Any, args: Any) -> Unsupported:
 
 
 def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a verb of the library's own: who hears of torch's functions hears of it too."""
-    if (watcher := scope().watcher) is None:
+    """Run a verb of the library's own, and tell a watcher that has a method for them."""
+    told = getattr(scope().watcher, "verb", None)
+    if told is None:
         return run(*args, **kwargs)
-    return watcher(lambda _, a, k: run(*a, **k), verb, args, kwargs)
+    return told(lambda _, a, k: run(*a, **k), verb, args, kwargs)
 
 
 def _guarded(implementation: Implementation) -> Implementation:
