@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import shardlib as sl
+from shardlib.kernels import library
 from shardlib.kernels.bits import bits, signed
 from shardlib.kernels.dropout import bar
-from shardlib.kernels.library import call, code
+from shardlib.kernels.library import code
 from shardlib.kernels.pack import at_front
 from shardlib.ops.keyed import kept
 from tests.kernels.host import built
@@ -37,6 +39,35 @@ _ROUNDING = {
     torch.float16: (2.0**-11, 2.0**-25),
     torch.bfloat16: (2.0**-8, 0.0),
 }
+
+
+DEVICE = ["cpu"]
+"""Where kernels are launched: operands are made on the CPU, and taken to another device as they lie."""
+
+
+def call(name: str, *args: Any) -> None:
+    """Launch on ``DEVICE``; what a kernel wrote is afterwards in the operands, guards included."""
+    if DEVICE == ["cpu"]:
+        library.call(name, *args)
+        return
+    there: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def taken(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return [taken(y) for y in x]
+        if not isinstance(x, Tensor):
+            return x
+        at = x.untyped_storage().data_ptr()
+        if at not in there:
+            memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+            there[at] = memory, memory.to(DEVICE[0])
+        return torch.empty(0, dtype=x.dtype, device=DEVICE[0]).set_(
+            there[at][1].untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        )
+
+    library.call(name, *taken(args))
+    for memory, copy in there.values():
+        memory.copy_(copy)
 
 
 def drawn(seed: int) -> random.Random:
@@ -542,9 +573,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     p.add_argument("--count", type=int, default=1000)
     p.add_argument("--start", type=int, default=0)
+    p.add_argument("--device", default="cpu", help="cuda: the kernels that nvcc built")
     given = p.parse_args(arguments)
     torch.set_num_threads(1)
-    assert built()
+    DEVICE[:] = [given.device]
+    assert built() if given.device == "cpu" else sl.kernels.build()
     for f in PROPERTIES:
         for seed in range(given.start, given.start + given.count):
             try:
