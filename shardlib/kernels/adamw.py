@@ -136,9 +136,9 @@ def adamw_halves_(
         rows = _flat(g, p, low, m, v)
         call("adamw_halves", code(g[0]), len(g), [t.numel() for t in g], rows, *h, scale)
         return
-    for one, high, less, *moments in zip(g, p, low, m, v, strict=True):
+    for one, high, less, first, second in zip(g, p, low, m, v, strict=True):
         full = ((high.view(torch.int16).to(torch.int32) << 16) + less).view(torch.float32)
-        _eager(one, full, *moments, scale, h)
+        _eager(one, full, first, second, scale, h)
         bits = full.masked_fill(full.isnan(), float("nan")).view(torch.int32)
         upper = (bits + 0x8000) >> 16
         high.copy_(upper.to(torch.int16).view(torch.bfloat16))

@@ -188,9 +188,10 @@ def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | N
             norm_back(x, g, w, m, s, total, count)
             for ((x, w, _), g, m, s), total in zip(given, blocks(sums, mesh), strict=True)
         ]
-        out: list[Tensor | None] = [storage(made, mesh).view(x_raw.shape), None, None]
+        dx = storage(made, mesh).view(x_raw.shape)
         if overs[0]:
-            out[0] = unwrap(_settled(wrap(out[0], mesh), overs[0], x_raw.dtype))
+            dx = unwrap(_settled(wrap(dx, mesh), overs[0], x_raw.dtype))
+        out: list[Tensor | None] = [dx, None, None]
         if w_raw is not None or ctx.like is not None:
             columns = [norm_columns(x, g, m, s) for (x, _, _), g, m, s in given]
             for at, (like, over) in enumerate([(w_raw, overs[1]), (ctx.like, overs[-1])]):
@@ -201,23 +202,22 @@ def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | N
 
 
 def _flat_blocks(
-    mesh: Mesh, width: int, x_raw: Tensor, *factors: Tensor | None
+    mesh: Mesh, width: int, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]] | None:
     """Of each rank played here rows x [R, H] and its factors [H]; None where kernels take others."""
-    if not active.native(x_raw, *factors):
+    if not active.native(x_raw, w_raw, b_raw):
         return None
     out = []
     for i, block in enumerate(blocks(x_raw, mesh)):
         tail = block.shape[block.ndim - width :]
-        row = [_rows(block, width)]
-        for raw in factors:
-            f = None if raw is None else blocks(raw, mesh)[i]
-            if f is not None and f.shape != tail:
-                return None
-            row.append(None if f is None else f.reshape(-1))
-        if not serves(*row):
+        w, b = (None if raw is None else blocks(raw, mesh)[i] for raw in (w_raw, b_raw))
+        if any(f is not None and f.shape != tail for f in (w, b)):
             return None
-        out.append(tuple(row))
+        x = _rows(block, width)
+        w, b = (None if f is None else f.reshape(-1) for f in (w, b))
+        if not serves(x, w, b):
+            return None
+        out.append((x, w, b))
     return out
 
 

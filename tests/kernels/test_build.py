@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,17 @@ def test_the_sources_are_where_the_package_looks_for_them() -> None:
     for path in sources():  # plain C: no header of torch's, none of CUDA's math libraries
         found = re.findall(r"#include [<\"](.*)[>\"]", path.read_text())
         assert set(found) <= {"math.h", "stdint.h", "string.h", "cuda_runtime.h", "common.h"}
+
+
+def test_a_wheel_carries_the_sources_and_compiles_nothing() -> None:
+    told = tomllib.loads((TABLE.parents[1] / "pyproject.toml").read_text())
+    assert told["build-system"]["requires"] == ["hatchling"]
+    wheel = told["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"]["cuda"] == "shardlib/kernels/cuda"
+    assert not any("apex" in d for d in told["project"]["dependencies"])
+    assert not any(
+        "apex" in d for row in told["project"]["optional-dependencies"].values() for d in row
+    )
 
 
 def test_architectures_are_in_the_name() -> None:
