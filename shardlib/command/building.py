@@ -120,7 +120,8 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
         {k: v for k, v in config.table("mesh").items() if k not in axes},
     )
     try:
-        return make_mesh(**known, **axes)
+        how: dict[str, Any] = {**known, **axes}
+        return make_mesh(**how)
     except ShardError as e:
         raise config.error(("mesh",), e.message) from None
 

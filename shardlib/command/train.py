@@ -291,8 +291,8 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
     def scaled(params: Any, batch: Any, by: float) -> Tensor:
         return made.loss(params, batch) * by
 
-    both = value_and_grad(scaled, **how)
-    plain = value_and_grad(made.loss, **how)
+    both: Callable[..., Any] = value_and_grad(scaled, **how)
+    plain: Callable[..., Any] = value_and_grad(made.loss, **how)
 
     def step(params: Any, state: Any, taken: list[Any]) -> tuple[Tensor, Any]:
         scale = getattr(state, "scale", None)

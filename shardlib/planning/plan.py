@@ -7,7 +7,7 @@ model of 80 layers takes as long as one of two.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +49,7 @@ class Cluster:
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
         """The link of each axis, the last axis' ranks side by side."""
         out, reach = {}, 1
-        for axis, n in reversed(mesh.items()):
+        for axis, n in reversed(list(mesh.items())):
             reach *= n
             out[axis] = self.inside if reach <= self.node else self.between
         return out
@@ -384,7 +384,7 @@ class _Study:
         tries = [self._staged(replace(way, stage=s, remat="full"), full) for s in stages]
         return next((t for t in tries if t.fits), tries[-1])
 
-    def _measured(self, way: Way, remat: str) -> Counter[str]:
+    def _measured(self, way: Way, remat: str) -> dict[str, float]:
         policies = [(f"{path}.*", remat) for path, _ in self.outline.stacks] if remat else []
         found = [
             self._run(way, m, d, policies) for m, d in zip(self.models, self.dims, strict=True)
@@ -409,7 +409,7 @@ class _Study:
             ids = torch.empty(self.batch, self.sequence, dtype=torch.int64, device="meta")
             given = shard(ids, rules.tokens, mesh), shard(ids, rules.labels, mesh)
             found = explain(lambda p, i, t: self.loss(apply, p, i, t), params, given)
-        out: Counter[str] = Counter()
+        out: dict[str, float] = defaultdict(float)
         for late, t in enumerate((found.forward, found.backward)):
             for e in t.events:
                 out[f"bytes {e.axis}"] += float(e.bytes)
@@ -417,14 +417,14 @@ class _Study:
                 if late and set(e.axis.split()) <= set(way.copies):
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
-        return Sums(out)
+        return Sums(dict(out))
 
-    def _staged(self, way: Way, found: Counter[str]) -> Weighed:
+    def _staged(self, way: Way, found: Mapping[str, float]) -> Weighed:
         ways = math.prod(way.mesh[a] for a in way.copies)
         params = float(found["parameters"])
         state = params / self.item * self.state
         along = {
-            axis: (found[f"bytes {axis}"], found[f"messages {axis}"])
+            axis: (float(found[f"bytes {axis}"]), float(found[f"messages {axis}"]))
             for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]
         }
         temporary = float(found["temporary"])
@@ -433,7 +433,7 @@ class _Study:
             state /= ways
             for axis, (nbytes, messages) in along.items():  # gradients travel in buckets
                 p = math.prod(way.mesh[a] for a in axis.split())
-                one_by_one = found[f"gradients {axis}"]
+                one_by_one = found.get(f"gradients {axis}", 0.0)
                 in_buckets = 2 * (p - 1) * math.ceil(gradients / BUCKET)
                 along[axis] = (nbytes, messages - max(one_by_one - in_buckets, 0))
         if way.stage >= 2:
@@ -459,36 +459,23 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def _said(config: Any, names: Sequence[str]) -> int | None:
+    """The first of these that a configuration says."""
+    found = (getattr(config, n, None) for n in names)
+    return next((n for n in found if isinstance(n, int)), None)
+
+
 def _heads(model: nn.Module) -> int | None:
     """Attention heads, where a configuration says them."""
-    found = getattr(model, "config", None)
-    for name in ("num_attention_heads", "n_head", "heads"):
-        if isinstance(n := getattr(found, name, None), int):
-            return n
-    return None
+    return _said(getattr(model, "config", None), ("num_attention_heads", "n_head", "heads"))
 
 
 def _keys(model: nn.Module) -> float:
     """Elements of keys and values per token, in all layers, where a configuration says them."""
-    found = getattr(model, "config", None)
-    hidden = next(
-        (
-            n
-            for a in ("hidden_size", "n_embd", "embed")
-            if isinstance(n := getattr(found, a, None), int)
-        ),
-        0,
-    )
-    layers = next(
-        (
-            n
-            for a in ("num_hidden_layers", "n_layer", "layers")
-            if isinstance(n := getattr(found, a, None), int)
-        ),
-        1,
-    )
-    heads = _heads(model) or 1
-    return 2.0 * hidden * layers * (getattr(found, "num_key_value_heads", None) or heads) / heads
+    config, heads = getattr(model, "config", None), _heads(model) or 1
+    hidden = _said(config, ("hidden_size", "n_embd", "embed")) or 0
+    layers = _said(config, ("num_hidden_layers", "n_layer", "layers")) or 1
+    return 2.0 * hidden * layers * (_said(config, ("num_key_value_heads",)) or heads) / heads
 
 
 def _flops(model: nn.Module, sequence: int) -> float:

@@ -51,7 +51,7 @@ def products(dims: Dimensions) -> Counter[Layer]:
 class Sums:
     """Figures that add: of one smaller model, and of what it lacks of the whole."""
 
-    values: Counter[Any] = field(default_factory=Counter)
+    values: dict[Any, float] = field(default_factory=dict)
 
     def __add__(self, other: "Sums") -> "Sums":
         return self._with(other, 1)
@@ -60,16 +60,16 @@ class Sums:
         return self._with(other, -1)
 
     def __rmul__(self, by: float) -> "Sums":
-        return Sums(Counter({k: by * v for k, v in self.values.items()}))
+        return Sums({k: by * v for k, v in self.values.items()})
 
     def _with(self, other: "Sums", by: float) -> "Sums":
-        out = Counter(self.values)
+        out = dict(self.values)
         for k, v in other.values.items():
-            out[k] += by * v
+            out[k] = out.get(k, 0) + by * v
         return Sums(out)
 
 
 def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
     """The distinct products of a whole model with their numbers, from runs of its smaller ones."""
-    whole: Sums = outline.total([Sums(Counter(products(d))) for d in dims])
+    whole: Sums = outline.total([Sums(dict(products(d))) for d in dims])
     return [layer._replace(count=int(n)) for layer, n in whole.values.items() if n]
