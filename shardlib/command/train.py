@@ -163,6 +163,7 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
             ("mesh",), f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, or look "
             "with shardlib plan",
         )  # fmt: skip
+    rehearse(config)
     device = config.table("mesh").get("device") or (
         "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= total else "cpu"
     )
@@ -175,6 +176,18 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         if isinstance(e.__cause__, ConfigError):
             raise e.__cause__ from None
         raise
+
+
+def rehearse(config: Config) -> None:
+    """Make everything on shapes alone, so that what cannot be is said before processes start.
+
+    Raises: ConfigError.
+    """
+    mesh = mesh_of(config, "record")
+    with use_mesh(mesh):
+        made = built(config, mesh, values=False)
+        if config.table("data").get("text", {}).get("tokenizer", "bytes") == "bytes":
+            batches(config, rows_of(config), made.rules, mesh)  # what is tokenized once takes long
 
 
 def _rank(config: Config, as_json: bool) -> Report:

@@ -175,3 +175,28 @@ def _until(done: Callable[[], bool], running: "subprocess.Popen[str]") -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_local_processes_are_not_started_for_what_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [x for s in (*SMALL, f"checkpoint.path={tmp_path}") for x in ("--set", s)]
+    for wrong, said in (
+        ("data.batch=7", "[data] batch: dimension 0 of size 7 does not divide"),
+        ("mesh.x=64", "256 ranks are more than one machine is given (64)"),
+        ('remat={"hh.*" = "full"}', "hh.*"),
+        ("model.embed=15", "[layout]"),
+    ):
+        assert main(["train", str(DEMO), *given, "--set", wrong]) == 2
+        told = capsys.readouterr()
+        assert said in told.err and "starting" not in told.out, told.err
+
+
+def test_local_processes_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = 'mesh={"data" = 2, "x" = 1, "y" = 1}'
+    given = [x for s in (*SMALL, f"checkpoint.path={tmp_path}", axes) for x in ("--set", s)]
+    assert main(["train", str(DEMO), *given]) == 0
+    assert "starting 2 local processes" in capsys.readouterr().out
+    resumed = start(demo(tmp_path, "steps=7"), simulated=True)  # which it finds
+    whole = start(demo(tmp_path / "whole", "steps=7"), simulated=True)
+    assert resumed.first == 6 and close(losses(resumed), losses(whole)[6:])
