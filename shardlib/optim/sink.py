@@ -175,9 +175,9 @@ class Sink:
     def _land(self) -> None:
         b, flat, finish = self.flying.pop(0)
         self.out[b] = out = finish()
-        if out is not flat:
+        if out is not flat and self.lies[b] is not None:  # what it began with is its caller's
             self.memory.give(flat)
-        self.begun[b] = None
+        self.begun[b] = self.lies[b] = None
 
 
 class Summed(Sink):

@@ -231,8 +231,6 @@ def zero(
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
         parts = reduced(given, where, mesh, memory)
-        if isinstance(given, Buckets) and parts is not given:
-            memory.give(*(g.raw for g in given.values()))
         seen.keep_pieces(parts)
         if step.ask:
             step.norm = global_norm(parts)
@@ -246,6 +244,8 @@ def zero(
         if not step.skipped:
             _send(flats, mine, state, where, mesh)
         memory.give(*(g.raw for g in parts.values()))
+        if isinstance(given, Buckets):  # not before: what is refused keeps its gradients
+            memory.give(*(g.raw for g in given.values()))
         better = seen.better(where)  # no gradients are on their way now
         if better is not None and _moves(state):
             seen.take(better)

@@ -185,3 +185,105 @@ def test_a_bucket_holds_a_fifth_of_the_parameters_and_25_mib_at_most() -> None:
             sizes = [b.length * 4 for b in tx.init(params).trace.index.buckets]
             share = min(max(count * each * 4 // 5, 1 << 20), 25 << 20)
             assert max(sizes) <= share + 128 * 4 and len(sizes) <= most
+
+
+def small(dtype: torch.dtype = torch.float32, frozen: bool = False) -> dict[str, Any]:
+    params = {k: sl.shard(p.to(dtype), LAYOUTS[0][k]) for k, p in PARAMS.items()}
+    for k, p in params.items() if frozen else ():
+        p.requires_grad_(k != "a")
+    return params
+
+
+def square(p: dict[str, Any], by: Any) -> Any:
+    """Its gradients are 2 w, from batches that are split over data."""
+    part = sl.shard(by, "data")
+    return sum((x * part.sum()).square().sum() for x in p.values()) / 16
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_no_numbers_are_refused_or_skipped(stage: int, bad: float) -> None:
+    """Parameters, state and the gradients themselves are as they were, and training goes on."""
+    o = sl.optim
+    clipped = o.chain(o.clip_by_global_norm(1.0), o.adamw(0.1))
+    with sl.simulate(data=2, x=2, y=2):
+        batch = torch.ones(4)
+        for skips in (False, True):
+            tx = o.zero(clipped, "data", stage, bucket_mb=1e-4)
+            tx = o.skip_nonfinite(tx) if skips else tx
+            params = small()
+            state = tx.init(params)
+            want, _ = clipped.update(
+                sl.value_and_grad(square)(params, batch)[1], clipped.init(params), params
+            )
+            want = {k: sl.unshard(p) for k, p in sl.optim.apply_updates(params, want).items()}
+            vg = sl.value_and_grad(square, into=tx)
+            _, grads = vg(params, batch * bad)
+            held = {k: g.raw.clone() for k, g in grads.items()}
+            if skips:
+                params, state, info = o.step(tx, params, grads, state)
+                assert info.skipped
+            else:
+                with pytest.raises(sl.ShardError, match="norm of the gradients is"):
+                    o.step(tx, params, grads, state)
+                other = vg(params, batch)[1]  # in other memory
+                as_it_was = (
+                    torch.equal(held[k].nan_to_num(7.0), g.raw.nan_to_num(7.0))
+                    for k, g in grads.items()
+                )
+                assert all(as_it_was)
+                assert all(bool(g.raw.isfinite().all()) for g in other.values())
+            params, state, info = o.step(tx, params, vg(params, batch)[1], state)
+            assert not info.skipped
+            for k, p in params.items():
+                close(sl.unshard(p).double(), want[k].double(), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_parameters_stay_and_take_no_part(stage: int) -> None:
+    with sl.simulate(data=2, x=2, y=2):
+        ends = []
+        for tx in (sl.optim.adamw(0.1), sl.optim.zero(sl.optim.adamw(0.1), "data", stage)):
+            params = small(frozen=True)
+            state = tx.init(params)
+            into = {"into": tx} if tx.sink is not None else {}
+            for _ in range(2):
+                _, grads = sl.value_and_grad(square, **into)(params, torch.ones(4))  # type: ignore[call-overload]
+                params, state, _ = sl.optim.step(tx, params, grads, state)
+            assert [p.requires_grad for p in params.values()] == [False, True, True, True]
+            ends.append({k: sl.unshard(p).detach() for k, p in params.items()})
+        assert torch.equal(ends[0]["a"], PARAMS["a"]) and torch.equal(ends[1]["a"], PARAMS["a"])
+        assert all(torch.equal(ends[0][k], ends[1][k]) for k in PARAMS)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    "how", [{"reduce_dtype": torch.bfloat16}, {"gather_dtype": torch.bfloat16}]
+)
+def test_narrow_transfers_leave_every_rank_the_same(how: Any, stage: int, pool: Any) -> None:
+    """Half the bytes of one way, and near what fp32 gives."""
+    with sl.simulate(data=2, x=2, y=1):
+        (answer,) = [narrow(how, stage)]
+    assert answer[0] < 2e-2 and answer[1] == Fraction(3, 4) and answer[2] == 0
+    assert pool.run(narrow, how, stage, data=2, x=2, y=1) == [answer] * 4
+
+
+def narrow(how: Any, stage: int) -> tuple[float, Fraction, float]:
+    ends, moved = [], []
+    for more in ({}, how):
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data", stage, master="fp32", **more)
+        params = small()
+        state = tx.init(params)
+        with sl.trace() as t:
+            _, grads = sl.value_and_grad(square, into=tx)(params, torch.ones(4))
+            params, *_ = sl.optim.step(tx, params, grads, state)
+        moved.append(sum(e.bytes for e in t.events if e.axis == "data" and e.kind != "psum"))
+        ends.append(params)
+    apart = 0.0
+    for p in ends[1].values():  # a copy that differs would show
+        high = sl.unshard(
+            sl.ShardedTensor(sl.collectives.api.unwrap(sl.pmax(p.local, "data")), p.place)
+        )
+        apart = max(apart, float((high - sl.unshard(p)).abs().max()))
+    gap = max(float((sl.unshard(ends[0][k]) - sl.unshard(ends[1][k])).abs().max()) for k in PARAMS)
+    return gap, Fraction(moved[1], moved[0]), apart
