@@ -1499,6 +1499,7 @@ _LIMITS = (
     "is a view and is being modified inplace",
     "does not support automatic differentiation for outputs with complex dtype",
     "element 0 of tensors does not require grad",  # it says otherwise when it is asked
+    "Expected a proper Tensor but got None (or an undefined Tensor",  # dist of order 0
     "Autograd not support dtype",
     "view size is not compatible with input tensor's size and stride",  # of a whole, in its memory
     "output with shape [] doesn't match the broadcast shape",  # logsumexp of no dimension

@@ -97,7 +97,9 @@ def check_model(
             mesh = simulate(**mesh) if not isinstance(mesh, Mesh) else as_mesh(mesh)
             row = proof.errors[mesh_text(mesh)] = {}
             model.eval()
-            _compare(case, mesh, _dense(case), row, tolerance, "")
+            want = _dense(case)
+            case.learns = "norm" in want
+            _compare(case, mesh, want, row, tolerance, "")
             if module.training:
                 model.train()
                 alone = simulate(**dict.fromkeys(mesh.axes, 1))
@@ -114,6 +116,8 @@ class _Case:
     inputs: dict[str | int, LayoutLike]
     steps: int
     pad: bool
+    learns: bool = True
+    """Whether the loss has a gradient."""
 
 
 Quantities = dict[str, Tensor]
@@ -171,10 +175,13 @@ def _dense(case: _Case) -> Quantities:
         torch.manual_seed(step)
         output = model(*args, **kwargs)
         loss = case.loss(output)
-        loss.backward()
         if step == 0:
             found |= {f"output {i}": x.detach().clone() for i, x in enumerate(_floats(output))}
             found["loss"] = loss.detach()
+        if not loss.requires_grad:
+            return found
+        loss.backward()
+        if step == 0:
             grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
             found |= {f"gradient of {n}": g.clone() for n, g in grads.items()}
             squares = [g.square().sum() for g in grads.values()]
@@ -213,10 +220,13 @@ def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
                 with within(watcher=watcher):
                     run(params)
                 return found
-            loss, grads = value_and_grad(run)(params)
+            loss, grads = value_and_grad(run)(params) if case.learns else (run(params), {})
             if step == 0:
                 found |= {f"output {i}": _whole(x) for i, x in enumerate(outputs)}
                 found["loss"] = _whole(loss)
+            if not case.learns:
+                return found
+            if step == 0:
                 found |= {f"gradient of {n}": _whole(g) for n, g in grads.items() if g is not None}
                 found["norm"] = _whole(global_norm(grads))
             if case.steps:

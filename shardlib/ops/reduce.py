@@ -475,8 +475,24 @@ _NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
 def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     if input.is_complex():
         raise Unfit("torch sums no complex numbers here on every device")
-    known = input.masked_fill(input.isnan(), 0) if input.dtype.is_floating_point else input
+    known: Any = input
+    if input.dtype.is_floating_point:
+        nan: Any = input.isnan()
+        known = known.becomes(_Cleared.apply(known.raw, nan.raw))
     return known.sum(dim, keepdim, dtype=dtype)
+
+
+class _Cleared(Local):
+    """apply(x, nan): zeros for NaN; their gradient is zero times the cotangent, as torch has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nan: Tensor) -> Tensor:
+        ctx.save_for_backward(nan)
+        return x.masked_fill(nan, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ~ctx.saved_tensors[0], None
 
 
 def _nanmean(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:

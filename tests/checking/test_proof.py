@@ -131,3 +131,11 @@ def case() -> dict[str, Any]:
         "batch": BATCH,
         "inputs": INPUTS,
     }
+
+
+def test_what_has_nothing_to_learn_is_compared_by_its_values() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    for model in (nn.ReLU(), frozen, nn.Sequential(nn.Dropout(), frozen)):
+        rules = [("*", "...")] if list(model.parameters()) else []
+        proof = sl.check_model(model, rules, {"x": 2}, torch.randn(4, 4))
+        assert {k.removeprefix("train ") for k in proof.errors["x=2"]} == {"output", "loss"}
