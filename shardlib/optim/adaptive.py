@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
-from shardlib.kernels.adamw import adamw_, steppable
+from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
 from shardlib.optim.buckets import Pieces
 from shardlib.optim.groups import by_mask
@@ -102,7 +102,7 @@ def adamw(
         step.lr = rate
         return state._replace(count=count)
 
-    return under(backend, Transform(init, update, donate=donate))
+    return under(backend, Transform(init, update, donate=donate, halves=True))
 
 
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
@@ -116,12 +116,15 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
         stepped(g, p, m, v, *hyper)
         torch.autograd.graph.increment_version([t for row in lists for t in row.roots])
         return True
+    scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
     mine = step.beside is not None and step.beside[0] is params
     out = pieces(step.beside[1])[0] if step.beside is not None and mine else []
-    if not steppable(g, p, m, v, out):
+    if mine and p[0].dtype == torch.bfloat16:
+        adamw_halves_(g, p, out, m, v, scale, *hyper)
+    elif steppable(g, p, m, v, out):
+        adamw_(g, p, m, v, out, scale, *hyper)
+    else:
         return False
-    scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
-    adamw_(g, p, m, v, out, scale, *hyper)
     if mine:
         step.beside = None
     # an older graph would run on the new values, and not all pieces have their roots' versions

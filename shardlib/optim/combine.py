@@ -58,12 +58,14 @@ def chain(*transforms: Transform) -> Transform:
 
     trait = max((t.trait for t in transforms), key=TRAITS.index, default="elementwise")
     grouped = any(t.groups is not None for t in transforms)
+    only_scaled = all(t.rescale is not None for t in transforms[:-1])
     return Transform(
         init,
         update,
         trait,
         donate if transforms else None,
         groups=groups if grouped else None,
+        halves=only_scaled and any(t.halves for t in transforms[-1:]),
         sink=next((t.sink for t in transforms if t.sink is not None), None),
         shard=next((t.shard for t in transforms if t.shard is not kept_whole), kept_whole),
     )

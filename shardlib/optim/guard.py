@@ -64,6 +64,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
         _at_least(tx),
         donate,
         **handed_on(tx),
+        halves=tx.halves,
     )
 
 
@@ -139,6 +140,7 @@ def loss_scale(
         _at_least(tx),
         donate,
         **handed_on(tx),
+        halves=tx.halves,
     )
 
 

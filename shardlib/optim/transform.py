@@ -49,8 +49,9 @@ class Step:
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state stay as they are.
     ``ask``      whether the norm is to be found out, also where no transform needs it.
-    ``beside``   (parameters in fp32, the same in half precision): who steps the former and writes
-                 their rounding to the latter in passing, sets it to None.
+    ``beside``   (parameters, what lies beside them): who steps both sets it to None.  Beside those in
+                 fp32 lie the same in half precision, their rounding; beside those in bfloat16 the
+                 16 bits that they lack of fp32, for a transform that takes ``halves``.
     """
 
     scale: Tensor | None = None
@@ -86,6 +87,8 @@ class Transform(NamedTuple):
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
     ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at stage
                  3; of any other transform the parameters as they are.
+    ``halves``   whether ``donate`` steps bfloat16 parameters with what they lack of fp32 beside
+                 them, see ``Step.beside``.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -108,6 +111,7 @@ class Transform(NamedTuple):
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
     shard: Callable[[Any], Any] = kept_whole
+    halves: bool = False
 
 
 def handed_on(tx: Transform) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from shardlib.collectives import agreed, all_gather, blocks, lead, played, storage, unwrap, wrap
 from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
+from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.optim.buckets import Buckets, Index, Item, index, overlap, parts, unflatten
@@ -886,6 +887,12 @@ def _with_master(
             step.beside = None
             for p, m in zip(mine.pieces, state.master.pieces, strict=True):
                 p.copy_(m)
+        return ZeroState(inner, state.master)
+    first = next(iter(mine.values())).raw
+    if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
+        step.beside = mine, state.master
+        inner = run_in_place(tx, parts, state.inner, mine, step)
+        step.beside = None  # where the step was passed over it is still there
         return ZeroState(inner, state.master)
     raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
     full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})

@@ -562,7 +562,7 @@ def many_tensors(seed: int) -> None:
 
 
 PROPERTIES: list[Callable[[int], None]] = [
-    cross_entropy, cross_entropy_of_no_class, norms, merges, sums, adamw, halves, boxes, dropout,
+    cross_entropy, cross_entropy_of_no_class, norms, merges, sums, adamw, many_tensors, halves, boxes, dropout,
 ]  # fmt: skip
 
 
