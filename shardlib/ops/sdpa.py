@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardlib.collectives import holds_values
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention import ring_attention
@@ -109,7 +110,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh)
         )
         (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
-    run = on_paper if q.raw.is_meta and mesh.kind == "record" else func
+    run = on_paper if q.raw.is_meta and not holds_values(mesh) else func
     raw = once(lambda: local_call(run, mesh, (q.raw, k.raw, v.raw), given))
     deferred = q.deferred | k.deferred | v.deferred
     return ShardedTensor(
