@@ -48,7 +48,7 @@ MODULES = {
         skip_nonfinite soap state_dict step warmup_cosine wsd zero""",
     "planning": "Choice Cluster Grid3 Link Plan ReshardPlan attention_plan choose lower_bound plan probe",
     "random": "get_state seed set_state",
-    "recipes": "Legacy Recipe cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
+    "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
     "seeing": "Frames Summary Timeline draw frames merged style summary timeline visualize",
     "testing": "check_algorithm check_engine check_mask dense_attention",
 }

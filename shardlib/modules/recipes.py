@@ -31,7 +31,7 @@ no expert is copied:
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ from shardlib.modules.roles import Way, assign, patterns
 __all__ = [
     "Recipe",
     "Legacy",
+    "beside",
     "cube3d",
     "ddp",
     "from_colossalai_config",
@@ -587,6 +588,31 @@ def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
             apart.add(r.name)
     names = dict.fromkeys(r.name for r in products)
     return [n for n in names if n not in apart and by_name[n].ndim > 1]
+
+
+def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
+    """Name the weights in which matrices lie side by side, and how many in rows and columns.
+
+    It is their layouts that say so: ``(3 y) x`` is split as three matrices one above the other are.
+    ``muon(..., side=beside(rules))`` makes each of them orthogonal on its own, on any mesh.
+
+    >>> beside([("qkv.weight", "(3 y) x"), ("c_attn.weight", "x (3 y)"), ("*.weight", "y x"), ("*", "...")])
+    [('qkv.weight', (3, 1)), ('c_attn.weight', (1, 3))]
+    """
+    out = []
+    for pattern, where, *_ in rules:
+        layout = Layout.parse(where) if isinstance(where, str) else where
+        if not isinstance(layout, Layout):
+            continue
+        if layout.ellipsis is not None and len(layout.dims) < 2:
+            layout = layout.resolve(2)
+        if len(layout.dims) < 2:
+            continue
+        first = [d.parts[0] if d.parts else 1 for d in layout.dims[-2:]]
+        rows, cols = (n if isinstance(n, int) else 1 for n in first)
+        if (rows, cols) != (1, 1):
+            out.append((pattern, (rows, cols)))
+    return out
 
 
 def widening(model: nn.Module) -> set[str]:

@@ -429,6 +429,25 @@ def test_muon_on_real_ranks(pool: Any, name: str) -> None:
         assert all(e < 1e-11 for e in answers.values()), answers
 
 
+def test_layouts_say_where_a_fused_weight_splits() -> None:
+    """Each third of a fused qkv is a matrix, on one device as on a mesh, whose rules say so."""
+    whole = {"qkv.weight": r(24, 8)}
+    with sl.simulate(x=2, y=2):
+        side = sl.recipes.beside([("qkv.weight", "(3 y) x"), ("qkv.bias", "(3 y)"), ("*", "...")])
+        assert side == [("qkv.weight", (3, 1))]
+        tx = o.muon(0.05, side=side)
+        want = tx.update(whole, tx.init(whole), whole)[0]["qkv.weight"]
+        params = {"qkv.weight": sl.shard(whole["qkv.weight"], "(3 y) x")}
+        for way in ("owners", "gathered", "blocks"):
+            with sl.algorithm(muon=way):
+                got = tx.update(params, tx.init(params), params)[0]["qkv.weight"]
+            close(sl.unshard(got), want, 1e-12)
+    thirds = {str(i): m for i, m in enumerate(whole["qkv.weight"].chunk(3))}
+    alone = o.muon(0.05)
+    apart = alone.update(thirds, alone.init(thirds), thirds)[0]
+    close(want, torch.cat([apart[str(i)] for i in range(3)]), 1e-12)
+
+
 def test_a_recipe_names_what_lies_between_weights() -> None:
     """Embeddings, tied or not, heads, norms and biases are left to the rest."""
     transformers = pytest.importorskip("transformers")
@@ -438,6 +457,12 @@ def test_a_recipe_names_what_lies_between_weights() -> None:
     want = [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
     want += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     assert sl.recipes.matrices(llama) == want
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, n_positions=8)
+    )
+    with sl.simulate(x=2):
+        side = sl.recipes.beside(sl.recipes.megatron1d(gpt2))
+    assert side == [("transformer.h.*.attn.c_attn.weight", (1, 3))]
     bert = transformers.BertForSequenceClassification(
         transformers.BertConfig(intermediate_size=32, **small)
     )
