@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from shardlib.checkpoint.boxes import (
 
 __all__ = [
     "Chunk", "Folder", "Header", "Part", "check_chunk", "checksum", "code_of", "dtype_of", "fill", "in_large_pages",
-    "layout_of_file", "memory", "read_header", "strips", "written", "write_file",
+    "layout_of_file", "memory", "open_file", "read_header", "strips", "written", "write_file",
 ]  # fmt: skip
 
 _NAMES = {
@@ -469,12 +470,13 @@ def _chunk(name: str, entry: Any, box: Any, cuts: Any, digits: Any, code: Any, b
     d = along(shape, dtype.itemsize) if shape else 0
     if any(len(some) != n - 1 for some, n in zip(cuts[:d], shape[:d], strict=True)):
         raise ValueError
-    if len(digits) != 8 * _count(shape, cuts, dtype.itemsize):
+    tiles: Cuts = tuple(tuple(some) for some in cuts)
+    if len(digits) != 8 * _count(shape, tiles, dtype.itemsize):
         raise ValueError
     crcs = bytes.fromhex(digits)
     if len(crcs) * 2 != len(digits):  # it leaves spaces out
         raise ValueError
-    return Chunk(name, found, dtype, begin + a, b - a, tuple(map(tuple, cuts)), crcs)
+    return Chunk(name, found, dtype, begin + a, b - a, tiles, crcs)
 
 
 def _held(runs: Any) -> tuple[Run, ...]:
@@ -485,6 +487,19 @@ def _held(runs: Any) -> tuple[Run, ...]:
         out.append(Run(run[0], run[1], run[2], at))
         at += run[2]
     return tuple(out)
+
+
+def open_file(folder: int, name: str, links: bool = False) -> int:
+    """A descriptor to read a file of a directory by; what is no file is not waited for.
+
+    Raises: OSError, ValueError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    fd = os.open(name, flags, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{name} is no file")
+    return fd
 
 
 class Folder:
@@ -520,8 +535,7 @@ class Folder:
                 raise ValueError(f"{name!r} is no file of this directory")
             if len(self.open) > _OPEN:
                 self._close(next(iter(self.open)))
-            flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self.links else os.O_NOFOLLOW)
-            self.open[name] = os.open(name, flags, dir_fd=self.fd)
+            self.open[name] = open_file(self.fd, name, self.links)
         return self.open[name]
 
     def into(self, out: memoryview, file: str, offset: int) -> None:

@@ -25,12 +25,15 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.checkpoint.files import parsed, write_all
+from shardlib.checkpoint.files import open_file, parsed, write_all
 
 __all__ = ["MANIFEST", "Work", "clean", "exchange", "fsync_folder", "opened", "read_manifest"]
 
 MANIFEST = "shardlib.json"
 FORMAT = "shardlib checkpoint 1"
+
+_LONGEST = 1 << 30
+"""Bytes of a manifest at most."""
 
 _ABANDONED = 86400.0
 """Seconds after which a work directory is a leftover where files cannot be locked."""
@@ -252,8 +255,9 @@ def opened(path: str) -> int:
 
 def read_manifest(folder: int) -> dict[str, Any]:
     """What a checkpoint says of itself.  Raises: ValueError, OSError."""
-    fd = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    with os.fdopen(fd, "rb") as f:
+    with os.fdopen(open_file(folder, MANIFEST), "rb") as f:
+        if os.fstat(f.fileno()).st_size > _LONGEST:
+            raise ValueError(f"{MANIFEST} is longer than {_LONGEST} bytes")
         body, _, tail = f.read().partition(b"\n")
     if tail != f"{zlib.crc32(body):08x}\n".encode():
         raise ValueError(f"{MANIFEST} is damaged: its checksum is wrong")

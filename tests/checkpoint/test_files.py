@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import shardlib as sl
 from shardlib.checkpoint.boxes import meet, whole
 from shardlib.checkpoint.files import (
     Folder,
@@ -23,6 +25,8 @@ from shardlib.checkpoint.files import (
     read_header,
     write_file,
 )
+from shardlib.checkpoint.folder import MANIFEST
+from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import DTYPES, same, value
 
 
@@ -176,6 +180,46 @@ def test_a_link_is_not_followed_unless_links_are_expected(tmp_path: Path) -> Non
         folder.file("f")
     with Folder(os.open(tmp_path, os.O_RDONLY), links=True) as folder:
         folder.file("f")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with opened(tmp_path) as folder, pytest.raises(ValueError, match="is no file"):
+            folder.file(name)
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointError, match="is no file"):
+        sl.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex128])
+def test_two_errors_do_not_cancel_in_what_is_read_whole(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Drawn ones, and those that cancel along a column or a row: one bit, twice."""
+    x = value((96, 160), dtype)
+    said = saved(tmp_path, part("x", x))
+    raw = (tmp_path / "f").read_bytes()
+    begin, row = len(raw) - x.nbytes, 160 * x.itemsize
+    rng = random.Random(0)
+    with opened(tmp_path) as folder:
+        chunk = read_header(folder.file("f"), "f", said["bytes"], said["crc"]).get("x")
+    assert chunk is not None and sum(map(len, chunk.cuts)) > 3, "it has tiles"
+    for i in range(60):
+        at = rng.randrange(row)
+        r, q = rng.sample(range(96), 2)
+        one, other = [
+            (r * row + at, q * row + at),  # one column
+            (r * row + at, r * row + at // 8 * 8 ^ 8),  # one row
+            (rng.randrange(x.nbytes), rng.randrange(x.nbytes)),
+        ][i % 3]
+        if one == other or other >= x.nbytes:
+            continue
+        bit, data = 1 << rng.choice([0, 6, 7]), bytearray(raw)
+        data[begin + one] ^= bit
+        data[begin + other] ^= bit
+        (tmp_path / "f").write_bytes(data)
+        with opened(tmp_path) as folder, pytest.raises(ValueError, match="damaged"):
+            fill(torch.empty_like(x), whole(x.shape), chunk, folder)
 
 
 JUNK = st.recursive(
