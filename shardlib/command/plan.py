@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--state", type=float, default=8.0, help="bytes per parameter that the optimizer keeps"
     )
     parser.add_argument("--recipe", default="", help="only these, as megatron1d,fsdp")
-    parser.add_argument("--most", type=int, default=5, help="how many ways run on paper")
+    parser.add_argument("--most", type=int, default=4, help="how many ways run on paper")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 

@@ -189,7 +189,7 @@ def plan(
     state: float = 8.0,
     recipe: str | Sequence[str] = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring"),
     loss: Callable[..., Tensor] | None = None,
-    most: int = 5,
+    most: int = 4,
 ) -> Plan:
     """Find how to train a language model on so many ranks: mesh, recipe, ZeRO's stage, remat.
 
@@ -212,7 +212,7 @@ def plan(
     ...         self.head = nn.Linear(32, 64, bias=False)
     ...     def forward(self, ids):
     ...         return self.head(self.down(self.up(self.wte(ids)).relu()))
-    >>> found = plan(Tiny(), 4, batch=8, sequence=16)
+    >>> found = plan(Tiny(), 4, batch=8, sequence=16, recipe=["ddp", "megatron1d"])
     >>> found.best.way.recipe, dict(found.best.way.mesh), found.best.way.stage
     ('ddp', {'data': 4}, 1)
     """
@@ -299,6 +299,7 @@ class _Study:
     ) -> None:  # fmt: skip
         self.cluster, self.batch, self.sequence = cluster, batch, sequence
         self.state, self.loss, self.room = state, loss, room
+        self.ratio = 0.0  # of what is saved without remat and with it, once that is known
         self.outline: Outline = outline(model)
         self.models = [self.outline.model(i) for i in range(1 + len(self.outline.repeats))]
         self.dims: list[Dimensions] = [trace_dimensions(m) for m in self.models]
@@ -370,18 +371,31 @@ class _Study:
         )
 
     def weigh(self, way: Way) -> Weighed:
-        """What a step takes, at the lowest stage of ZeRO that fits, and with remat where it must."""
+        """What a step takes, at the lowest stage of ZeRO that fits, and with remat where it must.
+
+        Once a way was measured both with remat and without, the next is measured without only where
+        the same ratio of what is saved says that it may fit.
+        """
+        full = self._measured(way, "full") if self.ratio else None
+        if full is not None and not self._may_fit(way, full):
+            return self._first(way, full, "full")
         plain = self._measured(way, "")
-        first = 1 if way.copies else 0
-        stages = range(first, 4 if way.copies else 1)
-        tries = [self._staged(replace(way, stage=s), plain) for s in stages]
-        for found in tries:
-            if found.fits:
-                return found
-        if not self.outline.stacks:
-            return tries[-1]
-        full = self._measured(way, "full")
-        tries = [self._staged(replace(way, stage=s, remat="full"), full) for s in stages]
+        found = self._first(way, plain, "")
+        if found.fits or not self.outline.stacks:
+            return found
+        full = full or self._measured(way, "full")
+        self.ratio = plain["saved"] / max(full["saved"], 1)
+        return self._first(way, full, "full")
+
+    def _may_fit(self, way: Way, full: Mapping[str, float]) -> bool:
+        """Whether a way may fit without remat, by what it saves with it."""
+        without = {**full, "saved": full["saved"] * self.ratio}
+        return self._first(way, without, "").peak <= 1.1 * self.room
+
+    def _first(self, way: Way, found: Mapping[str, float], remat: str) -> Weighed:
+        """At the lowest stage that fits, else at the highest."""
+        stages = range(1, 4) if way.copies else range(1)
+        tries = [self._staged(replace(way, stage=s, remat=remat), found) for s in stages]
         return next((t for t in tries if t.fits), tries[-1])
 
     def _measured(self, way: Way, remat: str) -> dict[str, float]:
@@ -414,7 +428,7 @@ class _Study:
             for e in t.events:
                 out[f"bytes {e.axis}"] += float(e.bytes)
                 out[f"messages {e.axis}"] += e.messages
-                if late and set(e.axis.split()) <= set(way.copies):
+                if late and not set(e.axis.split()).isdisjoint(way.copies):
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
         return Sums(dict(out))
