@@ -8,7 +8,7 @@ together.  A one-sized axis moves nothing.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
+T = TypeVar("T")
 
 
 def wrap(raw: Tensor, mesh: Mesh) -> Tensor:
@@ -318,12 +319,12 @@ def _note(
     return [end for end in heard if end is not None]
 
 
-def _ended(finish: Finish, ends: list[Callable[[], None]]) -> Finish:
+def _ended(finish: Callable[[], T], ends: list[Callable[[], None]]) -> Callable[[], T]:
     """A transfer at whose end those are called that asked for it."""
     if not ends:
         return finish
 
-    def wait() -> Tensor:
+    def wait() -> T:
         try:
             return finish()
         finally:

@@ -20,7 +20,7 @@ class Asking(nn.Module):
         return x * 2
 
 
-def net() -> tuple[nn.Module, list[str], list[Paths]]:
+def net() -> tuple[nn.Sequential, list[str], list[Paths]]:
     seen: list[str] = []
     opened: list[Paths] = []
     inner = nn.Sequential(Asking(seen, opened), nn.Linear(2, 2))
