@@ -129,7 +129,8 @@ def _renewed(tree: Any) -> Any:
     if isinstance(tree, Buckets):
         return _new(tree, made)
     # of parameters in a dict there are many, and none is buckets
-    apart = None if type(tree) is dict else lambda x: isinstance(x, Buckets)
+    kind: type = type(tree)
+    apart = None if kind is dict else lambda x: isinstance(x, Buckets)
     leaves, shape = optree.tree_flatten(tree, is_leaf=apart)
     return shape.unflatten([_new(x, made) for x in leaves])
 
