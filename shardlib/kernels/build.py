@@ -135,7 +135,8 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
 # ---------------------------------------------------------------- what ptxas says
 
 Resources = dict[str, list[int]]
-"""Kernel and architecture -> registers a thread, bytes spilled, bytes of shared memory a block."""
+"""Kernel and architecture -> registers a thread, bytes of it spilled or on a stack, bytes of shared
+memory a block."""
 
 
 def resources(said: str) -> Resources:
@@ -148,7 +149,7 @@ def resources(said: str) -> Resources:
         title = re.match(r"'(.*)' for '(\w+)'", entry)
         assert title is not None, entry
         name = re.sub(r"^void |\(.*$", "", title[1])
-        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", entry)]
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes (?:spill|stack)", entry)]
         shared = re.search(r"(\d+) bytes smem", entry)
         used = re.search(r"Used (\d+) registers", entry)
         assert used is not None, entry

@@ -57,7 +57,7 @@ ptxas info    : Function properties for _Z4flatI3AddEvT_
 ptxas info    : Used 40 registers, used 0 barriers, 96 bytes smem, 400 bytes cmem[0]
 """
     (row,) = resources(said).values()
-    assert row == [40, 16, 96]
+    assert row == [40, 24, 96]
     assert list(spills(resources(said))) == list(resources(said))
 
 
