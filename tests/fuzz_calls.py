@@ -1155,6 +1155,8 @@ def draw(seed: int, ranks: int | None = None) -> Case:
         if case is None:
             continue
         case.seed = seed
+        if "histogramdd" in case.name:  # it gives back the very edges it was given, graph and all
+            case.under = ""
         if case.name.rpartition(".")[2] in (
             "median",
             "nanmedian",
@@ -1497,6 +1499,7 @@ _LIMITS = (
     "Could this error message be improved",
     "INTERNAL ASSERT",
     "is a view and is being modified inplace",
+    "has been modified by an inplace operation",  # where ours holds what it needs apart
     "does not support automatic differentiation for outputs with complex dtype",
     "element 0 of tensors does not require grad",  # it says otherwise when it is asked
     "Expected a proper Tensor but got None (or an undefined Tensor",  # dist of order 0
@@ -1509,6 +1512,7 @@ _LIMITS = (
 _UNDERIVED = (
     # a kernel that torch chooses by strides, and that has no second derivative
     "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented",
+    "not implemented for 'ComplexHalf'",
     "self.stride(-1) must be 1 to view",  # of a block, in its memory
     "element 0 of tensors does not require grad",
     "Could this error message be improved",

@@ -150,7 +150,9 @@ _ELEMENTWISE = """
     type type_as zeros_like ones_like full_like empty_like clone contiguous detach nan_to_num
     logaddexp fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_
     masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_
-    atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_ clamp_max_ eq_ ne_ lt_ le_ gt_ ge_
+    atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_ clamp_max_ eq_ ne_ lt_ le_ gt_ ge_ square_ abs_
+    sign_ log_ log2_ log10_ log1p_ exp2_ expm1_ rsqrt_ reciprocal_ sin_ cos_ tan_ sinh_ cosh_ tanh_
+    sigmoid_ erf_ erfc_ floor_ ceil_ round_ trunc_ frac_
 """
 _DUNDERS = """
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__

@@ -265,6 +265,12 @@ def merged(
     return x.becomes(run(whole, keepdim), layout, shape)
 
 
+def _root(raw: Tensor) -> Tensor:
+    """Take the square root, whose gradient at zero is zero, as torch has a norm's."""
+    zero = raw == 0
+    return raw.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
 def _finite_beside_infinity(part: Tensor) -> Tensor:
     """Give a block's infinite norm no gradient, else infinity over infinity would reach all of it.
 
@@ -304,14 +310,12 @@ def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise Unfit("no floating point or complex numbers")
     x = _asked(x, dtype)
-    if (
-        abs(ord_) == math.inf
-        and 0 not in x.padded_shape
-        and (x.dtype.is_floating_point or x.dtype.is_complex)
-    ):
+    if abs(ord_) == math.inf and 0 not in x.padded_shape:
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
-    if ord_ == 0 or 0 in x.padded_shape or not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if ord_ == 0 or 0 in x.padded_shape:
         raise NoImplementation(
             "no implementation of this norm",
             op="vector_norm",
@@ -323,6 +327,14 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     half = is_half(x)
     if ord_ == 1:  # also where one is NaN: its block's norm would hide the others' gradients
         out = (x.float() if half else x).abs().sum(dim, keepdim)
+        return out.to(x.dtype) if half else out
+    axes = reduced_layout(x, dim, keepdim, "vector_norm")[1]
+    if ord_ == 2 and real_axes(x.mesh, axes) and x.raw.requires_grad and torch.is_grad_enabled():
+        # a block's own norm has no second derivative where the block is zeros
+        wide: Any = x.float() if half else x
+        squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
+        square: Any = squares.sum(dim, keepdim)
+        out = square.becomes(_root(square.raw))
         return out.to(x.dtype) if half else out
     out = merged(
         torch.linalg.vector_norm,
@@ -437,7 +449,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, _wide(x, x.dtype)
     centred = x - x.mean(gone, keepdim=True)
-    out = (centred * centred).sum(gone, keepdim=keepdim) / max(count - unbiased, 0)
+    out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)  # of NaN 0 too
     return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)
 
 

@@ -81,13 +81,13 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
 def psum_scatter(
     x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
 ) -> Tensor:
-    if wire is not None:  # what stays on its rank is not rounded
-        sent = x.to(wire).to(x.dtype)
-        return psum_scatter(sent, mesh, axes, dim)() + pslice(x - sent, mesh, axes, dim)()
     y, order = _split(x, mesh, axes)
-    p = y.shape[1]
-    total = y.sum(1, dtype=y.dtype).unflatten(dim + 1, (p, y.shape[dim + 2] // p))
-    return _merge(total.movedim(dim + 1, 1), mesh, order)
+    tiles = dim + 2, (y.shape[1], y.shape[dim + 2] // y.shape[1])
+    parts = y.unflatten(*tiles)
+    if wire is not None:  # what stays on its rank is not rounded
+        own, parts = parts.diagonal(dim1=1, dim2=dim + 2), y.to(wire).to(x.dtype).unflatten(*tiles)
+        parts.diagonal(dim1=1, dim2=dim + 2).copy_(own)
+    return _merge(parts.sum(1, dtype=y.dtype).movedim(dim + 1, 1), mesh, order)
 
 
 @at_once
@@ -181,13 +181,11 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
 def preduce_into(
     target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
 ) -> Finish:
-    sent = x.to(wire)
     roots = (axis_index(mesh, axes) == root).nonzero().squeeze(1).to(x.device)
-    total = preduce(sent, mesh, axes, root)()[roots]
+    parts = x.to(wire).to(x.dtype)
     if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once
-        exact = preduce(sent.to(x.dtype), mesh, axes, root)()
-        total = exact[roots] + (x - sent)[roots]
-    target[roots] = total.to(target.dtype)
+        parts[roots] = x[roots]
+    target[roots] = preduce(parts, mesh, axes, root)()[roots].to(target.dtype)
     return lambda: target
 
 
