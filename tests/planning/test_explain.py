@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -191,3 +192,23 @@ def test_rows_are_sorted_and_given_as_plain_values() -> None:
     assert found["peak"] == said.peak and found["mesh"] == {"x": 2}
     with pytest.raises(sl.ShardError, match="no order 'size'"):
         said.kinds("size")
+
+
+STATES: dict[str, Any] = {
+    "zero": lambda o: o.zero(o.adamw(1e-3), "data", 2),
+    "muon": lambda o: o.zero(o.muon(0.02, rest=o.adamw(1e-3), matrices="*.weight"), "data"),
+    "soap": lambda o: o.soap(0.02, rest=o.adamw(1e-3), matrices="*.weight"),
+    "adafactor": lambda o: o.adafactor(1e-3),
+    "adam8bit": lambda o: o.adam8bit(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_on_paper_is_the_state(name: str) -> None:
+    tx, model = STATES[name](sl.optim), torch.nn.Sequential(torch.nn.Linear(64, 128))
+    with sl.simulate(data=2, x=2):
+        apply, params = sl.parallelize(model, [("0.weight", "x ."), ("0.bias", "x")])
+        told = sl.explain(apply, params, torch.empty(8, 64), tx=tx).state
+        kept = [x for x in optree.tree_leaves(tx.init(params)) if isinstance(x, torch.Tensor)]
+    here = (x.raw[0] if isinstance(x, sl.ShardedTensor) else x for x in kept)
+    assert told == sum(x.numel() * x.element_size() for x in here)
