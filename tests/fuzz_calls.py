@@ -668,7 +668,7 @@ _SQUARE = frozenset(
 )
 # kernels that differ in what NaN and infinity do: a factor of zero hides them, or does not
 _UNEVEN = frozenset(
-    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d".split()
+    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d celu elu selu".split()
 )
 _LEAST = {
     n: k
@@ -1347,7 +1347,8 @@ def _whole(x: Any) -> Any:
     full = sl.unshard(x.detach())
     if not (x.is_padded or x.sharding.partial) and x.mesh.kind == "stacked":
         again = sl.shard(full, x.sharding)
-        assert again.raw.dtype == x.raw.dtype and _alike(x.raw.detach(), again.raw) == "", (
+        # of what was rounded to complex64 on its way the ranks' kernels differ in the last place
+        assert again.raw.dtype == x.raw.dtype and _alike(x.raw.detach(), again.raw, 1e-6) == "", (
             "the ranks hold different copies"
         )
     return full.detach().clone()
@@ -1546,7 +1547,9 @@ def judge(got: Outcome, want: Outcome, name: str = "", pending: bool = False) ->
     )
     for what in ("results", "grads", "seconds"):
         found: tuple[Any, Any] = getattr(got, what), getattr(want, what)
-        if why := _differ(*found, least, what != "results" or "_mean" in name or pending):
+        if why := _differ(
+            *found, least, what != "results" or "_mean" in name or "_loss" in name or pending
+        ):
             return f"{what}: {why}"
     return ""
 

@@ -530,6 +530,12 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
         # a product of parts has its own way back
         old = x.becomes(x.raw.clone())
         new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
+        if not torch.can_cast(new.dtype, x.dtype):
+            raise BadArgument(
+                f"a result of {new.dtype} cannot be written to {x.dtype}",
+                op=func.__name__,
+                operands={"tensor": typeof(x), "result": typeof(new)},
+            )
         x.raw.copy_(new.raw)
         return x
     rest = iter([_onto(v, x, func.__name__) for v in values[1:]])

@@ -151,6 +151,21 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return ShardedTensor(raw, Place(out, plan.shape, mesh, deferred=deferred))
 
 
+_ROWS = binder(
+    "embedding(weight: tensor, indices: tensor, padding_idx: int = -1, scale_grad_by_freq=False, "
+    "sparse=False)"
+)
+
+
+@implements(torch.embedding, padded=True)
+def embedding_of_rows(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Look ids up as torch's functional form names it; padding_idx -1 is none."""
+    given = _ROWS(*args, **kwargs)
+    padding = given["padding_idx"] if given["padding_idx"] >= 0 else None
+    how = {k: given[k] for k in ("scale_grad_by_freq", "sparse")}
+    return embedding(F.embedding, (given["indices"], given["weight"], padding), how)
+
+
 def _unpadded(ids: Any, table: Any) -> ShardedTensor:
     """Return the table with the padding of its vocabulary; any other padding is refused."""
     if (

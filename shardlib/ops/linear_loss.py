@@ -272,7 +272,7 @@ def _rows_loss(
         for raw, place in zip(fixed, places[1:], strict=True)
     )
     with promoting():
-        logits = F.linear(x, w, b)  # type: ignore[arg-type]
+        logits: Any = F.linear(x, w, b)  # type: ignore[arg-type]
         if (not rows.is_cpu or active.cpu) and active.native(logits.raw):
             each = rows_given_up(logits, t, how.ignore, how.smooth)
         else:

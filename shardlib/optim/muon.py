@@ -434,7 +434,8 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
     """The case of parameters, of trees of them, or of state that ``zero`` has cut."""
-    leaves = optree.tree_leaves(list(operands), is_leaf=lambda x: isinstance(x, Buckets))
+    tree: Any = list(operands)
+    leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
     found = [one for x in leaves for one in laid(x)]
     found = [one for one in found if one.mesh is not None]
     if not found:

@@ -137,10 +137,11 @@ def _users() -> int:
 def ready(grads: Any, op: str, moments: Any = None) -> None:
     """Gradients that are summed, each with the moment that ``init`` made for it."""
     same = isinstance(grads, Buckets) and getattr(moments, "index", None) is grads.index
+    tree: Any = grads
     if moments is not None and not same:
         _same_tree(grads, [moments])
         with_moment = optree.tree_leaves(moments, none_is_leaf=True)
-        for g, m in zip(optree.tree_leaves(grads, none_is_leaf=True), with_moment, strict=True):
+        for g, m in zip(optree.tree_leaves(tree, none_is_leaf=True), with_moment, strict=True):
             if g is not None and m is None:
                 raise ShardError(
                     "a gradient came for a leaf that was frozen when the state was made",
@@ -148,7 +149,7 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
                     operands={"gradient": typeof(g)},
                     fix="state = tx.init(params)",
                 )
-    for g in grads.values() if same else optree.tree_leaves(grads):
+    for g in grads.values() if same else optree.tree_leaves(tree):
         if isinstance(g, ShardedTensor) and g.place.layout.partial:
             raise PartialEscape(
                 f"a gradient's sum over {', '.join(g.sharding.partial)} is still pending",
