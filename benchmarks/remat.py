@@ -32,7 +32,7 @@ def model_of(name: str) -> tuple[torch.nn.Module, str]:
     small: dict[str, Any] = {"vocab_size": 256}
     if name == "gpt2":
         small |= {"n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": LENGTH}
-        drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        drop: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         config = transformers.GPT2Config(**small, **drop, bos_token_id=0, eos_token_id=0)
         return transformers.GPT2LMHeadModel(config), "transformer.h.*"
     small |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -65,7 +65,8 @@ def held(recipe: str, name: str) -> list[tuple[str, float, bool]]:
         del grads
         with Live() as live:
             step(params, ids)
-        lasting = optree.tree_leaves((params, tx.init(params)))
+        tree: Any = (params, tx.init(params))
+        lasting = optree.tree_leaves(tree)
         rest = sum(x.raw.nbytes for x in lasting if isinstance(x, sl.ShardedTensor))
         out.append((policy, (live.peak + rest) / paper.peak, same))
     return out
