@@ -192,7 +192,7 @@ def _position(n: int, count: int) -> int:
         raise ShardError(
             f"argnums={n} of a call with {count} positional arguments",
             op="value_and_grad",
-            fix="sl.value_and_grad(f, argnums=0)(params)",
+            fix="sl.value_and_grad(f, argnums=0)",
         )
     return n % count
 

@@ -40,7 +40,14 @@ from shardlib.mesh import Mesh
 from shardlib.optim.transform import Transform
 from shardlib.tensor import promoting
 
-MODULES: dict[str, Any] = {"sl": sl, "torch": torch, "F": F, "math": math}
+MODULES: dict[str, Any] = {
+    "sl": sl,
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "re": re,
+    "optree": optree,
+}
 
 IMPORTED: dict[str, Any] = {
     "init_device_mesh": init_device_mesh,

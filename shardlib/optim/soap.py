@@ -73,7 +73,7 @@ def soap(
     >>> for _ in range(2):
     ...     updates, state = tx.update({"w": torch.diag(torch.tensor([3.0, -2.0]))}, state, params)
     >>> updates["w"].diagonal().round(decimals=2)
-    tensor([-0.0700,  0.0700])
+    tensor([-0.1000,  0.1000])
     """
     if every < 1:
         raise ShardError(f"{every} steps", op="soap", fix="tx = sl.optim.soap(3e-3, every=10)")

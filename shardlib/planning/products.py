@@ -32,7 +32,8 @@ def products(dims: Dimensions) -> Counter[Layer]:
     >>> from torch import nn
     >>> from shardlib.modules.dimensions import trace_dimensions
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.Linear(4, 16))
-    >>> products(trace_dimensions(mlp))[Layer(4, 16)]
+    >>> found = products(trace_dimensions(mlp))
+    >>> sum(n for layer, n in found.items() if (layer.inputs, layer.outputs) == (4, 16))
     2
     """
     found, known = Counter[Layer](), kinds(dims)

@@ -237,7 +237,7 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
         f"`allowed` of {type(mask).__name__} gives booleans that broadcast to [b, h, {m}, {n}], "
         f"not {found}",
         op="ring_attention",
-        fix="sl.ring_attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
+        fix="sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)",
     )
 
 

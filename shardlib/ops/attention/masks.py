@@ -169,7 +169,7 @@ def _hashable(mask: Mask) -> Mask:
         raise ShardError(
             f"plans are remembered by their mask, and {type(mask).__name__} cannot be hashed: {e}",
             op="ring_attention",
-            fix="sl.ring_attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
+            fix="sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)",
         ) from None
     return mask
 
