@@ -332,7 +332,7 @@ def alone(repeats: int) -> None:
 
 def _stepped(tx: sl.optim.Transform, params: Any) -> Callable[[], object]:
     held: list[Any] = [params, tx.init(params), None]
-    shape = tx.sink
+    shape, first = tx.sink, iter(range(3))  # steps after which buckets stay where they are
 
     def step() -> None:
         grads = held[2]
@@ -348,7 +348,10 @@ def _stepped(tx: sl.optim.Transform, params: Any) -> Callable[[], object]:
         like = {k: g.place for k, g in grads.items()}
         held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
         new = {k: sl.ShardedTensor(raws[k], like[k]) for k in raws}
-        held[2] = type(grads)(new, *_index(held[1])) if held[2] is None else held[2].like(new)
+        if held[2] is not None:
+            held[2] = held[2].like(new)
+        elif next(first, None) is None:
+            held[2] = type(grads)(new, *_index(held[1]))
 
     return step
 
