@@ -200,6 +200,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     for j, (y, size) in enumerate(zip(found, shapes, strict=True)):
         if len(size) != y.ndim:
             raise Unfit("the result's dimensions hang on its sizes")
+        for i in at:  # a view of what was filled: in torch, of the operand
+            if inner[i] is not leaves[i] and same_memory(y.raw, inner[i].raw):
+                link(y.raw, leaves[i].raw)
         y = padded_to(y, tuple(size))
         found[j] = (
             padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y

@@ -195,3 +195,12 @@ def test_what_would_reach_the_padding_is_refused() -> None:
                 f()
         with pytest.raises(sl.errors.Unsupported, match="only the vocabulary"):
             F.embedding(sl.shard(torch.zeros(2, dtype=torch.long), "."), x)
+
+
+def test_what_is_written_to_a_view_of_a_padded_tensor_is_refused() -> None:
+    """Its blocks were copied to be filled: the tensor would not see what is written."""
+    with sl.simulate(x=5):
+        x = sl.shard(torch.arange(27.0).reshape(3, 3, 3), ". . x", pad=True) * 1
+        for write in (lambda v: F.relu(v, inplace=True), lambda v: v.zero_(), lambda v: v.fill_(1)):
+            with pytest.raises(sl.ShardError, match="share memory"):
+                write(x.diagonal())
