@@ -31,6 +31,16 @@ typedef void* Stream;
 
 enum Refusal { BAD_DTYPE = -1, BAD_SIZE = -2, BAD_POINTER = -3 };
 enum Dtype { F32 = 0, F16 = 1, BF16 = 2 };
+
+// The end of an entry: what F<T> returns, where T is the type that ``dtype`` names.
+#define BY_DTYPE(F, ...)                    \
+  switch (dtype) {                          \
+    case F32: return F<float>(__VA_ARGS__); \
+    case F16: return F<f16>(__VA_ARGS__);   \
+    case BF16: return F<bf16>(__VA_ARGS__); \
+  }                                         \
+  return BAD_DTYPE;
+
 #define NEG_INF (-INFINITY)
 
 // ---------------------------------------------------------------- numbers

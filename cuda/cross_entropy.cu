@@ -152,12 +152,7 @@ int back(const void* x, void* dx, const int64_t* t, const float* kept, const flo
 API int shardlib_ce_stats(int dtype, const void* x, const int64_t* target, float* out, int64_t rows,
                           int64_t cols, int64_t stride, int64_t first, Stream s) {
   if (cols < 0 || stride < cols) return BAD_SIZE;
-  switch (dtype) {
-    case F32: return ce::stats<float>(x, target, out, rows, cols, stride, first, s);
-    case F16: return ce::stats<f16>(x, target, out, rows, cols, stride, first, s);
-    case BF16: return ce::stats<bf16>(x, target, out, rows, cols, stride, first, s);
-  }
-  return BAD_DTYPE;
+  BY_DTYPE(ce::stats, x, target, out, rows, cols, stride, first, s)
 }
 
 // parts [p, rows, 4] of all blocks -> loss [rows] and kept [rows, 2].
@@ -176,14 +171,6 @@ API int shardlib_ce_back(int dtype, const void* x, void* dx, const int64_t* targ
   if (cols < 0 || width < cols || x_stride < width || dx_stride < width || classes < 1) {
     return BAD_SIZE;
   }
-#define RUN(T)                                                                                   \
-  ce::back<T>(x, dx, target, kept, grad, step, rows, cols, width, x_stride, dx_stride, first,    \
-              ignore, smooth, classes, s)
-  switch (dtype) {
-    case F32: return RUN(float);
-    case F16: return RUN(f16);
-    case BF16: return RUN(bf16);
-  }
-#undef RUN
-  return BAD_DTYPE;
+  BY_DTYPE(ce::back, x, dx, target, kept, grad, step, rows, cols, width, x_stride, dx_stride,
+            first, ignore, smooth, classes, s)
 }

@@ -82,10 +82,5 @@ API int shardlib_dropout(int dtype, const void* x, void* y, int dims, const int6
   if (!placed(p, rows, dims, size, start, step, table)) return BAD_SIZE;
   const uint64_t seed = (uint64_t)key;
   const int32_t b = (int32_t)bar;
-  switch (dtype) {
-    case F32: return dropout::drop<float>(x, y, p, rows, seed, b, none, scale, s);
-    case F16: return dropout::drop<f16>(x, y, p, rows, seed, b, none, scale, s);
-    case BF16: return dropout::drop<bf16>(x, y, p, rows, seed, b, none, scale, s);
-  }
-  return BAD_DTYPE;
+  BY_DTYPE(dropout::drop, x, y, p, rows, seed, b, none, scale, s)
 }

@@ -159,10 +159,5 @@ API int shardlib_merge(int out_dtype, int part_dtype, void* out, float* lse, con
 API int shardlib_add(int dtype, float* sum, const void* x, int64_t batch, int64_t heads,
                      int64_t rows, int64_t cols, const int64_t* strides, Stream s) {
   if (batch < 0 || heads < 0 || rows < 0 || cols < 0) return BAD_SIZE;
-  switch (dtype) {
-    case F32: return attention::add<float>(sum, x, batch, heads, rows, cols, strides, s);
-    case F16: return attention::add<f16>(sum, x, batch, heads, rows, cols, strides, s);
-    case BF16: return attention::add<bf16>(sum, x, batch, heads, rows, cols, strides, s);
-  }
-  return BAD_DTYPE;
+  BY_DTYPE(attention::add, sum, x, batch, heads, rows, cols, strides, s)
 }

@@ -13,6 +13,16 @@ HD Welford merged(const Welford& a, const Welford& b) {
   return {a.mean + d * share, a.m2 + b.m2 + d * d * a.n * share, n};
 }
 
+// v times the weights from i on, where there are any.
+template <int N, class W> HD Vec<N> weighed(Vec<N> v, const W* w, int64_t i) {
+  if (w) {
+    const Vec<N> f = load<N>(w + i);
+UNROLL
+    for (int j = 0; j < N; ++j) v.v[j] *= f.v[j];
+  }
+  return v;
+}
+
 template <class T, bool CENTRE> struct Stats {
   static constexpr int V = Width<T>::value;
   const T* x;
@@ -94,11 +104,7 @@ template <class T, class W> struct Apply {
       Vec<N> v = load<N>(p + i);
 UNROLL
       for (int j = 0; j < N; ++j) v.v[j] = (v.v[j] - c.mean) * c.scale;
-      if (w) {
-        const Vec<N> f = load<N>(w + i);
-UNROLL
-        for (int j = 0; j < N; ++j) v.v[j] *= f.v[j];
-      }
+      v = weighed(v, w, i);
       if (b) {
         const Vec<N> f = load<N>(b + i);
 UNROLL
@@ -127,12 +133,7 @@ template <class T, class W> struct BackSums {  // of a row: sum of g w y, and of
     span<V>(cols, head<V>(cols, p, q, w), lane, lanes, [&](int64_t i, auto n) {
       constexpr int N = decltype(n)::value;
       const Vec<N> a = load<N>(p + i);
-      Vec<N> d = load<N>(q + i);
-      if (w) {
-        const Vec<N> f = load<N>(w + i);
-UNROLL
-        for (int j = 0; j < N; ++j) d.v[j] *= f.v[j];
-      }
+      Vec<N> d = weighed(load<N>(q + i), w, i);
       State t = {0.0f, 0.0f};
 UNROLL
       for (int j = 0; j < N; ++j) {
@@ -171,12 +172,7 @@ template <class T, class W> struct Back {  // the gradient of x, from the sums o
     span<V>(cols, head<V>(cols, p, q, o, w), lane, lanes, [&](int64_t i, auto n) {
       constexpr int N = decltype(n)::value;
       const Vec<N> a = load<N>(p + i);
-      Vec<N> d = load<N>(q + i);
-      if (w) {
-        const Vec<N> f = load<N>(w + i);
-UNROLL
-        for (int j = 0; j < N; ++j) d.v[j] *= f.v[j];
-      }
+      Vec<N> d = weighed(load<N>(q + i), w, i);
 UNROLL
       for (int j = 0; j < N; ++j) {
         d.v[j] = (d.v[j] - (a.v[j] - c.mean) * c.scale * c.gy - c.g) * c.scale;
@@ -294,12 +290,7 @@ int columns(const void* x, const void* g, const float* mean, const float* scale,
 API int shardlib_norm_stats(int dtype, int centre, const void* x, float* out, int64_t rows,
                             int64_t cols, int64_t stride, Stream s) {
   if (cols < 0 || stride < cols) return BAD_SIZE;
-  switch (dtype) {
-    case F32: return normalise::stats<float>(centre, x, out, rows, cols, stride, s);
-    case F16: return normalise::stats<f16>(centre, x, out, rows, cols, stride, s);
-    case BF16: return normalise::stats<bf16>(centre, x, out, rows, cols, stride, s);
-  }
-  return BAD_DTYPE;
+  BY_DTYPE(normalise::stats, centre, x, out, rows, cols, stride, s)
 }
 
 // parts of ``each`` columns; mean null: of sums of squares.
@@ -310,7 +301,7 @@ API int shardlib_norm_settle(const float* parts, int p, float* mean, float* scal
   return elements(k, rows, 1, s);
 }
 
-#define BY_DTYPES(F, ...)                                               \
+#define BY_BOTH(F, ...)                                                 \
   if (cols < 0 || stride < cols) return BAD_SIZE;                       \
   switch (dtype * 3 + w_dtype) {                                        \
     case F32 * 3 + F32: return normalise::F<float, float>(__VA_ARGS__); \
@@ -324,13 +315,13 @@ API int shardlib_norm_settle(const float* parts, int p, float* mean, float* scal
 API int shardlib_norm_apply(int dtype, int w_dtype, const void* x, void* y, const void* w,
                             const void* b, const float* mean, const float* scale, int64_t rows,
                             int64_t cols, int64_t stride, Stream s) {
-  BY_DTYPES(apply, x, y, w, b, mean, scale, rows, cols, stride, s)
+  BY_BOTH(apply, x, y, w, b, mean, scale, rows, cols, stride, s)
 }
 
 API int shardlib_norm_back_sums(int dtype, int w_dtype, const void* x, const void* g, const void* w,
                                 const float* mean, const float* scale, float* out, int64_t rows,
                                 int64_t cols, int64_t stride, Stream s) {
-  BY_DTYPES(back_sums, x, g, w, mean, scale, out, rows, cols, stride, s)
+  BY_BOTH(back_sums, x, g, w, mean, scale, out, rows, cols, stride, s)
 }
 
 // count: columns of all parts together.
@@ -338,7 +329,7 @@ API int shardlib_norm_back(int dtype, int w_dtype, const void* x, const void* g,
                            const void* w, const float* mean, const float* scale, const float* sums,
                            int64_t count, int64_t rows, int64_t cols, int64_t stride, Stream s) {
   if (count < 1) return BAD_SIZE;
-  BY_DTYPES(back, x, g, dx, w, mean, scale, sums, count, rows, cols, stride, s)
+  BY_BOTH(back, x, g, dx, w, mean, scale, sums, count, rows, cols, stride, s)
 }
 
 // work [ceil(rows / chunk), 2, cols] and out [2, cols]: gradients of weight and shift.
@@ -346,13 +337,5 @@ API int shardlib_norm_columns(int dtype, const void* x, const void* g, const flo
                               const float* scale, float* work, float* out, int64_t rows,
                               int64_t cols, int64_t stride, int64_t chunk, Stream s) {
   if (rows < 0 || cols < 0 || stride < cols || chunk < 1) return BAD_SIZE;
-#define RUN(T) \
-  normalise::columns<T>(x, g, mean, scale, work, out, rows, cols, stride, chunk, s)
-  switch (dtype) {
-    case F32: return RUN(float);
-    case F16: return RUN(f16);
-    case BF16: return RUN(bf16);
-  }
-#undef RUN
-  return BAD_DTYPE;
+  BY_DTYPE(normalise::columns, x, g, mean, scale, work, out, rows, cols, stride, chunk, s)
 }

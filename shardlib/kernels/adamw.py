@@ -92,24 +92,6 @@ def adamw_(
             out[i].copy_(p[i])
 
 
-@adamw_.register_fake
-def _(
-    g: Sequence[Tensor],
-    p: Sequence[Tensor],
-    m: Sequence[Tensor],
-    v: Sequence[Tensor],
-    out: Sequence[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    count: int,
-) -> None:
-    return None
-
-
 @torch.library.custom_op("shardlib::adamw_halves_", mutates_args=("p", "low", "m", "v"))
 def adamw_halves_(
     g: Sequence[Tensor],
@@ -143,21 +125,3 @@ def adamw_halves_(
         upper = (bits + 0x8000) >> 16
         high.copy_(upper.to(torch.int16).view(torch.bfloat16))
         less.copy_((bits - (upper << 16)).to(torch.int16))
-
-
-@adamw_halves_.register_fake
-def _(
-    g: Sequence[Tensor],
-    p: Sequence[Tensor],
-    low: Sequence[Tensor],
-    m: Sequence[Tensor],
-    v: Sequence[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    count: int,
-) -> None:
-    return None

@@ -64,11 +64,6 @@ def _targets(runs: Tensor) -> Tensor:
     return torch.cat([torch.arange(to, to + n) for _, to, n in runs.tolist()]).to(runs.device)
 
 
-@merge_.register_fake
-def _(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, runs: Tensor | None = None) -> None:
-    return None
-
-
 @torch.library.custom_op("shardlib::accumulate_", mutates_args=("into",))
 def accumulate_(into: Tensor, x: Tensor) -> None:
     """Add x [b, h, m, d], of any of the dtypes, to fp32 sums of its shape, in place."""
@@ -78,8 +73,3 @@ def accumulate_(into: Tensor, x: Tensor) -> None:
         call("add", code(x), into, x, *x.shape, [*_strides(into), *_strides(x)])
         return
     into += x
-
-
-@accumulate_.register_fake
-def _(into: Tensor, x: Tensor) -> None:
-    return None

@@ -108,21 +108,6 @@ def copy_box_(
     into.view(-1)[index(put, x.device)] = x.reshape(-1)[index(take, x.device)]
 
 
-@copy_box_.register_fake
-def _(
-    into: Tensor,
-    x: Tensor,
-    size: Places,
-    start: Places,
-    step: Places,
-    table: Tables,
-    put_start: Places,
-    put_step: Places,
-    put_table: Tables,
-) -> None:
-    return None
-
-
 def copy_box(
     into: Tensor, x: Tensor, put: Sequence[Sequence[int]], take: Sequence[Sequence[int]]
 ) -> None:

@@ -12,7 +12,7 @@ from shardlib.optim.select import Labels, Mask, flags, labels, merged, named, on
 from shardlib.optim.transform import TRAITS, Step, Transform, run_in_place
 from shardlib.optim.trees import EmptyState, each, settled, trainable
 
-__all__ = ["by_mask", "masked", "partition", "set_to_zero"]
+__all__ = ["by_mask", "masked", "of_matrices", "partition", "set_to_zero"]
 
 
 def masked(tx: Transform, mask: Mask) -> Transform:
@@ -94,6 +94,21 @@ def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
         )
 
     return _partition(dict(zip(names, (on, off), strict=True)), which, every=False)
+
+
+def of_matrices(
+    core: Transform, rest: Transform | None, matrices: Mask, op: str, rate: float
+) -> Transform:
+    """``core`` of every parameter; or of the ``matrices``, where ``rest`` updates the others."""
+    if rest is None and matrices is None:
+        return core
+    if rest is None or matrices is None:
+        raise ShardError(
+            f"matrices= says which parameters {op} updates, and rest= what updates the others",
+            op=op,
+            fix=f'sl.optim.{op}({rate:g}, rest=sl.optim.adamw(3e-4), matrices="*.weight")',
+        )
+    return by_mask(matrices, core, rest, op)
 
 
 def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:

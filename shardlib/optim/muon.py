@@ -34,7 +34,7 @@ from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, wit
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.groups import by_mask
+from shardlib.optim.groups import of_matrices
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
 from shardlib.optim.owners import (
     Laid,
@@ -145,16 +145,7 @@ def muon(
         return state._replace(count=state.count + 1)
 
     core = Transform(init, update, "matrix", donate)
-    if rest is None and matrices is None:
-        return core
-    if rest is None or matrices is None:
-        raise ShardError(
-            "matrices= says which parameters are Muon's, and rest= what updates the others",
-            op="muon",
-            fix='sl.optim.muon(0.02, rest=sl.optim.adamw(3e-4), matrices="*.weight")',
-        )
-
-    return by_mask(matrices, core, rest, "muon")
+    return of_matrices(core, rest, matrices, "muon", 0.02)
 
 
 class _How(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
-from shardlib.optim.groups import by_mask
+from shardlib.optim.groups import of_matrices
 from shardlib.optim.owned import Kind, Owned
 from shardlib.optim.owners import Laid, Spread, deal, laid, only_matrices, through_owners
 from shardlib.optim.schedules import Schedule, at_step
@@ -138,15 +138,7 @@ def soap(
         return state._replace(count=state.count + 1)
 
     core = Transform(init, update, "matrix", donate)
-    if rest is None and matrices is None:
-        return core
-    if rest is None or matrices is None:
-        raise ShardError(
-            "matrices= says which parameters are SOAP's, and rest= what updates the others",
-            op="soap",
-            fix='sl.optim.soap(3e-3, rest=sl.optim.adamw(3e-4), matrices="*.weight")',
-        )
-    return by_mask(matrices, core, rest, "soap")
+    return of_matrices(core, rest, matrices, "soap", 0.003)
 
 
 def _live(tree: Any) -> list[Laid]:

@@ -390,7 +390,7 @@ def test_owners_keep_what_zero_gave_them_whole() -> None:
 
 MISTAKES = [
     (lambda: o.muon(0.1).init({"b": torch.ones(3)}), "b of 1 dimensions is no matrix"),
-    (lambda: o.muon(0.1, rest=o.sgd(0.1)), "says which parameters are Muon's"),
+    (lambda: o.muon(0.1, rest=o.sgd(0.1)), "says which parameters muon updates"),
     (
         lambda: o.muon(0.1, side=[("w", 3)]).update(
             {"w": torch.ones(4, 4)},
