@@ -15,7 +15,9 @@ from torch import Tensor
 from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
 
-__all__ = ["LINKS", "WRITERS", "link", "refuse_write", "same_memory", "writes", "written"]
+__all__ = [
+    "LINKS", "WRITERS", "link", "refuse_overlap", "refuse_write", "same_memory", "writes", "written",
+]  # fmt: skip
 
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
 """Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
@@ -100,3 +102,17 @@ def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> N
             mesh=mesh,
             fix="x = x.clone()",
         )
+
+
+def refuse_overlap(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:
+    """Raise if elements of ``raw``, which is about to be written to, share memory."""
+    if any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True)):
+        error = Unsupported(
+            "elements that share memory are written to",
+            op=op,
+            operands=operands,
+            mesh=mesh,
+            fix="x = x.clone()",
+        )
+        error.final = True  # type: ignore[attr-defined]
+        raise error

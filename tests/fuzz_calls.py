@@ -415,18 +415,9 @@ class Draw:
 
     def number(self) -> str:
         if self.chance(0.08):
-            return self.r.choice(
-                [
-                    "inf",
-                    "-inf",
-                    "nan",
-                    "1j",
-                    "300",
-                    "np.float64(1.5)",
-                    "np.float32(0.5)",
-                    "np.int64(2)",
-                ]
-            )
+            infinite = ["inf", "-inf", "nan"] * self.odd
+            finite = ["1j", "300", "np.float64(1.5)", "np.float32(0.5)", "np.int64(2)"]
+            return self.r.choice(infinite + finite)
         return self.r.choice(
             ["2", "3", "-1", "0.5", "1.5", "-2.5", "0", "1", "True", "2.0", "1e-3"]
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardlib.aliases import refuse_overlap
 from shardlib.errors import BadArgument
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
@@ -82,6 +83,8 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         centred = x - m.view(shape)
         v = (centred * centred).mean(dims)
         if mean is not None:
+            for t in (mean, var):
+                refuse_overlap(t.raw, "batch_norm", {"tensor": typeof(t)}, t.mesh)
             mean.mul_(1 - g["momentum"]).add_(m.detach() * g["momentum"])
             # of one element that is 0 / 0, which torch does not refuse either
             var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count) / (count - 1))

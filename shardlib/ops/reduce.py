@@ -1,7 +1,6 @@
 """Reductions: over whole dimensions on the blocks, over split ones with a psum or pmax."""
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardlib.tensor import (
     real_axes,
     total,
     typeof,
+    vary,
 )
 
 __all__ = ["SUM", "reduced_layout"]
@@ -141,7 +141,8 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
     else:
         exact = x.dtype.is_floating_point or x.dtype.is_complex
-        raw = x.raw.to(more.get("dtype") or (x.dtype if exact else torch.int64))
+        asked_ = more.get("dtype") or (x.dtype if exact else torch.int64)
+        raw = x.raw.to(asked_, copy=True)  # a sum is another tensor, also where it adds nothing
     if func in (torch.mean, Tensor.mean):
         raw = raw / (x.padded_shape.numel() // max(1, shape.numel()))
     raw = total(raw, x.mesh, axes, asked if half else None)
@@ -237,11 +238,10 @@ def merged(
     dim: Any,
     keepdim: bool,
     more: dict[str, Any],
-    between: Callable[[Tensor], Tensor] | None = None,
 ) -> ShardedTensor:
     """Reduce by what merges by itself: every block, gathered, and those again.
 
-    What travels is one number per rank and row; ``between`` is done to it first.
+    What travels is one number per rank and row.
     """
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if x.sharding.partial:
@@ -259,24 +259,40 @@ def merged(
     size = [
         x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)
     ]
-    part = run(x, True)
-    parts = x.becomes(part if between is None else between(part), kept, torch.Size(size))
+    parts = x.becomes(run(x, True), kept, torch.Size(size))
     whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
     return x.becomes(run(whole, keepdim), layout, shape)
 
 
-def _root(raw: Tensor) -> Tensor:
-    """Take the square root, whose gradient at zero is zero, as torch has a norm's."""
-    zero = raw == 0
-    return raw.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+class _Norm(Local):
+    """apply(x, norm, p, mesh, axes): ``norm``, that of order p of x, which lies over ``axes``.
 
-
-def _finite_beside_infinity(part: Tensor) -> Tensor:
-    """Give a block's infinite norm no gradient, else infinity over infinity would reach all of it.
-
-    The gradient of its infinite elements is NaN by their own division, as torch has it.
+    The gradient is written as torch writes it, so that it is finite, and is not, where torch's is.
     """
-    return torch.where(part.isinf(), part.detach(), part) if part.requires_grad else part
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, p: float, mesh: Mesh, axes: tuple[str, ...]
+    ) -> Tensor:
+        ctx.p, ctx.mesh, ctx.axes = p, mesh, axes
+        out = norm.clone()
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, norm = ctx.saved_tensors
+        g, norm = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], norm))
+        p, zero = ctx.p, norm == 0
+        if p == 2:
+            found = g * (x / norm).masked_fill(zero, 0)
+        elif p < 1:
+            powers = x.abs().pow(p - 1).masked_fill(x == 0, 0)
+            found = x.sgn() * powers * g * norm.pow(1 - p)
+        else:
+            powers = x.sgn() * x.abs().pow(p - 1) if p < 2 else x * x.abs().pow(p - 2)
+            found = powers * (g / norm.pow(p - 1)).masked_fill(zero, 0)
+        return found, None, None, None, None
 
 
 _NORM = binder("""
@@ -328,22 +344,22 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     if ord_ == 1:  # also where one is NaN: its block's norm would hide the others' gradients
         out = (x.float() if half else x).abs().sum(dim, keepdim)
         return out.to(x.dtype) if half else out
-    axes = reduced_layout(x, dim, keepdim, "vector_norm")[1]
-    if ord_ == 2 and real_axes(x.mesh, axes) and x.raw.requires_grad and torch.is_grad_enabled():
-        # a block's own norm has no second derivative where the block is zeros
-        wide: Any = x.float() if half else x
-        squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
-        square: Any = squares.sum(dim, keepdim)
-        out = square.becomes(_root(square.raw))
-        return out.to(x.dtype) if half else out
-    out = merged(
-        torch.linalg.vector_norm,
-        x.float() if half else x,
-        dim,
-        keepdim,
-        {"args": (ord_,)},
-        _finite_beside_infinity,
-    )
+    wide: Any = x.float() if half else x
+    gone, split, layout, shape = reduced_layout(x, dim, keepdim, "vector_norm")
+    axes = real_axes(x.mesh, split)
+    tracked = bool(axes) and wide.raw.requires_grad and torch.is_grad_enabled()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not tracked):
+        if ord_ == 2 and tracked:  # a sum of squares is fewer bytes than every block's norm
+            squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
+            out = squares.sum(gone, True).sqrt()
+        else:
+            out = merged(
+                torch.linalg.vector_norm, wide, gone, keepdim or tracked, {"args": (ord_,)}
+            )
+    if tracked:
+        raw = _Norm.apply(wide.raw, out.raw, ord_, x.mesh, axes)
+        raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+        out = x.becomes(raw, layout, shape)
     return out.to(x.dtype) if half else out
 
 
@@ -450,7 +466,25 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
     dtype, x = x.dtype, _wide(x, x.dtype)
     centred = x - x.mean(gone, keepdim=True)
     out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)  # of NaN 0 too
-    return (out.sqrt() if func in (torch.std, Tensor.std) else out).to(dtype)
+    if func in (torch.std, Tensor.std):
+        square: Any = out
+        out = square.becomes(_Deviation.apply(square.raw))
+    return out.to(dtype)
+
+
+class _Deviation(Local):
+    """apply(variance): its root, whose gradient is zero where it is, as torch has it."""
+
+    @staticmethod
+    def forward(ctx: Any, variance: Tensor) -> Tensor:
+        root = variance.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (root,) = ctx.saved_tensors
+        return (grads[0] / (root * 2)).masked_fill(root == 0, 0)
 
 
 _PROD = binder("""

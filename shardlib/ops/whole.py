@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
-from shardlib.aliases import WRITERS, link, refuse_write, same_memory, writes, written
+from shardlib.aliases import (
+    WRITERS,
+    link,
+    refuse_overlap,
+    refuse_write,
+    same_memory,
+    writes,
+    written,
+)
 from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
@@ -258,7 +266,8 @@ def on_whole(
             old = values[0].clone() if torch.is_grad_enabled() else values[0]
             # not cast, though the method that gives a new tensor may be
             new = apart(old, *args[1:], **kwargs)
-            if kwargs.get("dtype") not in (None, old.dtype) or old.is_complex() > new.is_complex():
+            narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
+            if kwargs.get("dtype") not in (None, old.dtype) or narrows:
                 raise BadArgument(
                     f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}",
                     op=name,
@@ -553,14 +562,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     if raw is moved.raw and moved is x:
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
-    if any(not s and n > 1 for s, n in zip(x.raw.stride(), x.raw.shape, strict=True)):
-        raise Unsupported(
-            "elements that share memory are written to",
-            op=name,
-            operands={"tensor": typeof(x)},
-            mesh=mesh,
-            fix="x = x.clone()",
-        )
+    refuse_overlap(x.raw, name, {"tensor": typeof(x)}, mesh)
     front = lead(mesh) if ranks else 0
     if tuple(raw.shape[front:]) != tuple(moved.padded_shape) or x.is_padded:
         what = {"tensor": typeof(x)}

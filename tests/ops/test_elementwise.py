@@ -102,3 +102,13 @@ def test_second_derivatives_of_products_with_a_pending_sum_equal_dense(f: Any) -
         )
         for mine, dense in zip(got, want, strict=True):
             close(sl.unshard(mine), dense)
+
+
+@pytest.mark.parametrize("name", ["eq_", "ne_", "not_equal_", "logical_and_", "logical_not_"])
+def test_complex_numbers_take_an_answer_in_place_as_torch_has_them(name: str) -> None:
+    t = torch.tensor([1 + 2j, 0, 3, 4j])
+    others = [torch.tensor([1 + 2j, 5, 0, 4j])] * (name != "logical_not_")
+    want = getattr(t.clone(), name)(*others)
+    with sl.simulate(x=2, y=2), sl.implicit():
+        got = getattr(sl.shard(t, "x"), name)(*[sl.shard(o, "y") for o in others])
+        assert torch.equal(sl.unshard(got), want)

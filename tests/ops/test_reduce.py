@@ -1,10 +1,72 @@
 """Reductions over split dimensions, and what is made of them: sums, variances, softmax."""
 
-import pytest
+import math
 
+import pytest
+import torch
+
+import shardlib as sl
 from tests.ops.cases import REDUCE, run_on_meshes
+
+INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize("name", REDUCE)
 def test_reductions_equal_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+def _derivatives(f, x, cotangent):  # type: ignore[no-untyped-def]
+    """The value, its gradient, and the gradient of that."""
+    out = f(x)
+    (first,) = torch.autograd.grad(out, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x, cotangent)
+    return [out.detach(), first.detach(), second]
+
+
+@pytest.mark.parametrize("p", [-1, 0.5, 1.5, 2, 2.5, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "numbers",
+    [[1, -2, 3, 4], [0, 0, 0, 0], [0, 0, 1, 2], [1, -2, INF, 3], [1, -2, -INF, 0], [1, NAN, 2, 3]],
+    ids=str,
+)
+def test_norms_beside_zeros_and_infinities_have_the_derivatives_of_torch(
+    p: float, dtype: torch.dtype, numbers: list[float]
+) -> None:
+    """Where they are finite too, whichever block holds what is not."""
+    t = torch.tensor(numbers, dtype=dtype)
+    ones = torch.ones_like(t)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(x, p)
+
+    want = _derivatives(f, t.clone().requires_grad_(), ones)
+    for ranks in (2, 4):
+        with sl.simulate(x=ranks):
+            x = sl.shard(t, "x").requires_grad_()
+            got = _derivatives(f, x, sl.shard(ones, "x"))
+            for a, b in zip(map(sl.unshard, got), want, strict=True):
+                assert torch.equal(a.isfinite(), b.isfinite())
+                assert torch.allclose(a[a.isfinite()], b[b.isfinite()])
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_a_deviation_of_equal_elements_has_no_gradient(correction: int) -> None:
+    t = torch.full((4,), -1.0, dtype=torch.float64)
+    with sl.simulate(x=2):
+        x = sl.shard(t, "x").requires_grad_()
+        torch.std(x, correction=correction).backward()
+        assert torch.equal(sl.unshard(x.grad), torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+def test_a_sum_of_one_number_is_another_tensor(dtype: torch.dtype) -> None:
+    """Without a graph where none is recorded, and written to apart from what it was made of."""
+    t = torch.tensor(3, dtype=dtype)
+    with sl.simulate(x=2), torch.no_grad():
+        x = sl.shard(t, "...").requires_grad_(dtype is not torch.int64)
+        y = x.sum()
+        assert not y.requires_grad
+        y += 1
+        assert torch.equal(sl.unshard(x), t)
