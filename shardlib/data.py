@@ -51,7 +51,13 @@ def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
     flat = [optree.tree_flatten(part) for part in parts]
     leaves, spec = flat[0]
     if any(other != spec for _, other in flat):
-        raise RankMismatch("the ranks read trees that differ", op="from_local", mesh=m, fix="x")
+        raise RankMismatch(
+            "the ranks read trees that differ",
+            op="from_local",
+            operands={"of rank 0": spec, "of another": next(s for _, s in flat if s != spec)},
+            mesh=m,
+            fix="sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank",
+        )
     layouts = _per_leaf(spec, len(leaves), layout, "from_local")
     made = [_joined([blocks[i] for blocks, _ in flat], layouts[i], m) for i in range(len(leaves))]
     return optree.tree_unflatten(spec, made)
@@ -210,13 +216,15 @@ class Batches:
     def _resume(self, state: Mapping[str, int]) -> None:
         if set(state) != {"epoch", "row", "seed", "shuffle", "length"}:
             raise BadArgument(
-                f"this is no state of batches: {dict(state)!r}", op="data", fix="state=rows.state()"
+                f"this is no state of batches: {dict(state)!r}",
+                op="data",
+                fix=f"state = sl.data(dataset, {self.batch}).state()",
             )
         if state["length"] != self.length:
             raise BadArgument(
                 f"the state is of a dataset of {state['length']} rows, this one has {self.length}",
                 op="data",
-                fix="state=None",
+                fix=f"sl.data(dataset, {self.batch}, layout, state=None)",
             )
         self.epoch, self.row = int(state["epoch"]), int(state["row"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
@@ -298,7 +306,10 @@ class Batches:
     def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
         if not x.ndim:
             raise ShardError(
-                "a batch is of tensors [batch, ...]", op="data", mesh=self.mesh, fix="collate=None"
+                "a batch is of tensors [batch, ...]",
+                op="data",
+                mesh=self.mesh,
+                fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
             )
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)

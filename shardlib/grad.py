@@ -252,7 +252,7 @@ def _leaf(x: Any, axes: tuple[str, ...]) -> Tensor:
     if not isinstance(x, ShardedTensor):
         return x.detach().requires_grad_()
     for a in axes:
-        x.mesh.axis_size(a)  # raises where there is none
+        x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")
     apart = frozenset(a for a in axes if a not in x.sharding.axes)
     return ShardedTensor(x.raw.detach().requires_grad_(), x.place._replace(deferred=apart))
 

@@ -105,7 +105,7 @@ def _split(
             f"borders of documents run from 0 to {length}, not {tuple(documents)}",
             op="shard_sequence",
             mesh=m,
-            fix=f"documents=(0, {length})",
+            fix=f"sl.shard_sequence(batch, layout, documents=(0, {length}))",
         )
     lay = as_layout(layout, "shard_sequence", "sl.shard_sequence(batch, {})", shape=(1, length))
     token = lay.resolve(2).dims[1]

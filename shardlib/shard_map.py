@@ -8,6 +8,7 @@ shared among its copies.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -25,7 +26,7 @@ from shardlib.collectives import (
     verify,
     wrap,
 )
-from shardlib.errors import RankMismatch, ShardError, WrongAxes
+from shardlib.errors import RankMismatch, ShardError, WrongAxes, lettered
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import MeshLike, as_mesh, bind, simulate, within
 from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
@@ -67,8 +68,9 @@ def shard_map(
             raise ShardError(
                 f"{len(args)} operands and {len(ins)} layouts",
                 op="shard_map",
+                operands=_operands(args),
                 mesh=m,
-                fix=f"in_layouts=({', '.join(['...'] * len(args))})",
+                fix=_line([getattr(a, "sharding", "...") for a in args], result, args),
             )
         blocks = []
         for i, (x, layout) in enumerate(zip(args, ins, strict=True)):
@@ -78,9 +80,9 @@ def shard_map(
                 raise ShardError(
                     f"operand {i} is laid out {x.sharding}, not {want}",
                     op="shard_map",
-                    operands={f"operand {i}": typeof(x)},
+                    operands={[*lettered(args)][i]: typeof(x)},
                     mesh=m,
-                    fix=f"sl.reshard(x, {str(want)!r})",
+                    fix=f"sl.reshard({[*lettered(args)][i]}, {str(want)!r})",
                 )
             others = tuple(
                 a
@@ -92,7 +94,7 @@ def shard_map(
                 block.varies = Varies(real(m, (*want.axes, *want.partial)))
             blocks.append(block)
         if not lead(m) and checking() is not None:
-            _rehearse(f, ins, result, blocks, m)
+            _rehearse(f, ins, result, blocks, m, args)
         with bind(m):
             out = f(*blocks)
         single = isinstance(out, Tensor)
@@ -103,11 +105,17 @@ def shard_map(
             raise ShardError(
                 f"the body returned ({kinds}), and out_layouts are for {len(outs)} tensors",
                 op="shard_map",
+                operands=_operands(args),
                 mesh=m,
-                fix=f"out_layouts=({', '.join(['...'] * len(leaves))})  # one per tensor that it returns",
+                fix=_line(ins, ["..."] * len(leaves), args),
             )
+
+        def line(i: int, layout: object) -> str:
+            return _line(ins, [*outs[:i], layout, *outs[i + 1 :]], args)
+
         values = [
-            _result(leaf, o, m, i) for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
+            _result(leaf, o, m, i, partial(line, i))
+            for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
         ]
         return values[0] if single else optree.tree_unflatten(tree, values)
 
@@ -121,7 +129,26 @@ def _each(layouts: Layouts, name: str) -> list[Layout]:
     return [as_layout(one, "shard_map", f"{name} = {{}}") for one in several]
 
 
-def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
+def _line(ins: Sequence[object], outs: Sequence[object], args: Sequence[Tensor]) -> str:
+    """The call with these layouts."""
+    first, last = (
+        repr(str(given[0])) if len(given) == 1 else repr(tuple(map(str, given)))
+        for given in (ins, outs)
+    )
+    return f"sl.shard_map(f, in_layouts={first}, out_layouts={last})({', '.join(lettered(args))})"
+
+
+def _operands(args: Sequence[Any]) -> dict[str, str]:
+    return {
+        n: typeof(a) if isinstance(a, Tensor) else type(a).__name__
+        for n, a in lettered(args).items()
+    }
+
+
+def _result(
+    block: Tensor, layout: Layout, mesh: Any, i: int, line: Callable[[object], str]
+) -> ShardedTensor:
+    """``line`` writes the call with another layout of this result."""
     raw = held(block, mesh)  # a tensor made inside is the same for all
     local = list(block.shape)
     layout = layout.resolve(len(local))
@@ -131,7 +158,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
             op="shard_map",
             operands={"result": str(local), "layout": str(layout)},
             mesh=mesh,
-            fix=f"out_layouts={' '.join(['.'] * len(local))!r}",
+            fix=line(" ".join(["."] * len(local))),
         )
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
@@ -142,7 +169,7 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
         if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1
     ]
     if lead(mesh):
-        _check_axes(block, layout, mesh, copied, i)
+        _check_axes(block, layout, mesh, copied, i, line)
     elif copied and checking() is not None:
         fix = f"return sl.psum(result, {copied[0]!r})  # or name {copied[0]!r} in out_layouts"
         verify("shard_map", mesh, {f"result {i}": (raw, layout)}, fix)
@@ -154,7 +181,12 @@ def _result(block: Tensor, layout: Layout, mesh: Any, i: int) -> ShardedTensor:
 
 
 def _rehearse(
-    f: Callable[..., Any], ins: Sequence[Layout], outs: Sequence[Layout], blocks: Any, mesh: Any
+    f: Callable[..., Any],
+    ins: Sequence[Layout],
+    outs: Sequence[Layout],
+    blocks: Any,
+    mesh: Any,
+    args: Sequence[Tensor],
 ) -> None:
     """Run a body of real ranks on the shapes of simulated ones, where what varies is followed.
 
@@ -174,7 +206,11 @@ def _rehearse(
         for i, (leaf, layout) in enumerate(zip(leaves, outs, strict=False)):
             layout = layout.resolve(leaf.ndim)
             copied = [a for a in stage.names if a not in layout.axes and a not in layout.partial]
-            _check_axes(leaf, layout, stage, copied, i)
+            other = [*outs[:i], None, *outs[i + 1 :]]
+            _check_axes(
+                leaf, layout, stage, copied, i,
+                lambda right, other=other: _line(ins, [right if o is None else o for o in other], args),
+            )  # fmt: skip
     except WrongAxes:
         raise
     except Exception:
@@ -183,7 +219,14 @@ def _rehearse(
         torch.random.set_rng_state(state)
 
 
-def _check_axes(block: Tensor, layout: Layout, mesh: Any, copied: list[str], i: int) -> None:
+def _check_axes(
+    block: Tensor,
+    layout: Layout,
+    mesh: Any,
+    copied: list[str],
+    i: int,
+    line: Callable[[object], str],
+) -> None:
     """Refuse a result that varies along an axis where its layout says it is the same, or that is
     the same where its layout says that the ranks' parts are still to be summed.
 
@@ -211,5 +254,5 @@ def _check_axes(block: Tensor, layout: Layout, mesh: Any, copied: list[str], i: 
             op="shard_map",
             operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
             mesh=mesh,
-            fix=f"out_layouts={str(Layout(layout.dims, tuple(a for a in layout.partial if a not in whole)))!r}",
+            fix=line(Layout(layout.dims, tuple(a for a in layout.partial if a not in whole))),
         )

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import types
 import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ import shardlib as sl
 from shardlib.collectives.api import Pending
 from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh
+from shardlib.optim.step import _GivenUp
 from shardlib.optim.transform import Transform
+from shardlib.planning.explain import Explanation
+from shardlib.seeing.timeline import Timeline
 from shardlib.tensor import promoting
 
 MODULES: dict[str, Any] = {
@@ -65,6 +69,8 @@ ROLES: dict[str, Callable[[Any], bool]] = {
     "apply": lambda v: callable(v) and hasattr(v, "buffers") and not isinstance(v, torch.nn.Module),
     "x": lambda v: isinstance(v, sl.ShardedTensor),
     "f": inspect.isfunction,
+    "plan": lambda v: isinstance(v, Explanation),
+    "line": lambda v: isinstance(v, Timeline),
 }
 """Names under which the documentation introduces what the caller has, and how it is known in the
 caller's frames, where it may be called otherwise.
@@ -102,6 +108,11 @@ CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "closure": lambda c: None,
     "step": lambda c: 1,
     "value": lambda c: torch.ones(()),
+    "which": lambda c: [("w", "a")],
+    "transforms": lambda c: {"a": sl.optim.sgd(0.1)},
+    "weights": lambda c: sl.recipes.optimus2d(c["model"]),
+    "inputs": lambda c: {},
+    "dataset": lambda c: [torch.ones(2)] * 8,
     "pending": lambda c: Pending(lambda: torch.ones(4)),
     "recipe": lambda c: sl.recipes.megatron1d,
     "data": lambda c: [torch.ones(2)] * 8,
@@ -170,13 +181,18 @@ def _before(tree: ast.Module, name: str) -> bool:
 
 
 def fault(fix: str) -> str:
-    """What is wrong with a fix line on its own: not Python, or a function that does not exist."""
+    """What is wrong with a fix line on its own: not Python, not
+    the whole of a line, or a function that does not exist.
+    """
     if not fix or fix.startswith(COMMANDS):
         return ""
     try:
         names(fix)
     except SyntaxError as e:
         return f"not Python: {e.msg}"
+    line = ast.parse(fix).body[0]
+    if re.match(r"\w+=[^=]", fix) or (isinstance(line, ast.Expr) and _fixed(line.value)):
+        return "a part of a line: running it says nothing"
     for node in ast.walk(ast.parse(fix)):
         if isinstance(node, ast.Attribute):
             chain, inner = [node.attr], node.value
@@ -189,6 +205,11 @@ def fault(fix: str) -> str:
                         return f"{inner.id}.{'.'.join(chain)} does not exist"
                     where = getattr(where, part)
     return ""
+
+
+def _fixed(node: ast.AST) -> bool:
+    """Whether an expression is a literal, as the value of an argument is."""
+    return not any(isinstance(n, ast.Name | ast.Call) for n in ast.walk(node))
 
 
 # ---------------------------------------------------------------- every fix that the suite prints
@@ -251,9 +272,12 @@ def seen(e: sl.ShardError) -> None:
     names; one for each operation and form of fix.
     """
     key = (e.op, re.sub(r"\d+", "0", e.fix))
-    if not e.fix or key in _KEYS or e.fix.startswith(COMMANDS):
+    if not e.fix or key in _KEYS:
         return
     _KEYS.add(key)
+    if e.fix.startswith(COMMANDS):
+        NOTED.setdefault("left out: a command of a shell", []).append(f"{e.op}: {e.fix}")
+        return
     found: dict[str, list[Any]] = {}
     missing: list[str] = []
     stack = _frames(e)
@@ -351,7 +375,16 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
             *frames,
             *({"params": f["given"][0]} for f in frames if isinstance(f.get("given"), list)),
         ]
-    return [f[name] for f in frames if f.get(name) is not None][:1]
+    if name in e.operands.get("inputs", "").split(", "):  # which the caller gave by position
+        return [v for f in frames for v in f.get("args", ()) if isinstance(v, Tensor)][:1]
+    if name == "mesh" and isinstance(e.mesh, Mesh):
+        return [e.mesh]
+    return [f[name] for f in frames if f.get(name) is not None and not _given_up(f[name])][:1]
+
+
+def _given_up(x: Any) -> bool:
+    """Whether it is, or holds, what ``optim.step`` took."""
+    return any(type(leaf) is _GivenUp for leaf in optree.tree_leaves(x, none_is_leaf=True))
 
 
 def _of_role(name: str, frames: list[dict[str, Any]]) -> list[Any]:
@@ -559,16 +592,22 @@ def _answer(fix: str, scope: dict[str, Any], mesh: Mesh | None) -> Any:
             inner.body.append(ast.Assign(last.targets, ast.Name("_answer", ast.Load())))
         ast.fix_missing_locations(tree)
     state = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")  # it says so
+        _execute(tree, scope, mesh)
+    torch.random.set_rng_state(state)
+    if "sl.random." in fix:
+        sl.random.seed(None)  # or the tests to come would not draw from torch's seed
+    return scope.get("_answer")
+
+
+def _execute(tree: ast.Module, scope: dict[str, Any], mesh: Mesh | None) -> None:
     written: Any = types.ModuleType("my_module")
     written.__getattr__ = lambda name: torch.get_num_threads
     with ExitStack() as stack, unittest.mock.patch.dict(sys.modules, my_module=written):
         if mesh is not None:
             stack.enter_context(sl.use_mesh(mesh))
         exec(compile(tree, "<fix>", "exec"), scope)
-    torch.random.set_rng_state(state)
-    if "sl.random." in fix:
-        sl.random.seed(None)  # or the tests to come would not draw from torch's seed
-    return scope.get("_answer")
 
 
 def _dense(s: _Seen, scope: dict[str, Any]) -> Any:

@@ -107,7 +107,7 @@ def load_hf(
             raise BadArgument(
                 f"{word}= is 'error' or {other!r}, not {value!r}",
                 op="load_hf",
-                fix=f"{word}={other!r}",
+                fix=f"sl.load_hf(directory, module, rules, {word}={other!r})",
             )
     mesh = as_mesh(mesh)
     apply, params = placed(
@@ -161,6 +161,7 @@ def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> lis
     call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
     call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
     return [
+        ("(missing='init' draws them), and", f"{call}, missing='init', extra='skip')"),
         ("missing='init'", f"{call}, missing='init')"),
         ("extra='skip'", f"{call}, extra='skip')"),
         ("cast=True", f"{call}, cast=True)"),
@@ -353,20 +354,19 @@ def _plan(
     lacking = [n for n in ours if n not in plan and (n in params or n in persistent)]
     buffers = [n for n in lacking if n in apply.buffers and not apply.buffers[n].raw.is_meta]
     lacking = [n for n in lacking if n not in buffers]  # a real module has its own
-    if lacking and missing == "error":
-        raise ValueError(
-            f"no file has {some(lacking)} (missing='init' draws them); there are {some(sorted(table))}"
-        )
     used = {
         t
         for found in sources.values()
         for t in (found.files if isinstance(found, Conversion) else [t for t, _ in found])
     }
     spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
+    words = []
+    if lacking and missing == "error":
+        words.append(f"no file has {some(lacking)} (missing='init' draws them)")
     if spare and extra == "error":
-        raise ValueError(
-            f"the module has no place for {some(spare)} (extra='skip' leaves them out)"
-        )
+        words.append(f"the module has no place for {some(spare)} (extra='skip' leaves them out)")
+    if words:
+        raise ValueError(f"{', and '.join(words)}; there are {some(sorted(table))}")
     return plan, [n for n in lacking if n in params]
 
 

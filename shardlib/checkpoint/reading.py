@@ -83,7 +83,7 @@ def load(
             raise BadArgument(
                 f"{word}= is 'error' or {other!r}, not {value!r}",
                 op="load",
-                fix=f"{word}={other!r}",
+                fix=f"sl.load(path, like, {word}={other!r})",
             )
     if like is not None and (layouts is not None or mesh is not None):
         raise BadArgument(

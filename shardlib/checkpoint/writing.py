@@ -176,7 +176,11 @@ def _check(path: str, step: Any, keep: Any) -> None:
             fix=f"sl.save_hf({path.removesuffix('.safetensors')!r}, params)",
         )
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise BadArgument(f"a step is a number from 0 on, not {step!r}", op="save", fix="step=100")
+        raise BadArgument(
+            f"a step is a number from 0 on, not {step!r}",
+            op="save",
+            fix="sl.save(path, tree, step=100)",
+        )
     if keep is not None and (step is None or not isinstance(keep, int) or keep < 1):
         raise BadArgument(
             "keep= says how many steps stay, so it needs step= and is 1 at least",

@@ -7,7 +7,7 @@ together.  A one-sized axis moves nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -349,7 +349,9 @@ def _raw_call(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tupl
 def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if mesh.axis_size(axes) == 1 and params != ((),):  # ppermute along no pair: nobody receives
+    if mesh.axis_size(axes, *_named(op.name)) == 1 and params != (
+        (),
+    ):  # ppermute along no pair: nobody receives
         return x.to(params[0]) if op is _PSUM and params else x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
@@ -367,6 +369,15 @@ def _public(name: str) -> str:
     """A collective as a user writes it: those of every day are in ``sl`` itself."""
     return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
 
+
+@cache
+def _named(name: str) -> tuple[str, str]:
+    """What an error about the axis calls a collective, and its line but for the axis."""
+    return name, f"{_public(name)}(x, {{}}{_MORE.get(name, '')})"
+
+
+_MORE = {"all_to_all": ", split_dim, concat_dim", "ppermute": ", perm"}
+"""The arguments that a call has after the axis."""
 
 _EVERY_DAY = frozenset(
     {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
@@ -386,7 +397,7 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
         )
     if splits:
         mesh = x.mesh if type(x) is Stacked else current_mesh()
-        p, n = mesh.axis_size(axis), x.shape[dim]
+        p, n = mesh.axis_size(axis, *_named(op)), x.shape[dim]
         if n % p:
             raise UnevenSplit(
                 f"dimension {dim} of size {n} does not divide over mesh axis {axis!r} (size {p}, "
@@ -532,12 +543,12 @@ def _pairs(
 ) -> tuple[tuple[tuple[int, int], ...]]:
     pairs = tuple((int(s), int(d)) for s, d in perm)
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    _check_pairs(pairs, mesh.axis_size(axis))
+    _check_pairs(pairs, axis, mesh.axis_size(axis, *_named("ppermute")))
     return (pairs,)
 
 
 @lru_cache(maxsize=1024)
-def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
+def _check_pairs(pairs: tuple[tuple[int, int], ...], axis: Axis, p: int) -> None:
     sources, targets = [s for s, _ in pairs], [d for _, d in pairs]
     outside = [r for r in (*sources, *targets) if not 0 <= r < p]
     twice = [r for ranks in (sources, targets) for r in set(ranks) if ranks.count(r) > 1]
@@ -547,7 +558,11 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], p: int) -> None:
             if outside
             else f"rank {twice[0]} sends or receives twice"
         )
-        raise ShardError(what, op="ppermute", fix=f"perm={[(i, (i + 1) % p) for i in range(p)]}")
+        raise ShardError(
+            what,
+            op="ppermute",
+            fix=f"sl.ppermute(x, {axis!r}, {[(i, (i + 1) % p) for i in range(p)]})",
+        )
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
@@ -567,7 +582,7 @@ def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
 
 def _by(x: Tensor, axis: Axis, by: int) -> tuple[tuple[tuple[int, int], ...]]:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    return (_cycle(mesh.axis_size(axis), by),)
+    return (_cycle(mesh.axis_size(axis, *_named("shift")), by),)
 
 
 @lru_cache(maxsize=1024)
@@ -622,7 +637,8 @@ def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
     x=1: tensor([ 1,  2, 10, 11, 12])
     """
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    p, most = mesh.axis_size(axis), max(map(sum, counts), default=0)
+    line = "sl.collectives.api.ragged_all_to_all(x, {}, counts)"
+    p, most = mesh.axis_size(axis, "ragged_all_to_all", line), max(map(sum, counts), default=0)
     if [len(row) for row in counts] != [p] * p or x.shape != (most,):
         raise ShardError(
             f"counts {counts} on {p} ranks for a vector of {list(x.shape)}",
@@ -730,10 +746,13 @@ def reductions(
 
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    p = mesh.axis_size(axis)
+    p = mesh.axis_size(axis, *_named(op))
     if not 0 <= root < p:
         raise ShardError(
-            f"root {root} is not among 0..{p - 1} of {axis!r}", op=op, mesh=mesh, fix="root=0"
+            f"root {root} is not among 0..{p - 1} of {axis!r}",
+            op=op,
+            mesh=mesh,
+            fix=f"{_public(op)}(x, {axis!r}, 0)",
         )
     return root
 
@@ -764,7 +783,7 @@ def axis_size(axis: Axis) -> int:
     ...     axis_size("y"), axis_size(("x", "y"))
     (3, 6)
     """
-    return current_mesh().axis_size(axis)
+    return current_mesh().axis_size(axis, "axis_size", "sl.axis_size({})")
 
 
 def axis_index(axis: Axis) -> Any:
@@ -778,7 +797,7 @@ def axis_index(axis: Axis) -> Any:
     """
     mesh = current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    mesh.axis_size(axes)
+    mesh.axis_size(axis if isinstance(axis, str) else axes, "axis_index", "sl.axis_index({})")
     index = backend(mesh).axis_index(mesh, axes)
     if not isinstance(index, Tensor):
         return index
@@ -823,7 +842,7 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
         )
     mesh = x.mesh if type(x) is Stacked else current_mesh()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    mesh.axis_size(axes)
+    mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
     if type(x) is not Stacked:
         return x
     known = None if x.varies is None else x.varies.axes

@@ -117,22 +117,31 @@ class Mesh(Mapping[str, int]):
         """Whether this process was forked from a rank, and is none itself."""
         return self.kind == "forked"
 
-    def axis_size(self, axis: str | tuple[str, ...]) -> int:
+    def axis_size(
+        self, axis: str | tuple[str, ...], op: str = "axis_size", fix: str = "mesh.axis_size({})"
+    ) -> int:
         """Give the size of an axis, or the product of several.
 
-        Raises: UnknownAxis.
+        ``op``, ``fix``  whose axis it is: what an error names, and its line but for the axis.
+        Raises: UnknownAxis, AxisReused.
         """
         found = self._known.get(axis)
         if found is None:
-            if isinstance(axis, str):
-                raise unknown_axis(axis, self.axes)
-            if len(set(axis)) < len(axis):
+            axes = (axis,) if isinstance(axis, str) else tuple(axis)
+            for a in axes:
+                if a not in self.axes:
+                    near = next(iter([*_near(a, self.axes), *self.axes]), "")
+                    right: Any = tuple(near if b == a else b for b in axes)
+                    right = near if isinstance(axis, str) else tuple(dict.fromkeys(right))
+                    raise unknown_axis(a, self.axes, op, fix.format(repr(right)))
+            if len(set(axes)) < len(axes):
                 raise AxisReused(
                     f"axis {axis!r} names a mesh axis twice",
+                    op=op,
                     mesh=self,
-                    fix=repr(tuple(dict.fromkeys(axis))),
+                    fix=fix.format(tuple(dict.fromkeys(axes))),
                 )
-            found = self._known[tuple(axis)] = math.prod([self.axis_size(a) for a in axis])
+            found = self._known[axes] = math.prod([self.axes[a] for a in axes])
         return found
 
     def __getitem__(self, axis: str) -> int:
@@ -199,15 +208,19 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     return rank
 
 
-def unknown_axis(axis: str, axes: Mapping[str, int], op: str = "") -> UnknownAxis:
+def _near(axis: str, axes: Mapping[str, int]) -> list[str]:
+    return difflib.get_close_matches(axis, list(axes), 1)
+
+
+def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
     """Make the error for an axis that is not in the mesh, with its neighbours."""
-    near = difflib.get_close_matches(axis, list(axes), 1)
+    near = _near(axis, axes)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UnknownAxis(
         f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}",
         op=op,
         mesh=dict(axes),
-        fix=repr((near or list(axes) or [""])[0]),
+        fix=fix,
     )
 
 

@@ -149,7 +149,8 @@ def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -
             return apply.place(name, x)
         except UnevenSplit as e:
             why = f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token at a time: generate "
-            other = "apply, params = sl.parallelize(module, sl.recipes.megatron1d(module))"
+            axis = next(iter(apply.mesh.names))
+            other = f"apply, params = sl.parallelize(module, sl.recipes.megatron1d(module, axis={axis!r}))"
             raise _uneven(
                 apply, name, x, f"{why}under another, with the same weights", other
             ) from None

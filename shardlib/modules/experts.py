@@ -91,7 +91,8 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
                     "stack are split alike, along their first dimension alone",
                     op="parallelize",
                     operands={k: str(v) for k, v in mine.items()},
-                    fix=f"sl.parallelize(module, [({f'{name}.*'.lstrip('.')!r}, '{token} ...'), *rules])",
+                    fix=f"sl.parallelize(module, [({f'{name}.*'.lstrip('.')!r}, '{token} ...'), "
+                    f"*(r for r in rules if not str(r[0]).startswith({f'{name}.'.lstrip('.')!r}))])",
                 )
         found.append(module)
     return found

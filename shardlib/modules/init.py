@@ -323,7 +323,7 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
                 f"fill: {pattern!r} matches no parameter or buffer",
                 op="init",
                 operands={"tensors": ", ".join(tensors)},
-                fix=f"fill={{{next(iter(tensors), '*')!r}: torch.nn.init.zeros_}}",
+                fix=f"sl.init(module, rules, fill={{{next(iter(tensors), '*')!r}: torch.nn.init.zeros_}})",
             )
         for name in names:
             with promoting():

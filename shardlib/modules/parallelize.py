@@ -396,7 +396,7 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
             + (f"; did you mean {near[0]!r}?" if near else ""),
             op="parallelize",
             operands={"forward": ", ".join(names)},
-            fix=f"{{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
+            fix=f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
             if near
             else f"inputs.pop({name!r})",
         )
@@ -441,7 +441,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
                 f"{token!r}: {'.'!r} may only end a group; give the factor's size as a number",
                 op="parallelize",
                 operands={"layout": text},
-                fix="axes=dict(heads='x', hd='.')",
+                fix="sl.parallelize(module, rules, axes=dict(heads='x', hd='.'))",
             )
         return f"({' '.join(parts)})" if parts else "."
 
@@ -507,7 +507,7 @@ def match_rules(
         raise RuleLint(
             _lint(unmatched, unused, named, rules),
             op="parallelize",
-            fix="rules + [('*', '...')]" if not unused else _without(unused, rules),
+            fix="rules = [*rules, ('*', '...')]" if not unused else _without(unused, rules),
         )
     return layouts, out_layouts
 
@@ -538,7 +538,7 @@ def _read(
     found = logical(str(layout), axes or {})
     for axis in (*found.axes, *found.partial) if mesh is not None else ():
         if mesh is not None and axis not in mesh.axes:
-            raise unknown_axis(axis, mesh.axes, "parallelize")
+            raise unknown_axis(axis, mesh.axes, "parallelize", "")  # _said writes the line
     return found
 
 
@@ -638,14 +638,21 @@ _UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, Rule
 
 
 @contextmanager
-def _naming(name: str, rules: Rules, named: Mapping[str, Tensor]) -> Iterator[None]:
+def _naming(
+    name: str,
+    rules: Rules,
+    named: Mapping[str, Tensor],
+    misfits: Callable[[], Sequence[str]] = tuple,
+) -> Iterator[None]:
     """A layout that does not fit a parameter is refused by the
-    parameter's name, with the rule to write.
+    parameter's name, with the rules to write: for it and all ``misfits``.
     """
     try:
         yield
     except _UNFIT as e:
-        fix = f"sl.parallelize(module, [({name!r}, '...'), {_rest(name, rules, named)}])"
+        names = list(dict.fromkeys([name, *misfits()]))
+        whole = ", ".join(f"({n!r}, '...')" for n in names)
+        fix = f"sl.parallelize(module, [{whole}{_rest(names, rules, named)}])"
         raise _said(f"the rule of parameter {name!r} does not fit it", e, fix) from None
 
 
@@ -656,18 +663,36 @@ def _said(what: str, e: ShardError, fix: str) -> ShardError:
     )
 
 
-def _rest(name: str, rules: Rules, named: Mapping[str, Tensor]) -> str:
-    """The rules behind one for this parameter alone:
-    without the one that then matches nothing more.
+def _misfits(
+    named: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, pad: bool
+) -> list[str]:
+    """The parameters that their layouts do not fit."""
+    found = []
+    for n, p in named.items():
+        try:
+            size = padded_size(layouts[n], p, mesh) if pad else p.shape
+            layouts[n].check(tuple(size), mesh)
+        except _UNFIT:
+            found.append(n)
+    return found
+
+
+def _rest(names: Sequence[str], rules: Rules, named: Mapping[str, Tensor]) -> str:
+    """The rules behind those for these parameters alone:
+    without the ones that then match nothing more.
     """
     first = {n: next((p for p, *_ in rules if matches(p, n, v)), None) for n, v in named.items()}
-    taken = first[name]
-    if taken is None or any(p == taken for n, p in first.items() if n != name):
-        return "*rules"
-    if isinstance(taken, str | re.Pattern):
-        return f"*(r for r in rules if r[0] != {_pattern_text(taken)})"
-    at = next(i for i, (p, *_) in enumerate(rules) if p is taken)
-    return f"*rules[:{at}], *rules[{at + 1}:]"
+    kept = [p for n, p in first.items() if n not in names]
+    unused = [p for p, *_ in rules if p not in kept]
+    if not kept:
+        return ""
+    if not unused:
+        return ", *rules"
+    if all(isinstance(p, str | re.Pattern) for p in unused):
+        texts = "".join(f"{_pattern_text(p)}, " for p in unused)
+        return f", *(r for r in rules if r[0] not in ({texts.rstrip()}))"
+    numbers = tuple(i for i, (p, *_) in enumerate(rules) if any(p is u for u in unused))
+    return f", *(r for i, r in enumerate(rules) if i not in {numbers})"
 
 
 def placed(
@@ -702,7 +727,7 @@ def placed(
             raise _said(f"the layout of input {n!r} does not fit", e, fix) from None
     params = {}
     for n, p in named.items():
-        with _naming(n, rules, named):
+        with _naming(n, rules, named, lambda: _misfits(named, layouts, mesh, pad)):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank, src)
     if src is None and not blank:
         filled = {n: (p.raw, p.sharding) for n, p in params.items() if not named[n].is_meta}

@@ -144,7 +144,7 @@ def megatron1d(
     [('0.weight', 'x .'), ('0.bias', 'x'), ('2.weight', '. x'), ('2.bias', '.')]
     ('2.weight', '. x', '. x ...')
     """
-    batch = _batch(mesh, data, axis)
+    batch = _batch(mesh, data, "megatron1d", axis=axis)
     contract = (f". {axis}", ".", f"{batch} {axis} ...") if sequence else (f". {axis}", ".")
     where = f"{batch} {axis}" if sequence else f"{batch} ."
     layouts = {
@@ -191,7 +191,7 @@ def optimus2d(
     >>> rules, rules.tokens
     ([('0.weight', 'y x'), ('*.bias', 'y'), ('2.weight', 'x y')], '(data x) .')
     """
-    where = f"{_batch(mesh, data, rows, cols, over=(rows,))} ."
+    where = f"{_batch(mesh, data, 'optimus2d', (rows,), rows=rows, cols=cols)} ."
     return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
 
 
@@ -220,7 +220,8 @@ def tesseract(
     >>> rules, rules.tokens
     ([('*.weight', 'y x'), ('*.bias', 'y')], '(d x) .')
     """
-    where = f"{_batch(mesh, data, depth, rows, cols, over=(depth, rows))} ."
+    batch = _batch(mesh, data, "tesseract", (depth, rows), depth=depth, rows=rows, cols=cols)
+    where = f"{batch} ."
     return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
 
 
@@ -263,9 +264,9 @@ def cube3d(
         raise ShardError(
             f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}",
             op="recipe",
-            fix='mlp="mnk"',
+            fix='sl.recipes.cube3d(model, mlp="mnk")',
         )
-    rows, wide = (_batch(mesh, data, x, y, z, over=over) for over in ((x, y), (x, z)))
+    rows, wide = (_batch(mesh, data, "cube3d", over, x=x, y=y, z=z) for over in ((x, y), (x, z)))
     layouts = {
         "expand": (f"{y} ({z} {x})", y),
         "fused": (f"(3 {y}) ({z} {x})", f"(3 {y})"),
@@ -331,9 +332,10 @@ def ring(
     """
     token = Ring(axis, 0, schedule).layout.dims[0]
     if weights is None:
-        where = f"{_batch(mesh, data, axis)} {token}"
+        where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
         return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
-    as_mesh(mesh).axis_size(axis)
+    line = "sl.recipes.ring(model, axis={}, weights=weights)"
+    as_mesh(mesh).axis_size(axis, "recipe", line)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
     if tokens[1].is_split or axis in {a for d in (*tokens, *labels) for a in d.axes}:
         raise Unsupported(
@@ -362,7 +364,7 @@ def ddp(
     >>> rules.zero
     {'axis': 'data', 'stage': 0}
     """
-    where = f"{_batch(mesh, data, data)} ."
+    where = f"{_batch(mesh, data, 'ddp', data=data)} ."
     rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
     return Recipe(rules, where, where, zero={"axis": data, "stage": 0})
 
@@ -397,7 +399,7 @@ def fsdp(
     ...     fsdp(mlp, flat=True).zero
     {'axis': 'x', 'stage': 3}
     """
-    where = f"{_batch(mesh, '' if data == axis else data, axis, over=(axis,))} ."
+    where = f"{_batch(mesh, '' if data == axis else data, 'fsdp', (axis,), axis=axis)} ."
     if flat:
         rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
         return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
@@ -477,7 +479,7 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
     axes, m = tuple(experts.split()), as_mesh(mesh)
     if not axes:
         return {}
-    p = m.axis_size(axes)
+    p = m.axis_size(axes, "recipe", "sl.recipes.megatron1d(model, experts=' '.join({}))")
     out: dict[str, tuple[str, ...]] = {}
     for name, module in stacks(model).items():
         for n, value in module.named_parameters(recurse=False):
@@ -506,11 +508,14 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
     return out
 
 
-def _batch(mesh: Any, data: str, *axes: str, over: tuple[str, ...] = ()) -> str:
-    """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``."""
+def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), **axes: str) -> str:
+    """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``.
+
+    ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis.
+    """
     m = as_mesh(mesh)
-    for axis in axes:
-        m.axis_size(axis)
+    for argument, axis in axes.items():
+        m.axis_size(axis, "recipe", f"sl.recipes.{recipe}(model, {argument}={{}})")
     split = [a for a in (data, *over) if a in m.names]
     return f"({' '.join(split)})" if len(split) > 1 else split[0] if split else "."
 

@@ -74,7 +74,7 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
         raise ShardError(
             f"what state_dict gave is a flat mapping from names to values, not {type(kept).__name__}",
             op="load_state_dict",
-            fix="state = sl.optim.load_state_dict(tx.init(params), kept)",
+            fix="kept = sl.optim.state_dict(state)",
         )
     nodes = _nodes(state)
     wanted = {

@@ -180,14 +180,17 @@ class Owned:
         held = self.held
         if paths == held.paths and spreads == held.plan.spreads:
             return
-        gone = sorted(set(held.paths) ^ set(paths)) or [
+        others = sorted(set(held.paths) ^ set(paths))
+        gone = others or [
             path for path, a, b in zip(paths, spreads, held.plan.spreads, strict=True) if a != b
         ]
         raise ShardError(
             f"the state was made for other parameters: they differ at {', '.join(gone[:4])}",
             op=op,
             mesh=self.mesh,
-            fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
+            fix="state = tx.init(params)"
+            if others
+            else "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
         )
 
 

@@ -84,7 +84,7 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
     """
     known = named(tree)
     if not _is_pairs(which):
-        return _by_tree(which, tree, known, op)
+        return _by_tree(which, tree, known, op, "which = [('*', {!r})]")
     pairs: Any = which
     out = {}
     for n, v in known.items():
@@ -93,12 +93,12 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
             raise RuleLint(
                 f"no pattern matches parameter {n!r}",
                 op=op,
-                fix=f"labels = [*labels, ('*', {pairs[-1][1]!r})]",
+                fix=f"which = [*which, ('*', {pairs[-1][1]!r})]",
             )
         out[n] = found
     for p, _ in pairs:
         if not isinstance(tree, Buckets) and not any(matches(p, n, v) for n, v in known.items()):
-            raise _nothing(p, known, op)
+            raise _nothing(p, known, op, _without(p, pairs))
     return out
 
 
@@ -171,7 +171,17 @@ def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
     return None
 
 
-def _by_tree(which: Any, tree: Any, known: Mapping[str, Any], op: str) -> dict[str, Any]:
+def _without(pattern: Any, pairs: Any) -> str:
+    """The line that drops a pair; a function has no text that finds it, so then by its number."""
+    if isinstance(pattern, str | re.Pattern):
+        return f"which = [r for r in which if r[0] != {pattern!r}]"
+    at = next(i for i, (p, _) in enumerate(pairs) if p is pattern)
+    return f"which = [r for i, r in enumerate(which) if i != {at}]"
+
+
+def _by_tree(
+    which: Any, tree: Any, known: Mapping[str, Any], op: str, fix: str = ""
+) -> dict[str, Any]:
     """A tree of values, or what a function makes of the tree, path by path."""
     given = named(
         which(dict(known) if isinstance(tree, Buckets) else tree) if callable(which) else which
@@ -181,15 +191,16 @@ def _by_tree(which: Any, tree: Any, known: Mapping[str, Any], op: str) -> dict[s
         raise RuleLint(
             f"nothing is said of {', '.join(map(repr, missing[:4]))}",
             op=op,
-            fix="mask = optree.tree_map(lambda p: p.ndim > 1, params)",
+            fix=fix.format(next((v for v in given.values() if v is not None), "rest"))
+            or "mask = optree.tree_map(lambda p: p.ndim > 1, params)",
         )
     return {n: given.get(n) for n in known}
 
 
-def _nothing(pattern: Any, known: Mapping[str, Any], op: str) -> RuleLint:
+def _nothing(pattern: Any, known: Mapping[str, Any], op: str, fix: str = "") -> RuleLint:
     near = difflib.get_close_matches(str(pattern), list(known), 1, 0.0)
     return RuleLint(
         f"{pattern!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
         op=op,
-        fix=f"mask = {near[0] if near else '*'!r}",
+        fix=fix or f"mask = {near[0] if near else '*'!r}",
     )

@@ -94,10 +94,16 @@ def _alike(params: Any, grads: Any) -> None:
             )
     ids = [id(p.raw if isinstance(p, ShardedTensor) else p) for p in leaves]
     if len(set(ids)) < len(ids):
+        again = next(i for i, one in enumerate(ids) if one in ids[:i])
+        first, second = (
+            a.codify("params")
+            for a in (optree.tree_accessors(params)[i] for i in (ids.index(ids[again]), again))
+        )
         raise ShardError(
-            "one parameter stands at two places of the tree, and would be updated twice",
+            f"{first} and {second} are one parameter, at two places of the tree, and it would be "
+            "updated twice",
             op="optim.step",
-            fix="params = {name: params[name] for name in unique}",
+            fix=f"del {second}; state = tx.init(params)",
         )
 
 

@@ -695,7 +695,7 @@ def _items(
                 operands={"parameter": typeof(p)},
                 fix="params = sl.shard(params, '...')",
             )
-        p.mesh.axis_size(cut)
+        p.mesh.axis_size(cut, "zero", "tx = sl.optim.zero(tx, axis={})")
         for axis in cut:
             if axis in p.sharding.axes:
                 other = tuple(Dim() if axis in d.axes else d for d in p.dims)
@@ -724,7 +724,12 @@ def _changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError
     before, now = {i.path: i for i in old}, {i.path: i for i in new}
     gone = [p for p in before if p not in now]
     come = [p for p in now if p not in before]
-    other = [p for p in now if p in before and now[p] != before[p]]
+    other = [
+        p for p in now if p in before and replace(now[p], value=0) != replace(before[p], value=0)
+    ]
+    kept = not (gone or come) and all(
+        (now[p].whole, now[p].dtype) == (before[p].whole, before[p].dtype) for p in other
+    )
     told = [
         f"{what} {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         for what, names in (("without", gone), ("with", come), ("and otherwise", other))
@@ -742,7 +747,9 @@ def _changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError
         op="zero",
         operands=operands,
         mesh=mesh,
-        fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
+        fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
+        if kept
+        else "state = tx.init(params)",
     )
 
 
