@@ -275,6 +275,13 @@ class Batches:
     def _layouts(self, tree: Any) -> tuple[list[Tensor], Any, list[Layout]]:
         leaves, spec = optree.tree_flatten(tree)
         leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
+        if not all(x.ndim for x in leaves):
+            raise ShardError(
+                "a batch is of tensors [batch, ...]",
+                op="data",
+                mesh=self.mesh,
+                fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
+            )
         given = _per_leaf(spec, len(leaves), self.layout, "data")
         fix = "sl.data(dataset, 32, {})"
         found = [
@@ -304,13 +311,6 @@ class Batches:
         )
 
     def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
-        if not x.ndim:
-            raise ShardError(
-                "a batch is of tensors [batch, ...]",
-                op="data",
-                mesh=self.mesh,
-                fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
-            )
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
         if len(where[0]) != len(x):  # the rank read rows for fields that lie otherwise, too

@@ -151,15 +151,16 @@ def _result(
     """``line`` writes the call with another layout of this result."""
     raw = held(block, mesh)  # a tensor made inside is the same for all
     local = list(block.shape)
-    layout = layout.resolve(len(local))
-    if len(layout.dims) != len(local):
+    try:
+        layout = layout.resolve(len(local))
+    except RankMismatch as e:
         raise RankMismatch(
-            f"result {i} has {len(local)} dimensions, its layout {len(layout.dims)}",
+            f"result {i}: {e.message}",
             op="shard_map",
             operands={"result": str(local), "layout": str(layout)},
             mesh=mesh,
             fix=line(" ".join(["."] * len(local))),
-        )
+        ) from None
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)

@@ -69,6 +69,7 @@ ROLES: dict[str, Callable[[Any], bool]] = {
     "apply": lambda v: callable(v) and hasattr(v, "buffers") and not isinstance(v, torch.nn.Module),
     "x": lambda v: isinstance(v, sl.ShardedTensor),
     "f": inspect.isfunction,
+    "mesh": lambda v: isinstance(v, Mesh),
     "plan": lambda v: isinstance(v, Explanation),
     "line": lambda v: isinstance(v, Timeline),
 }
@@ -379,7 +380,8 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
         return [v for f in frames for v in f.get("args", ()) if isinstance(v, Tensor)][:1]
     if name == "mesh" and isinstance(e.mesh, Mesh):
         return [e.mesh]
-    return [f[name] for f in frames if f.get(name) is not None and not _given_up(f[name])][:1]
+    held = [f[name] for f in frames if f.get(name) is not None and not _given_up(f[name])]
+    return [v for v in held if name != "f" or callable(v)][:1]
 
 
 def _given_up(x: Any) -> bool:

@@ -120,7 +120,7 @@ def _check(name: str, x: Any, op: str) -> None:
         raise Unsupported(f"{name!r} is of {x.dtype}, which no file holds", op=op, fix="x.float()")
     if not isinstance(x, ShardedTensor):
         if x.layout is not torch.strided:
-            raise Unsupported(f"{name!r} is not dense; x.to_dense() is", op=op, fix="")
+            raise Unsupported(f"{name!r} is not dense", op=op, fix="x = x.to_dense()")
         return
     if x.sharding.partial:
         raise PartialEscape(

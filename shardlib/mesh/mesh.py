@@ -131,15 +131,14 @@ class Mesh(Mapping[str, int]):
             for a in axes:
                 if a not in self.axes:
                     near = next(iter([*_near(a, self.axes), *self.axes]), "")
-                    right: Any = tuple(near if b == a else b for b in axes)
-                    right = near if isinstance(axis, str) else tuple(dict.fromkeys(right))
-                    raise unknown_axis(a, self.axes, op, fix.format(repr(right)))
+                    right = dict.fromkeys(near if b == a else b for b in axes)
+                    raise unknown_axis(a, self.axes, op, fix.format(_text(right)))
             if len(set(axes)) < len(axes):
                 raise AxisReused(
                     f"axis {axis!r} names a mesh axis twice",
                     op=op,
                     mesh=self,
-                    fix=fix.format(tuple(dict.fromkeys(axes))),
+                    fix=fix.format(_text(dict.fromkeys(axes))),
                 )
             found = self._known[axes] = math.prod([self.axes[a] for a in axes])
         return found
@@ -206,6 +205,12 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     for a in axes:
         rank = rank * sizes[a] + coord[a]
     return rank
+
+
+def _text(axes: Iterable[str]) -> str:
+    """Axes as a call names them."""
+    given = tuple(axes)
+    return repr(given[0] if len(given) == 1 else given)
 
 
 def _near(axis: str, axes: Mapping[str, int]) -> list[str]:

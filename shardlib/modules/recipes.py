@@ -264,6 +264,7 @@ def cube3d(
         raise ShardError(
             f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}",
             op="recipe",
+            mesh=as_mesh(mesh),
             fix='sl.recipes.cube3d(model, mlp="mnk")',
         )
     rows, wide = (_batch(mesh, data, "cube3d", over, x=x, y=y, z=z) for over in ((x, y), (x, z)))
@@ -334,10 +335,13 @@ def ring(
     if weights is None:
         where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
         return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
-    line = "sl.recipes.ring(model, axis={}, weights=weights)"
-    as_mesh(mesh).axis_size(axis, "recipe", line)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
-    if tokens[1].is_split or axis in {a for d in (*tokens, *labels) for a in d.axes}:
+    taken = {a for d in (*tokens, *labels) for a in d.axes}
+    used = taken.union(*(Layout.parse(text).axes for _, text, *_ in weights))
+    free = next((a for a in as_mesh(mesh).names if a not in used), axis)
+    line = f"sl.recipes.ring(model, axis={free!r}, weights=weights)"
+    as_mesh(mesh).axis_size(axis, "recipe", line)
+    if tokens[1].is_split or axis in taken:
         raise Unsupported(
             f"the other recipe splits the sequence already: {weights.tokens!r}",
             op="recipe",

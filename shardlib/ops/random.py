@@ -64,7 +64,10 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
     except TypeError as e:
         name = func.__name__
         raise ShardError(
-            str(e), op=name, operands={"input": typeof(x)}, fix=f"help(torch.Tensor.{name})"
+            str(e),
+            op=name,
+            operands={"x": typeof(x)},
+            fix=f"x.{name}({'0.5' if name == 'geometric_' else ''})",
         ) from None
 
 

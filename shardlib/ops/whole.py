@@ -416,7 +416,9 @@ _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
 def _stored(x: Any, value: Any, op: str) -> Any:
     """``x`` with new values, which lie where they were computed."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
-        raise PlainTensor("a plain tensor cannot take a sharded value", op=op, fix="x = f(x)")
+        raise PlainTensor(
+            "a plain tensor cannot take a sharded value", op=op, fix="x = sl.shard(x, '...')"
+        )
     if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
         raise BadArgument(
             f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to "
