@@ -107,7 +107,9 @@ def shard_map(
                 op="shard_map",
                 operands=_operands(args),
                 mesh=m,
-                fix=_line(ins, ["..."] * len(leaves), args),
+                fix=_line(ins, [*outs, *["..."] * len(leaves)][: len(leaves)], args)
+                if all(isinstance(leaf, Tensor) for leaf in leaves)
+                else "return torch.as_tensor(result)",
             )
 
         def line(i: int, layout: object) -> str:

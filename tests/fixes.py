@@ -9,6 +9,7 @@ it was raised.  The value of a line that is an operator again must be the dense 
 
 import ast
 import builtins
+import contextlib
 import inspect
 import itertools
 import math
@@ -37,7 +38,7 @@ from torch.utils.data import DataLoader
 import shardlib as sl
 from shardlib.collectives.api import Pending
 from shardlib.errors import mesh_text
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, within
 from shardlib.optim.step import _GivenUp
 from shardlib.optim.transform import Transform
 from shardlib.planning.explain import Explanation
@@ -120,6 +121,7 @@ CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "batch_size": lambda c: 4,
     "ids": lambda c: torch.zeros(2, 8, dtype=torch.int64),
     "result": lambda c: torch.ones(4),
+    "line": lambda c: Timeline([], {0: "rank 0"}, 0.0),
     "fn": lambda c: torch.get_num_threads,
     "path": lambda c: str(Path(tempfile.mkdtemp()) / "saved"),
     "tree": lambda c: torch.ones(4),
@@ -131,6 +133,10 @@ documentation introduces under it, fitting what else the line names.
 
 SPENT = ("pending",)
 """Names of what the frames hold and the failing call has used up."""
+
+
+TRAINED = ("params", "grads", "state")
+"""Names of what belongs together: where ``optim.step`` took one, all are made anew."""
 
 
 class _Caller(dict[str, Any]):
@@ -175,7 +181,7 @@ def _before(tree: ast.Module, name: str) -> bool:
     """Whether an assignment reads the name that it binds, as ``x = x.clone()`` does."""
     return any(
         isinstance(line, ast.Assign)
-        and any(isinstance(n, ast.Name) and n.id == name for n in line.targets)
+        and any(isinstance(n, ast.Name) and n.id == name for t in line.targets for n in ast.walk(t))
         and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(line.value))
         for line in tree.body
     )
@@ -290,8 +296,11 @@ def seen(e: sl.ShardError) -> None:
     ]
     lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "as_module") for f in stack)
     if not fault(e.fix):
+        taken = {n for f in ours for n, v in f.items() if n in TRAINED and _given_up(v)}
         for name in sorted(names(e.fix)):
-            if name in IMPORTED:
+            if taken and name in TRAINED:
+                missing.append(name)
+            elif name in IMPORTED:
                 found[name] = [IMPORTED[name]]
             elif name not in SPENT and (got := _values(name, e, ours)):
                 found[name] = (
@@ -378,9 +387,11 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
         ]
     if name in e.operands.get("inputs", "").split(", "):  # which the caller gave by position
         return [v for f in frames for v in f.get("args", ()) if isinstance(v, Tensor)][:1]
+    if name == "result":  # what the body of a shard_map returns
+        return [f["block"] for f in frames if isinstance(f.get("block"), Tensor)][:1]
     if name == "mesh" and isinstance(e.mesh, Mesh):
         return [e.mesh]
-    held = [f[name] for f in frames if f.get(name) is not None and not _given_up(f[name])]
+    held = [f[name] for f in frames if f.get(name) is not None]
     return [v for v in held if name != "f" or callable(v)][:1]
 
 
@@ -410,8 +421,9 @@ def _tensors(x: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _copy(x: Any) -> Any:
-    """A copy, which what the test does next leaves alone."""
-    return optree.tree_map(_apart, x, none_is_leaf=True)
+    """A copy, which what the test does next leaves alone, and which no trace counts."""
+    with within(traces=(), watcher=None):
+        return optree.tree_map(_apart, x, none_is_leaf=True)
 
 
 def _apart(x: Any) -> Any:
@@ -607,6 +619,8 @@ def _execute(tree: ast.Module, scope: dict[str, Any], mesh: Mesh | None) -> None
     written: Any = types.ModuleType("my_module")
     written.__getattr__ = lambda name: torch.get_num_threads
     with ExitStack() as stack, unittest.mock.patch.dict(sys.modules, my_module=written):
+        # what it names may be written there
+        stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         if mesh is not None:
             stack.enter_context(sl.use_mesh(mesh))
         exec(compile(tree, "<fix>", "exec"), scope)

@@ -116,7 +116,7 @@ def test_errors_name_the_culprit_and_their_fix_runs(
         assert says in str(e).splitlines()[0] or says in str(e), e
         assert e.fix and e.op and e.line.startswith("test_errors.py"), e
         assert not fault(e.fix), fault(e.fix)
-        eval(e.fix, {"sl": sl, "torch": torch} | {n: make() for n, make in names.items()})
+        exec(e.fix, {"sl": sl, "torch": torch} | {n: make() for n, make in names.items()})
 
 
 def test_bad_input_changes_nothing() -> None:

@@ -512,7 +512,7 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
     return out
 
 
-def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), **axes: str) -> str:
+def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **axes: str) -> str:
     """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``.
 
     ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis.

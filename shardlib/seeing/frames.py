@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Trace, lead, played
-from shardlib.errors import NoImplementation, ShardError, Unsupported
+from shardlib.errors import NoImplementation, ShardError, Unsupported, lettered
 from shardlib.layouts import Layout3D, Layout25D, Ring
 from shardlib.mesh import Mesh, enter, leave, rank_along, scope, simulate
 from shardlib.ops.attention import ring_attention
@@ -147,6 +147,12 @@ class Frames(Shown):
         self.picture().save(file)
 
 
+def _placed(name: str, x: Tensor) -> str:
+    """The text of an operand placed on two axes of two ranks."""
+    whole = f"sl.unshard({name})" if isinstance(x, ShardedTensor) else name
+    return f"sl.shard({whole}, {'x y' if x.ndim == 2 and not any(n % 2 for n in x.shape) else '...'!r})"
+
+
 def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
     """Run ``f(*operands)`` on simulated ranks and say, step by step, who sends which block to whom.
 
@@ -181,11 +187,15 @@ def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) ->
         return _of_plan(f)
     sharded = [x for x in operands if isinstance(x, ShardedTensor)]
     if not sharded or not lead(sharded[0].mesh):
+        named = lettered(x for x in operands if isinstance(x, Tensor))
+        placed = ", ".join(_placed(n, x) for n, x in named.items())
         raise ShardError(
             "frames are taken of simulated ranks",
             op="frames",
-            operands={"operands": ", ".join(typeof(x) for x in operands if isinstance(x, Tensor))},
-            fix="with sl.simulate(x=2, y=2): print(sl.seeing.frames(f, sl.shard(x, 'x y')))",
+            operands={n: typeof(x) for n, x in named.items()},
+            fix=f"with sl.simulate(x=2, y=2): print(sl.seeing.frames(f, {placed}))"
+            if named
+            else "sl.seeing.frames('summa', x=2, y=2)",
         )
     mesh = sharded[0].mesh
     camera = _Camera(mesh)

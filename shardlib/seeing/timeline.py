@@ -12,7 +12,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -295,7 +295,7 @@ class Timeline:
             raise ShardError(
                 f"{Path(file).name} is no timeline of shardlib: {e}",
                 op="Timeline.read",
-                fix="sl.seeing.Timeline.read(file)  # which Timeline.save wrote as .json",
+                fix="line.save('step.json'); line = sl.seeing.Timeline.read('step.json')",
             ) from None
 
     def gathered(self) -> "Timeline":
@@ -376,6 +376,17 @@ def _title(s: Span) -> str:
     return f"{s.name}{where}{' backward' if s.backward else ''}"
 
 
+def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> str:
+    """The call with one timeline of each rank."""
+    if any(isinstance(t, Timeline) for t in given):
+        return "sl.seeing.merged({tuple(t.ranks): t for t in timelines}.values())"
+    kept: dict[int, str] = {}
+    for file, t in zip(given, read, strict=True):
+        if not kept.keys() & t.ranks.keys():
+            kept |= dict.fromkeys(t.ranks, str(file))
+    return f"sl.seeing.merged({list(dict.fromkeys(kept.values()))})"
+
+
 def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
     """Put the timelines of several ranks, or the files that they saved, beside each other by clock.
 
@@ -390,7 +401,8 @@ def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
     >>> [(s.rank, s.start) for s in both.spans], both.ranks
     ([(0, 0.0), (1, 0.5)], {0: 'rank 0', 1: 'rank 1'})
     """
-    all_of_them = [t if isinstance(t, Timeline) else Timeline.read(t) for t in timelines]
+    given = list(timelines)
+    all_of_them = [t if isinstance(t, Timeline) else Timeline.read(t) for t in given]
     began = min((t.began for t in all_of_them), default=0.0)
     ranks: dict[int, str] = {}
     spans: list[Span] = []
@@ -399,7 +411,7 @@ def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
             raise ShardError(
                 f"two timelines hold rank {min(twice)}",
                 op="merged",
-                fix="sl.seeing.merged(['step.0.json', 'step.1.json'])  # one file per rank",
+                fix=_once(given, all_of_them),
             )
         ranks |= t.ranks
         late = t.began - began
