@@ -158,33 +158,25 @@ def names(fix: str) -> set[str]:
     """The names a fix line reads that are neither modules, builtins nor bound in it.
     Raises: SyntaxError.
     """
-    tree = ast.parse(fix)
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    bound = {n.id for n in found if isinstance(n.ctx, ast.Store)} - {
-        n.id for n in found if isinstance(n.ctx, ast.Load) and _before(tree, n.id)
-    }
-    bound |= {
+    bound = {
         a.arg
-        for n in ast.walk(tree)
+        for n in ast.walk(ast.parse(fix))
         if isinstance(n, ast.arguments)
         for a in (*n.args, *n.kwonlyargs)
     }
-    return (
-        {n.id for n in found if isinstance(n.ctx, ast.Load)}
-        - bound
-        - MODULES.keys()
-        - set(dir(builtins))
-    )
-
-
-def _before(tree: ast.Module, name: str) -> bool:
-    """Whether an assignment reads the name that it binds, as ``x = x.clone()`` does."""
-    return any(
-        isinstance(line, ast.Assign)
-        and any(isinstance(n, ast.Name) and n.id == name for t in line.targets for n in ast.walk(t))
-        and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(line.value))
-        for line in tree.body
-    )
+    read: set[str] = set()
+    for line in ast.parse(fix).body:
+        found = [n for n in ast.walk(line) if isinstance(n, ast.Name)]
+        stored = {n.id for n in found if isinstance(n.ctx, ast.Store)}
+        after = {  # an assignment reads first
+            n.id
+            for t in (line.targets if isinstance(line, ast.Assign) else ())
+            for n in ast.walk(t)
+            if isinstance(n, ast.Name)
+        }
+        read |= {n.id for n in found if isinstance(n.ctx, ast.Load)} - bound - (stored - after)
+        bound |= stored
+    return read - MODULES.keys() - set(dir(builtins))
 
 
 def fault(fix: str) -> str:
@@ -545,7 +537,8 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
             _note(f"failed for where it is run: {type(again).__name__}", s)
             return ""
         return f"{type(again).__name__}: {str(again)[:300]}"
-    if not isinstance(want, Tensor) or not isinstance(got, sl.ShardedTensor):
+    whole = isinstance(want, Tensor) and not isinstance(want, sl.ShardedTensor)
+    if not whole or not isinstance(got, sl.ShardedTensor):
         _note("run" if not s.missing else "run with a stand-in", s)
         return ""
     have = sl.unshard(got).detach()

@@ -71,17 +71,15 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
     found = []
-    for name, module in stacks(model).items():
-        held = {f"{name}.{n}".lstrip("."): p for n, p in module.named_parameters(recurse=False)}
+    for name, stack in stacks(model).items():
+        held = {f"{name}.{n}".lstrip("."): p for n, p in stack.named_parameters(recurse=False)}
         mine = {n: layouts[n].resolve(p.ndim) for n, p in held.items() if n in layouts}
         token = next((lay.dims[0] for lay in mine.values() if lay.dims[0].is_split), None)
         if len(mine) < len(held):
             continue
         if token is None:
-            if hasattr(module, "_is_expert_parallel") and not any(
-                lay.axes for lay in mine.values()
-            ):
-                found.append(module)
+            if hasattr(stack, "_is_expert_parallel") and not any(lay.axes for lay in mine.values()):
+                found.append(stack)
             continue
         for n, lay in mine.items():
             if lay.dims[0] != token or any(d.is_split for d in lay.dims[1:]):
@@ -94,7 +92,7 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
                     fix=f"sl.parallelize(module, [({f'{name}.*'.lstrip('.')!r}, '{token} ...'), "
                     f"*(r for r in rules if not str(r[0]).startswith({f'{name}.'.lstrip('.')!r}))])",
                 )
-        found.append(module)
+        found.append(stack)
     return found
 
 

@@ -183,10 +183,6 @@ def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(
         ) as caught:
             sl.parallelize(module, rules)
         fix = caught.value.fix
-        if case == "one that others share":  # the bias, of 5 too, is next
-            with pytest.raises(sl.ShardError, match="parameter 'bias'") as caught:
-                eval(fix, {"sl": sl, "module": module, "rules": rules, "re": re})
-            return
         _, params = eval(fix, {"sl": sl, "module": module, "rules": rules, "re": re})
     assert {str(p.sharding) for p in params.values()} == {". .", "."}
 
