@@ -207,10 +207,14 @@ def opened(func: Any) -> Callable[..., Any] | None:
 
     torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``;
     the same code runs with that answered False, and the operators inside it are asked one by one.
-    Seen in 2.11 and 2.13.  When it goes: such functions run on whole operands.
+    The functions of torch.foreach, new in 2.15, ask in a decorator: theirs is what it wraps.  Seen
+    in 2.11, 2.13 and 2.15.  When it goes: such functions run on whole operands.
     """
-    if not isinstance(func, FunctionType) or not any(n in func.__globals__ for n in _ASKS):
+    if not isinstance(func, FunctionType):
         return None
+    if not any(n in func.__globals__ for n in _ASKS):
+        asks = "_has_torch_function" in func.__globals__
+        return getattr(func, "__wrapped__", None) if asks else None
     module = func.__module__
     if module not in _OPENED:
         _OPENED[module] = func.__globals__ | dict.fromkeys(_ASKS, lambda *_: False)

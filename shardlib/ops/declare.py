@@ -47,7 +47,7 @@ class Declared:
 
 
 DECLARED: dict[str, Declared] = {}
-"""Every declared operator by its name."""
+"""Every declared operator that this torch has, by its name."""
 
 _MODULES = {
     "linalg": torch.linalg,
@@ -103,6 +103,8 @@ def _enter(
         return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
 
     functions = homes(name)
+    if not functions:
+        return
     implements(*functions, padded=True)(implementation)
     autocast.DECLARED.update(functions)
     DECLARED[name] = Declared(tuple(functions), bind, labels)

@@ -224,7 +224,7 @@ _SCALAR = Layout.parse("...").resolve(0)
 for _name, _func in foreach_ops().items():
     if _name == "norm":
         implements(_func)(_norms)
-    elif _name not in ("mm", "powsum"):
+    elif _name != "powsum":
         implements(_func)(partial(_on_lists, _name))
 implements(*fused_steps())(_fused)
 if amp_unscale is not None:

@@ -36,6 +36,8 @@ declare(
     linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
     linalg.matrix_exp(A)
     linalg.matrix_power(A, n)
+    linalg.matrix_sqrth(A)
+    linalg.polar(A)
     trace(input)
     linalg.cond(A, p=None)
     linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)

@@ -207,13 +207,35 @@ FOREACH: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+def spelled(name: str, public: bool) -> Any:
+    """torch.foreach.NAME, which 2.15 brought, or torch._foreach_NAME; None where torch has none."""
+    return (
+        getattr(getattr(torch, "foreach", None), name, None)
+        if public
+        else getattr(torch, f"_foreach_{name}", None)
+    )
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_products_of_lists(public: bool) -> None:
+    func = spelled("mm", public)
+    if func is None:
+        pytest.skip("this torch has none: _foreach_mm came in 2.13, torch.foreach in 2.15")
+    (x,), y = [torch.ones(4, 6).cumsum(0)], torch.ones(6, 4).cumsum(1)
+    with sl.simulate(x=2, y=2):
+        (got,) = func([sl.shard(x, "x y")], [sl.shard(y, "y .")])
+        assert torch.equal(sl.unshard(got), x @ y)
+
+
 # 2.11 has no clone
-@pytest.mark.parametrize("name", [n for n in FOREACH if hasattr(torch, f"_foreach_{n}")])
-def test_lists_are_mapped_entry_by_entry(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, public", [(n, p) for p in (False, True) for n in FOREACH if spelled(n, p) is not None]
+)
+def test_lists_are_mapped_entry_by_entry(name: str, public: bool) -> None:
     plain, _ = start()
     lists = {"xs": [p.abs() + 0.1 for p in plain.values()], "ys": [p.abs() + 0.3 for p in plain.values()],
              "zs": [p.abs() + 0.5 for p in plain.values()]}  # fmt: skip
-    func = getattr(torch, f"_foreach_{name}")
+    func, write = spelled(name, public), spelled(f"{name}_", public)
 
     def call(given: dict[str, list[Tensor]]) -> Any:
         return func(given["xs"], *[given[a] if isinstance(a, str) else a for a in FOREACH[name]])
@@ -227,8 +249,8 @@ def test_lists_are_mapped_entry_by_entry(name: str) -> None:
             }
             for got, ref in zip(call(placed), want, strict=True):
                 assert float((sl.unshard(got) - ref).abs().max()) < 1e-14
-            if hasattr(torch, f"_foreach_{name}_"):
-                assert getattr(torch, f"_foreach_{name}_")(
+            if write is not None:
+                assert write(
                     placed["xs"], *[placed[a] if isinstance(a, str) else a for a in FOREACH[name]]
                 )
                 for got, ref in zip(placed["xs"], want, strict=True):

@@ -66,7 +66,7 @@ def test_real_processes_give_dense_values_and_the_planned_transfers(pool: Any) -
     for mesh in ({"s": 4}, {"r": 2, "s": 2}):
         two = len(mesh) == 2
         cases = [c for c in CASES if (two if c[3] == "usp" else not two or c[2] == 64)]
-        for answers in pool.run(worst, cases, **mesh):
+        for answers in pool.run(worst, cases, seconds=240.0, **mesh):
             for case, error, stated, counted in answers:
                 assert error < 1e-12, (case, error)
                 assert stated == counted, (case, stated, counted)
