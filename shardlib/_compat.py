@@ -1,6 +1,7 @@
 """The only file that touches private torch API, or papers over a rename.
 
-Each entry: what it is, the versions it was seen in, and what to do when it goes.
+Each entry: what it is, the versions it was seen in, and what to do when it goes.  "2.11 to 2.15":
+in 2.11, 2.13 and 2.15, with which the tests were run.
 """
 
 import importlib.util
@@ -57,22 +58,22 @@ reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-# The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 and 2.13;
+# The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 to 2.15;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 and 2.13,
+# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 to 2.15,
 # where torch's own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if
 # that object then lives as long.
 StorageWeakRef: Any = reductions.StorageWeakRef
 
-# The base of contexts that see every aten call.  Seen in 2.11, 2.13 and 2.15 under this underscored
+# The base of contexts that see every aten call.  Seen in 2.11 to 2.15 under this underscored
 # name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations,
 # and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
 
 # What torch's attention runs below autograd where it does not fall to its math form; each gives the
-# output first, then what its backward needs.  Seen in 2.11, 2.13.  When one goes: a region that
+# output first, then what its backward needs.  Seen in 2.11 to 2.15.  When one goes: a region that
 # keeps its attention (``remat="products"``) makes that again in backward.
 FUSED_ATTENTION: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
@@ -86,7 +87,7 @@ FUSED_ATTENTION: frozenset[Any] = frozenset(
     if hasattr(torch.ops.aten, f"_scaled_dot_product_{name}")
 )
 
-# What torch's products run below autograd.  Seen in 2.11, 2.13; as above.
+# What torch's products run below autograd.  Seen in 2.11 to 2.15; as above.
 PRODUCTS: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
@@ -105,7 +106,7 @@ def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """Give the table that DTensor's dispatcher consults before its own rules.
 
-    Seen in 2.11 and 2.13 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
+    Seen in 2.11 to 2.15 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
     parallel replaces the dict, so it is looked up at each use.  When it goes:
     ``sl.dtensor.rules`` raises Unsupported, and ``sl.dtensor.from_dtensor`` remains.
     """
@@ -125,7 +126,7 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
 def no_redistribution() -> AbstractContextManager[Any] | None:
     """Make a context in which DTensor refuses to move data on its own; None where torch has none.
 
-    Seen in 2.11 and 2.13 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
+    Seen in 2.11 to 2.15 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
     When it goes: the DTensor fallback is off and the operation raises NoImplementation.
     """
     try:
@@ -138,7 +139,7 @@ def no_redistribution() -> AbstractContextManager[Any] | None:
 def is_strided(placement: Any) -> bool:
     """Say whether a placement is DTensor's strided shard, which nests axes against mesh order.
 
-    Seen in 2.11 and 2.13 as ``_StridedShard``, in 2.13 no longer a Shard.  Told by its name, so
+    Seen in 2.11 to 2.15 as ``_StridedShard``.  Told by its name, so
     nothing breaks when it goes.
     """
     return type(placement).__name__ == "_StridedShard"
@@ -166,7 +167,7 @@ def attention_op(name: str) -> Callable[..., Any] | None:
 
     A ring merges by the log-sum-exp.
 
-    Seen in 2.11, 2.13 and 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
+    Seen in 2.11 to 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
     When one goes, or its arguments change: the kernel that needs it is not offered, and the math
     block of ops/attention/kernels.py runs.
     """
@@ -178,13 +179,13 @@ def attention_op(name: str) -> Callable[..., Any] | None:
 
 
 # Raise on the device where a tensor is false, without waiting for it.  An aten operator without a
-# public name, seen in 2.11 and 2.13.  When it goes: ids on CUDA are not checked where a vocabulary
+# public name, seen in 2.11 to 2.15.  When it goes: ids on CUDA are not checked where a vocabulary
 # is split.
 assert_async: Callable[[Any], None] = torch._assert_async
 
 
 # Where torch.nn.functional's and torch.linalg's builtins live; their functions reach
-# __torch_function__ under these objects.  Seen in 2.11 and 2.13.  When it goes: those run on whole
+# __torch_function__ under these objects.  Seen in 2.11 to 2.15.  When it goes: those run on whole
 # operands.
 builtin_homes: tuple[Any, ...] = tuple(
     h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None
@@ -208,7 +209,7 @@ def opened(func: Any) -> Callable[..., Any] | None:
     torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``;
     the same code runs with that answered False, and the operators inside it are asked one by one.
     The functions of torch.foreach, new in 2.15, ask in a decorator: theirs is what it wraps.  Seen
-    in 2.11, 2.13 and 2.15.  When it goes: such functions run on whole operands.
+    in 2.11 to 2.15.  When it goes: such functions run on whole operands.
     """
     if not isinstance(func, FunctionType):
         return None
@@ -268,7 +269,7 @@ def _hear_seeds() -> None:
     devices of the seed; this listens there.
 
     They are imported by name before us, so replacing them would miss calls.
-    ``torch.random._seed_custom_device`` seen in 2.11 and 2.13.  When it goes: wrap
+    ``torch.random._seed_custom_device`` seen in 2.11 to 2.15.  When it goes: wrap
     ``torch.manual_seed`` and ``torch.seed``.
     """
     tell = torch.random._seed_custom_device
@@ -289,7 +290,7 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
 
     They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a
     wrapper.  Callers import them by name, so their code is replaced, under the same signature.
-    Seen in 2.11 and 2.13.  When it goes, or torch asks itself: register the functions as those that
+    Seen in 2.11 to 2.15.  When it goes, or torch asks itself: register the functions as those that
     ask.
     """
     for name, ours in instead.items():
@@ -311,9 +312,9 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
 def job_store() -> Any:
     """Give the key-value store that the processes of a job met through.
 
-    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 and 2.13;
-                                                              ``get_group_store`` of a
-    process group is private too.  When it goes: make a ``dist.TCPStore`` in ``make_mesh``.
+    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 to 2.15;
+    ``get_group_store`` of a process group is private too.  When it goes: make a ``dist.TCPStore``
+    in ``make_mesh``.
 
     Processes that torchrun starts again may meet through the store of those that failed, and must
     not take what those said for theirs.
@@ -326,7 +327,7 @@ def job_store() -> Any:
 def set_timeout(group: Any, seconds: float) -> None:
     """How long a transfer of this group may take, those of gloo's sends and receives included.
 
-    ``torch.distributed.distributed_c10d._set_pg_timeout`` seen in 2.11 and 2.13.  When it goes:
+    ``torch.distributed.distributed_c10d._set_pg_timeout`` seen in 2.11 to 2.15.  When it goes:
     ``ProcessGroup.set_timeout`` of 2.13 is public.
     """
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -340,7 +341,7 @@ def foreach_ops() -> dict[str, Callable[..., Any]]:
 
     torch.optim and clip_grad_norm_ call them.
 
-    Seen in 2.11 and 2.13; each asks ``__torch_function__``.  When one goes, so does its caller.
+    Seen in 2.11 to 2.15; each asks ``__torch_function__``.  When one goes, so does its caller.
     """
     return {
         n.removeprefix("_foreach_"): getattr(torch, n)
@@ -351,7 +352,7 @@ def foreach_ops() -> dict[str, Callable[..., Any]]:
 
 def fused_steps() -> list[Callable[..., Any]]:
     """``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.
-    Seen in 2.11, 2.13.
+    Seen in 2.11 to 2.15.
     """
     names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
     return [getattr(torch, n) for n in names if hasattr(torch, n)]
@@ -377,17 +378,17 @@ def fused_step(name: str) -> Callable[..., None] | None:
 
 
 # What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11
-# and 2.13.  When it goes: its successor needs the same rule, or a rank would not learn of another's
+# to 2.15.  When it goes: its successor needs the same rule, or a rank would not learn of another's
 # overflow.
 amp_unscale: Callable[..., Any] | None = getattr(
     torch, "_amp_foreach_non_finite_check_and_unscale_", None
 )
 
 # Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to asks.  Seen
-# in 2.11, 2.13.
+# in 2.11 to 2.15.
 may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
 
-# What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 and 2.13.
+# What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 to 2.15.
 begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
 
 
@@ -396,8 +397,8 @@ def under_transform(x: torch.Tensor | None = None) -> str:
 
     Also the one that ``x`` is a value of.
 
-    ``torch._C._functorch`` seen in 2.11 and 2.13.  When it goes:
-                            functorch's own assertion is what users read.
+    ``torch._C._functorch`` seen in 2.11 to 2.15.  When it goes: functorch's own assertion is what
+    users read.
     """
     if x is not None and not torch._C._functorch.is_functorch_wrapped_tensor(x):
         return ""
@@ -408,10 +409,10 @@ def under_transform(x: torch.Tensor | None = None) -> str:
 
 _FunctionBase: Any = torch._C._FunctionBase
 
-# What a Function inherits that defines no ``setup_context``.  Seen in 2.11 and 2.13.
+# What a Function inherits that defines no ``setup_context``.  Seen in 2.11 to 2.15.
 NO_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
 
-# The identity whose graph node carries module backward hooks.  Seen in 2.11 and 2.13; torch asks
+# The identity whose graph node carries module backward hooks.  Seen in 2.11 to 2.15; torch asks
 # its node's name.  When it goes: full backward hooks must be refused.
 HookFunction: Any = torch.nn.modules._functions.BackwardHookFunction
 
@@ -420,7 +421,7 @@ class Local(torch.autograd.Function):
     """Base of the library's own Functions: always on raw
     blocks, so torch's C entry is called at once.
 
-    ``torch._C._FunctionBase.apply`` seen in 2.11 and 2.13.  When it goes: drop the line.
+    ``torch._C._FunctionBase.apply`` seen in 2.11 to 2.15.  When it goes: drop the line.
     """
 
     apply = _FunctionBase.__dict__["apply"]
@@ -442,7 +443,7 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 and 2.13.  When it
+# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 to 2.15.  When it
 # goes: torch.is_autocast_enabled per device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -456,10 +457,9 @@ def intercept_functions(
     runs; where one is only among the results (it came in a list, or in a closure), ``hid(cls, args,
     out)`` judges.
 
-    ``Function.apply`` ends in ``super().apply``; what stands
-                       there, on ``_SingleLevelFunction``, sees the
-    arguments after defaults are bound and leaves ``Function.apply`` itself, which torch.compile
-    knows by name, alone.  Seen in 2.11 and 2.13.  When it goes: replace
+    ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``,
+    sees the arguments after defaults are bound and leaves ``Function.apply`` itself, which
+    torch.compile knows by name, alone.  Seen in 2.11 to 2.15.  When it goes: replace
     ``torch.autograd.Function.apply``.
     """
     base = torch.autograd.function._SingleLevelFunction
@@ -484,11 +484,10 @@ def intercept_functions(
 def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace every checkpointed region's ``recompute`` by ``kept(recompute)`` when it is made.
 
-    ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of
-                                                the non-reentrant kind, by
-    ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike;
+    ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of the non-reentrant kind,
+    by ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike;
     callers import these functions by name, so a class is the one place that all of them pass.  Seen
-    in 2.11 and 2.13.  When it goes: checkpointing inside ``apply`` must be refused.
+    in 2.11 to 2.15.  When it goes: checkpointing inside ``apply`` must be refused.
     """
     from torch.utils.checkpoint import _CheckpointFrame
 
@@ -531,8 +530,8 @@ def intercept_inputs(
     torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a
     wrapper has neither there.  Without this a region nested in a region recomputes from inputs that
     need no gradient, and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen
-    in 2.13; in 2.11 a Function, ``_NoopSaveInputs``, does this: what is returned is what must run
-    in such Functions' place.
+    in 2.13 and 2.15; in 2.11 a Function, ``_NoopSaveInputs``, does this: what is returned is what
+    must run in such Functions' place.
     """
     import torch.utils.checkpoint as module
 
@@ -574,7 +573,7 @@ class _Untraced(MetaPathFinder):
     """torch.compile runs the library's code as it is: its frames are neither compiled nor inlined.
 
     Dynamo would trace through ``__torch_function__`` and rebuild wrappers wrongly.  Its own switch
-    for a package is ``torch._dynamo.trace_rules.add``, seen in 2.11 and 2.13; importing
+    for a package is ``torch._dynamo.trace_rules.add``, seen in 2.11 to 2.15; importing
     ``torch._dynamo`` takes a second, so that waits until somebody else imports it.  Costs nothing
     per call, unlike ``torch._dynamo.disable``.  When it goes: ``torch.compiler.disable`` on both
     ``__torch_function__``.
@@ -614,7 +613,7 @@ def owned(out: torch.Tensor) -> torch.Tensor:
     """Give the same memory as a tensor that is no view, so that it can be changed in place.
 
     A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it;
-    seen in 2.11 to 2.13.  Without it: ``out.clone()``.
+    seen in 2.11 to 2.15.  Without it: ``out.clone()``.
     """
     return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
 
@@ -622,9 +621,8 @@ def owned(out: torch.Tensor) -> torch.Tensor:
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Give the module that torch.compile was given, whose forward has the names of its arguments.
 
-    ``OptimizedModule._orig_mod`` seen in 2.11 and 2.13; nothing else has
-                                  it.  When it goes: positional inputs
-    of a compiled module are replicated.
+    ``OptimizedModule._orig_mod`` seen in 2.11 to 2.15; nothing else has it.  When it goes:
+    positional inputs of a compiled module are replicated.
     """
     while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
         module = inner
@@ -634,7 +632,7 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 def storage_users(x: torch.Tensor) -> int:
     """How many tensors look at the memory of ``x``, itself included.
 
-    ``torch._C._storage_Use_Count`` seen in 2.11 and 2.13, where torch's compiler uses it; asking
+    ``torch._C._storage_Use_Count`` seen in 2.11 to 2.15, where torch's compiler uses it; asking
     counts as one.  When it goes: gathered buckets get new memory each time.
     """
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
@@ -643,9 +641,8 @@ def storage_users(x: torch.Tensor) -> int:
 def after_backward(run: Callable[[], None]) -> None:
     """Have ``run`` called when this thread's backward pass is through; not if it fails.
 
-    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.13, where torch's
-                                                  FSDP uses it.  When it goes:
-    what was prefetched and not taken is waited for at the next call.
+    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.15, where torch's FSDP
+    uses it.  When it goes: what was prefetched and not taken is waited for at the next call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
@@ -660,10 +657,9 @@ def backward_context() -> Context | None:
 
     Also on autograd's own threads.
 
-    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state
-                                                  that the engine hands to its
-    threads.  Seen in 2.11 and 2.13.  When it goes: what runs
-    on a GPU's thread is counted by no trace.
+    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state that the engine
+    hands to its threads.  Seen in 2.11 to 2.15.  When it goes: what runs on a GPU's thread is
+    counted by no trace.
     """
     return torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
 
@@ -673,7 +669,7 @@ def l1_weight() -> Any:
 
     torch hands the call on without it.
 
-    Seen in 2.13; 2.11 may have no such argument.  When it goes: drop this.
+    Seen in 2.11 to 2.15.  When it goes: drop this.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.nn.functional.l1_loss.__code__:
@@ -684,9 +680,9 @@ def l1_weight() -> Any:
 def is_wrapped_hook(value: object) -> bool:
     """Say whether a hook of state dicts is held with the module that it is called with.
 
-    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.13: attributes
-                                             ``hook`` and ``module``, a weak
-    reference.  When it goes: such a hook of a module that is dropped fails, and says so.
+    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.15: attributes ``hook`` and
+    ``module``, a weak reference.  When it goes: such a hook of a module that is dropped fails, and
+    says so.
     """
     return (
         type(value).__name__ == "_WrappedHook"

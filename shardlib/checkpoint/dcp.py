@@ -4,7 +4,7 @@ DCP asks a tensor that is no plain one, by three methods, which boxes of the glo
 so its planners, its file format and its readers and writers of Hugging Face directories serve every
 layout whose runs are contiguous, padded ones too, and simulated ranks in one process.  The methods
 are those of ``torch.distributed._checkpointable._Checkpointable``, which DTensor has too; seen in
-2.11 and 2.13.  When they go: ``sl.dtensor.to_dtensor`` before each call.
+2.11 to 2.15.  When they go: ``sl.dtensor.to_dtensor`` before each call.
 """
 
 import itertools
