@@ -16,7 +16,8 @@ from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
 
 __all__ = [
-    "LINKS", "WRITERS", "link", "refuse_overlap", "refuse_write", "same_memory", "writes", "written",
+    "LINKS", "WRITERS", "alike", "link", "refuse_overlap", "refuse_write", "same_memory", "writes",
+    "written",
 ]  # fmt: skip
 
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
@@ -25,6 +26,15 @@ LINKS: dict[int, list[tuple[Any, Any]]] = {}
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     return not a.is_meta and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Say whether ``a`` and ``b`` share memory, or are linked."""
+    if a.is_meta or same_memory(a, b):
+        return not a.is_meta
+    pairs = LINKS.get(a.untyped_storage()._cdata, ()) if LINKS else ()
+    other = b.untyped_storage()._cdata
+    return any(not me.expired() and not it.expired() and it.cdata == other for me, it in pairs)
 
 
 def link(a: Tensor, b: Tensor) -> None:

@@ -49,3 +49,55 @@ def test_results_may_be_written_to(mesh: dict[str, int]) -> None:
             y = f(sl.shard(X, "x .").requires_grad_(), sl.shard(index, "."))
             y *= 3
             assert torch.allclose(sl.unshard(y), want)
+
+
+VIEWS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple[str, ...], bool]] = {
+    "a number in a tensor": (lambda x, i: x[i], (X, torch.tensor(1)), ("x .", "..."), False),
+    "a number in a tensor, and a slice": (
+        lambda x, i: x[1:, i],
+        (X, torch.tensor(1)),
+        (". x", "..."),
+        False,
+    ),
+    "another dtype": (
+        lambda x: x.view(torch.int64),
+        (torch.arange(4).to(torch.bfloat16),),
+        ("x",),
+        False,
+    ),
+    "broadcast padding": (
+        lambda x, y: torch.broadcast_tensors(x, y)[0],
+        (r(3), r(2, 1)),
+        ("x", ". ."),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_a_view_in_torch_is_one_or_is_not_written_to(name: str) -> None:
+    f, operands, layouts, pad = VIEWS[name]
+    with sl.simulate(x=2), sl.implicit(), torch.no_grad():
+        placed = [
+            sl.shard(t.clone(), lay, pad=pad and not k).requires_grad_(t.is_floating_point())
+            for k, (t, lay) in enumerate(zip(operands, layouts, strict=True))
+        ]
+        view = f(*placed)
+        try:
+            placed[0].mul_(3)
+        except sl.errors.Unsupported as e:
+            assert "share memory" in str(e)
+            assert torch.equal(sl.unshard(placed[0]), operands[0])
+            assert torch.equal(sl.unshard(view), f(*operands))
+        else:
+            assert torch.equal(sl.unshard(view), f(operands[0] * 3, *operands[1:]))
+
+
+def test_a_flat_copy_is_not_what_it_was_made_of() -> None:
+    """torch's ravel copies what is not contiguous, also where a view would do."""
+    with sl.simulate(x=2), torch.no_grad():
+        x = sl.shard(torch.ones(1), ".").requires_grad_()
+        flat = x.expand(6).ravel()
+        assert not flat.requires_grad
+        flat.mul_(3)
+        assert torch.equal(sl.unshard(x), torch.ones(1))

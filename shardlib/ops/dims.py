@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.aliases import WRITERS, link, same_memory, written
+from shardlib.aliases import WRITERS, alike, link, written
 from shardlib.collectives import lead
 from shardlib.errors import (
     BadArgument,
@@ -129,7 +129,7 @@ def rows_call(
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
     for i, v, target in zip(at, values, plan.targets, strict=True):
         for raw in found if target is not None else ():
-            if same_memory(raw, given[i]):
+            if alike(raw, given[i]):
                 link(raw, v.raw)
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
         if plan.summed and pending:
@@ -200,13 +200,13 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     for j, (y, size) in enumerate(zip(found, shapes, strict=True)):
         if len(size) != y.ndim:
             raise Unfit("the result's dimensions hang on its sizes")
-        for i in at:  # a view of what was filled: in torch, of the operand
-            if inner[i] is not leaves[i] and same_memory(y.raw, inner[i].raw):
-                link(y.raw, leaves[i].raw)
-        y = padded_to(y, tuple(size))
-        found[j] = (
+        made, y = y.raw, padded_to(y, tuple(size))
+        found[j] = y = (
             padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
         )
+        for i in at:  # a view of what was filled: in torch, of the operand
+            if isinstance(inner[i], ShardedTensor) and alike(made, inner[i].raw):
+                link(y.raw, leaves[i].raw)
     return optree.tree_unflatten(shape, found)
 
 

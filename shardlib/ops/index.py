@@ -161,7 +161,11 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
         if found is not None:
             return found
     out = _picked(x, given)
-    return on_whole(func, (x, index), {}, None) if out is None else out
+    if out is None:
+        return on_whole(func, (x, index), {}, None)
+    if all(not i.ndim and i.dtype in (torch.int64, torch.int32) for i in picks):
+        link(x.raw, out.raw)  # to torch these are numbers, and what they cut is a view
+    return out
 
 
 def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:

@@ -43,7 +43,7 @@ spelled("hstack(tensors)", _hstack)
 spelled("vstack(tensors)\n row_stack(tensors)", _vstack)
 spelled("dstack(tensors)", _dstack)
 spelled("column_stack(tensors)", _column_stack)
-spelled("ravel(input)", lambda input: input.reshape(-1))
+spelled("ravel(input)", lambda input: input.contiguous().reshape(-1))
 spelled("fliplr(input)", lambda input: input.flip(1))
 spelled("flipud(input)", _flipud)
 spelled(

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardlib._compat import opened, seeded
 from shardlib.aliases import (
     WRITERS,
+    alike,
     link,
     refuse_overlap,
     refuse_write,
@@ -127,8 +128,14 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
         if writes and values[0] is copies[0]:
             joined.append(leaves[at[0]])
         elif isinstance(values[0], Tensor):
-            same = _block_view(values, [leaves[i] for i in at])
+            blocks = [leaves[i] for i in at]
+            same = _block_view(values, blocks)
             joined.append(torch.stack(values) if same is None else same)
+            for raw in (
+                blocks if same is None else ()
+            ):  # a view that is not one of all ranks' blocks
+                if isinstance(raw, Tensor) and same_memory(values[0], raw):
+                    link(joined[-1], raw)
         elif any(v != values[0] and v == v for v in values):
             raise ShardError(
                 "the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)"
@@ -611,7 +618,7 @@ def replied(
             ),
         )
         for raw, v in zip(raws, values, strict=True):
-            if same_memory(t, raw):
+            if alike(t, raw):
                 link(full, v.raw)
         return new
 
