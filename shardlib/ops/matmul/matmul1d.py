@@ -98,12 +98,6 @@ def oned(case: MatmulCase) -> Match | str:
                 return once(lambda: F.linear(met, w.raw.mT, bias))
         return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
 
-    return Match(
-        out,
-        Matmul1D(tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)),
-        forward,
-        backward,
-        kind,
-        adds=not xk.is_split and len(case.w_shape) == 2,
-        call=call,
-    )
+    summed = tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)
+    adds = not summed and len(case.w_shape) == 2
+    return Match(out, Matmul1D(summed), forward, backward, kind, adds=adds, call=call)

@@ -227,9 +227,11 @@ def product_of(
         place = place._replace(deferred=deferred)
     added: Tensor | None = None
     met: Axes | None = None  # where the bias's gradient is summed, if it is computed here
-    inside = bias is not None and _may_add(bias, x, out, match)
+    inside = bias is not None and _may_add(bias, x, place, match)
     if bias is not None and inside:
-        met = real_axes(mesh, {*out.axes, *deferred}.difference(bias.sharding.axes))
+        of_bias = bias.place
+        meets = {*out.axes, *deferred}.difference(of_bias.layout.axes, of_bias.deferred)
+        met = real_axes(mesh, meets)
         own = match.adds and not lead(mesh) and not over[1] and not (over[0] and is_half(x.raw))
         added = vary(bias.raw, mesh, met) if own else bias.raw.detach()
         # torch's own function gives its gradient
@@ -281,15 +283,17 @@ def _planned(
 _NOTHING: frozenset[Any] = frozenset()
 
 
-def _may_add(bias: ShardedTensor, x: ShardedTensor, out: Layout, match: Match) -> bool:
+def _may_add(bias: ShardedTensor, x: ShardedTensor, of_y: Place, match: Match) -> bool:
     """May the algorithm add this bias: before a half precision
     result is rounded, or by torch's own function?
     """
     able = is_half(x.raw) or (match.adds and not lead(x.mesh))
     alike = (
-        bias.raw.dtype == x.raw.dtype and len(bias.padded_shape) == 1 and bias.dims == out.dims[-1:]
+        bias.raw.dtype == x.raw.dtype
+        and len(bias.padded_shape) == 1
+        and bias.dims == of_y.layout.dims[-1:]
     )
-    return able and alike and not bias.deferred
+    return able and alike and bias.deferred <= {*of_y.layout.axes, *of_y.deferred}
 
 
 class _Biased(Local):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import shardlib as sl
 from shardlib.ops.matmul import summa
 from tests.ops.cases import PRODUCTS, run_on_meshes
+from tests.workers import Pool
 
 PACKAGE = Path(sl.__file__).parent
 
@@ -65,6 +66,36 @@ def test_a_bias_is_added_by_every_algorithm() -> None:
                         held = sl.shard(bias.to(dtype), (a @ w.mT).sharding.dims[-1].axes[0])
                         got = F.linear(a.to(dtype), w.to(dtype), held)
                     assert torch.equal(sl.unshard(got).float(), torch.eye(8) + bias), (name, dtype)
+
+
+def deferred_biases() -> list[bool]:
+    """Run by every rank: whether torch's own function adds the bias, and each gradient is dense's."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"x": (8, 6), "w": (4, 6), "b": (4,)}
+    whole = {k: torch.randn(s, generator=draw, dtype=torch.float64) for k, s in shapes.items()}
+    leaves = {k: v.clone().requires_grad_() for k, v in whole.items()}
+    weight = torch.randn(8, 4, generator=draw, dtype=torch.float64)
+    (F.linear(*leaves.values()) * weight).sum().backward()
+    found = []
+    for layouts in (("data .", ". .", "."), ("data .", "x .", "x"), ("data x", ". x", ".")):
+        with torch.no_grad():
+            laid = {k: sl.shard(v, how) for (k, v), how in zip(whole.items(), layouts, strict=True)}
+        for k in "wb":
+            laid[k] = laid[k].at(laid[k].place._replace(deferred=frozenset({"data"})))
+        for v in laid.values():
+            v.requires_grad_()
+        y = F.linear(*laid.values())
+        found.append(type(y.raw.grad_fn).__name__ != "AddBackward0")
+        (y * sl.shard(weight, y.sharding)).sum().backward()
+        for k, v in laid.items():
+            assert isinstance(v.grad, sl.ShardedTensor)
+            assert v.grad.sharding.partial == (("data",) if k in "wb" else ())
+            torch.testing.assert_close(sl.unshard(v.grad), leaves[k].grad)
+    return found
+
+
+def test_a_bias_whose_gradient_is_deferred_is_added_inside(pool: Pool) -> None:
+    assert pool.run(deferred_biases, data=2, x=2) == [[True, True, False]] * 4
 
 
 def test_a_product_without_bias_is_changed_in_place() -> None:
