@@ -123,6 +123,7 @@ CALLER: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "result": lambda c: torch.ones(4),
     "line": lambda c: Timeline([], {0: "rank 0"}, 0.0),
     "fn": lambda c: torch.get_num_threads,
+    "args": lambda c: (),
     "path": lambda c: str(Path(tempfile.mkdtemp()) / "saved"),
     "tree": lambda c: torch.ones(4),
 }
@@ -131,8 +132,10 @@ documentation introduces under it, fitting what else the line names.
 """
 
 
-SPENT = ("pending",)
-"""Names of what the frames hold and the failing call has used up."""
+SPENT = ("pending", "fn", "args")
+"""Names of what the frames hold and the failing call has used up: a transfer that was waited for, a
+function that was launched and hung.
+"""
 
 
 TRAINED = ("params", "grads", "state")

@@ -127,7 +127,7 @@ class Mesh(Mapping[str, int]):
         """
         found = self._known.get(axis)
         if found is None:
-            axes = (axis,) if isinstance(axis, str) else tuple(axis)
+            axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
             for a in axes:
                 if a not in self.axes:
                     near = next(iter([*_near(a, self.axes), *self.axes]), "")
@@ -214,7 +214,7 @@ def _text(axes: Iterable[str]) -> str:
 
 
 def _near(axis: str, axes: Mapping[str, int]) -> list[str]:
-    return difflib.get_close_matches(axis, list(axes), 1)
+    return difflib.get_close_matches(str(axis), list(axes), 1)
 
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:

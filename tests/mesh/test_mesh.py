@@ -139,7 +139,7 @@ def test_an_unknown_axis_is_named_with_its_neighbour(axis: Any, says: str) -> No
     with pytest.raises(UnknownAxis, match="this mesh has data, x") as caught:
         mesh.axis_size(axis)
     assert says in str(caught.value)
-    mesh.axis_size(eval(caught.value.fix))
+    eval(caught.value.fix, {"mesh": mesh})
 
 
 @pytest.mark.parametrize("make", [sl.simulate, sl.record])
