@@ -327,10 +327,12 @@ def job_store() -> Any:
 def set_timeout(group: Any, seconds: float) -> None:
     """How long a transfer of this group may take, those of gloo's sends and receives included.
 
-    ``torch.distributed.distributed_c10d._set_pg_timeout`` seen in 2.11 to 2.15.  When it goes:
-    ``ProcessGroup.set_timeout`` of 2.13 is public.
+    Seen in 2.11 and 2.13 as ``torch.distributed.distributed_c10d._set_pg_timeout``, which warns in
+    2.15: there ``torch.distributed.set_timeout`` is public.  When 2.15 is the oldest supported
+    version: call that directly.
     """
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    found = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    found(timedelta(seconds=seconds), group)
 
 
 # ---------------------------------------------------------------- autograd.Function
