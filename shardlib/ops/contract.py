@@ -26,7 +26,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
         operands = list(operands[0])
     if not isinstance(equation, str):
         raise Unfit("einsum by lists")
-    if operands and operands[0].dtype == torch.bool:
+    left, _, right = equation.partition("->")
+    if operands and operands[0].dtype == torch.bool and set(left) - {*right, ",", " "}:
         raise Unfit("torch multiplies no matrices of what is true or false")
     return contract(equation, *operands, exact=False)
 

@@ -350,6 +350,9 @@ def brought(
     key = (_Plan, partial, *[(v.sharding, v.padded_shape) for v in values])
     plan = mesh.plans.get(key)
     if plan is None:
+        for v in values:
+            if v.sharding.partial not in ((), partial):
+                raise partial_escape(op, v)
         plan = mesh.plans[key] = _planned(op, key[2:], mesh, partial)  # type: ignore[arg-type]
     for i, moved in plan.moved:
         moving = True

@@ -298,10 +298,17 @@ def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Serve a padded operand of a function that moves
     dimensions about, and leaves each as it is.
     """
-    x, *rest = args
+    x = next(v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor))
+
+    def of(y: Tensor) -> tuple[Any, Any]:
+        """The call with another tensor, by position or by name."""
+        given = {k: y if v is x else v for k, v in kwargs.items()}
+        return tuple(y if v is x else v for v in args), given
+
     with torch.no_grad():
-        true = func(torch.empty(x.shape, device="meta"), *rest, **kwargs).shape
-    out = run(func, (x.with_padding, *rest), kwargs)
+        a, k = of(torch.empty(x.shape, device="meta"))
+        true = func(*a, **k).shape
+    out = run(func, *of(x.with_padding))
     if out.ndim != len(true):
         raise Unfit("a dimension of one element, and of more with its padding")
     return padded_to(out, tuple(true))

@@ -454,3 +454,14 @@ def test_a_call_met_again_on_real_ranks_equals_dense_and_numbers_are_told_apart_
     for rounds in pool.run(repeated, r(8, 6), r(8, 6, seed=1), "x .", x=4):
         for got in rounds:
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_an_outer_product_of_what_is_true_is_one_whatever_lies_where() -> None:
+    """What a refusal says to write runs."""
+    t = torch.tensor([True, False])
+    with sl.simulate(x=2):
+        x = sl.shard(t, "x")
+        with pytest.raises(sl.errors.ImplicitCommunication) as refused:
+            torch.outer(x, x)
+        y = eval(refused.value.fix, {"torch": torch, "sl": sl, "x": x, "y": x})
+        assert torch.equal(sl.unshard(y), torch.outer(t, t))

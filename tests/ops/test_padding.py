@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -204,3 +205,45 @@ def test_what_is_written_to_a_view_of_a_padded_tensor_is_refused() -> None:
         for write in (lambda v: F.relu(v, inplace=True), lambda v: v.zero_(), lambda v: v.fill_(1)):
             with pytest.raises(sl.ShardError, match="share memory"):
                 write(x.diagonal())
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.unsqueeze(dim=-2, input=x),
+        lambda x: torch.squeeze(input=x[None], dim=0),
+        lambda x: torch.transpose(dim0=0, dim1=1, input=x),
+        lambda x: torch.permute(dims=(1, 0), input=x),
+        lambda x: torch.movedim(destination=0, source=1, input=x),
+        lambda x: torch.t(input=x),
+    ],
+)
+def test_padded_operands_may_be_named(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = r(2, 5)
+    with sl.simulate(x=2, y=2):
+        assert torch.equal(sl.unshard(f(sl.shard(x, "x y", pad=True))), f(x))
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "dtype"),
+    [
+        (F.linear, ((3,), (3,)), torch.float64),
+        (F.linear, ((3, 3), (3, 3)), torch.bool),
+        (torch.mm, ((2, 3, 3), (2, 3, 3)), torch.float64),
+        (torch.bmm, ((3, 3), (3, 3)), torch.float64),
+        (torch.matmul, ((3, 3), (3, 3)), torch.bool),
+    ],
+)
+def test_products_of_padding_are_those_of_torch_or_refused_as_there(
+    f: Callable[..., torch.Tensor], shapes: Any, dtype: torch.dtype
+) -> None:
+    x, w = (r(*s).to(dtype) for s in shapes)
+    with sl.simulate(x=2), sl.implicit():
+        given_ = [sl.shard(t, ". " * (t.ndim - 1) + "x", pad=True) for t in (x, w)]
+        try:
+            want = f(x, w)
+        except RuntimeError:
+            with pytest.raises((sl.ShardError, RuntimeError)):
+                f(*given_)
+        else:
+            close(sl.unshard(f(*given_)), want)

@@ -88,3 +88,27 @@ def test_one_head_of_keys_is_broadcast_round_the_ring_as_torch_does() -> None:
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_whole_sequences_equals_dense(name: str) -> None:
     run_on_meshes(name)
+
+
+SAME = [normal(2, 2, 4, 8, seed=k) for k in range(3)]
+MASK = normal(4, 4, seed=3)
+
+
+@pytest.mark.parametrize("layout", [". . . .", ". . x .", ". x . ."])
+def test_a_mask_that_is_a_pending_sum_is_refused_or_summed(layout: str) -> None:
+    want = F.scaled_dot_product_attention(*SAME, attn_mask=MASK)
+    with sl.simulate(x=2, y=2):
+        q, k, v = (sl.shard(t, layout) for t in SAME)
+        m = sl.shard(MASK, ". . + sum(y)")
+        with pytest.raises(sl.errors.PartialEscape):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+        with sl.implicit():
+            got = F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+        assert gap(sl.unshard(got), want) < 1e-9
+
+
+def test_a_bias_that_is_a_pending_sum_is_refused() -> None:
+    with sl.simulate(x=2, y=2):
+        q, k, v = (sl.shard(t, ". . x .") for t in SAME)
+        with pytest.raises(sl.errors.PartialEscape):
+            sl.ring_attention(q, k, v, bias=sl.shard(MASK, ". . + sum(y)"))

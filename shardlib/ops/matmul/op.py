@@ -66,6 +66,10 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit("a vector, or sizes that differ")
     if w.ndim > 2 and x.shape[:-2] != w.shape[:-2]:
         raise Unfit("batches that broadcast")
+    if (x.ndim, w.ndim) != _NEED.get(func, (x.ndim, w.ndim)) or 0 in x.shape or 0 in w.shape:
+        raise Unfit("other dimensions, or an empty product")
+    if x.dtype == torch.bool or x.dtype != w.dtype:
+        raise Unfit("torch multiplies no matrices of these dtypes")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
     inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
     return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
@@ -74,6 +78,8 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve padded operands of ``linear``."""
     x, w, bias = _LINEAR(*args, **kwargs).values()
+    if w.ndim != 2 or (bias is not None and bias.dtype != x.dtype):
+        raise Unfit("a weight has two dimensions, and a bias the dtype of the tensor")
     out = _padded_product(run, torch.matmul, (x, w.mT), {})
     return out if bias is None else out + bias
 
