@@ -35,12 +35,12 @@ class Lies:
         self.flat, self.bucket, self.kind = flat, bucket, (flat.shape, flat.dtype)
         self.slots = [slot_of(flat, s.offset, s.shape) for s in bucket.slots]
         self.gaps = [flat[..., start:stop] for start, stop in bucket.gaps]
-        self.stand: dict[int, Tensor] = {}
+        self.stand: list[Tensor | None] = [None] * len(self.slots)
 
     def stands_for(self, n: int, g: Tensor) -> Tensor:
         """One element in the shape and dtype of a gradient that lies in slot ``n``."""
-        found = self.stand.get(n)
-        if found is None or found.dtype != g.dtype or found.shape != g.shape:
+        found = self.stand[n]
+        if found is None or found.dtype is not g.dtype or found.shape != g.shape:
             found = self.stand[n] = g.new_empty(()).expand(g.shape)
         return found
 
@@ -75,6 +75,7 @@ class Sink:
         self.dtypes, self.device, self.to = dtypes, device, to
         self.wire, self.also, self.most, self.heard = wire, also, most, heard
         self.pending = (*index.axes, *also)
+        self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
         self.order: list[int] = []
         self.begun: list[Tensor | None] = [None] * len(self.left)
@@ -91,16 +92,17 @@ class Sink:
 
     def take(self, leaf: int, g: Tensor) -> Tensor:
         """Copy a gradient's storage into its bucket; one element stands for it from here on."""
-        b, n = self.index.number[leaf]
-        with torch.no_grad():
-            lies, left = self.lies[b] or self._lies(b), self.left[b]
-            if n in left:
-                lies.slots[n].copy_(g)
-                left.discard(n)
-                self.order.append(leaf)
-            else:  # a tied leaf's second gradient
-                lies.slots[n].add_(g)
-            if not left and b == self.next:
+        b, n = self.number[leaf]
+        g = g.detach() if g.requires_grad else g
+        lies, left = self.lies[b] or self._lies(b), self.left[b]
+        if n in left:
+            lies.slots[n].copy_(g)
+            left.remove(n)
+            self.order.append(leaf)
+        else:  # a tied leaf's second gradient
+            lies.slots[n].add_(g)
+        if not left and b == self.next:
+            with torch.no_grad():
                 self._post_full()
         return lies.stands_for(n, g)
 
