@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.tensor import ShardedTensor, gradient_of, settle, typeof
+from shardlib.tensor import ShardedTensor, Together, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
 
@@ -137,6 +137,7 @@ def value_and_grad(
             if hooked is None
             else hooked.leaves
         )
+        together = None if hooked is not None else Together(asked)
         mine = iter(asked)
         ours = [_held(x) if f else next(mine) for x, f in zip(leaves, frozen_at, strict=True)]
         inner = list(args)
@@ -155,7 +156,9 @@ def value_and_grad(
         wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
         if hooked is not None:
             hooked.take = sink.take
-        found = (
+        if together is not None:
+            together.open = True
+        found: Sequence[Tensor | None] = (
             torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
             if raw.requires_grad
             else [None] * len(wanted)
@@ -165,6 +168,9 @@ def value_and_grad(
             if hooked is not None:
                 spare[:] = [hooked] if hooked.rests() else []
             return ((value, aux) if has_aux else value), sink.finish()
+        assert together is not None
+        together.open = False
+        found = _with_sums(found, together.finish())
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
         by_argument = optree.tree_unflatten(tree, grads)
@@ -318,6 +324,14 @@ def _ready(loss: Tensor) -> Tensor:
             fix="sl.reshard(loss, '...')",
         )
     return settle(loss).raw
+
+
+def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[Tensor | None]:
+    """What autograd gave of each leaf, and the sums that came beside it."""
+    out = list(found)
+    for i, g in sums.items():
+        out[i] = g if (came := out[i]) is None else came + g
+    return out
 
 
 def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:

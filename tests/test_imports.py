@@ -33,6 +33,7 @@ ORDER = [  # each may import from those before it
     "aliases",
     "tensor.place",
     "tensor.tensor",
+    "tensor.together",
     "tensor.gradients",
     "tensor.lifting",
     "tensor",

@@ -109,20 +109,44 @@ def _alike(params: Any, grads: Any) -> None:
 
 def _parted(grads: Any) -> Any:
     """Autograd may give one tensor as the gradient of two, or repeat one element: such are copied."""
-    seen: set[int] = set()
+    seen: dict[int, list[Tensor]] = {}  # gradients that were summed together are parts of a vector
 
     def apart(g: Any) -> Any:
         if not isinstance(g, Tensor) or not g.numel():
             return g
         raw = g.raw if isinstance(g, ShardedTensor) else g
-        at = raw.untyped_storage().data_ptr()
-        if at in seen or 0 in raw.stride():
+        others = seen.setdefault(raw.untyped_storage().data_ptr(), [])
+        if 0 in raw.stride() or any(_overlap(raw, x) for x in others):
             raw = raw.detach().clone(memory_format=torch.contiguous_format)
             return g.becomes(raw) if isinstance(g, ShardedTensor) else raw
-        seen.add(at)
+        others.append(raw)
         return g
 
     return optree.tree_map(apart, grads)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage may share elements.
+
+    Rows of one stride that lie side by side, as parts of simulated ranks' vectors do, share none.
+    """
+    (low_a, high_a), (low_b, high_b) = ((x.storage_offset(), _end(x)) for x in (a, b))
+    if high_a <= low_b or high_b <= low_a:
+        return False
+    row = a.stride(0) if a.ndim and b.ndim and a.stride(0) == b.stride(0) else 0
+    if row <= 0 or a.shape[0] != b.shape[0]:
+        return True
+    (one, n), (two, m) = (
+        (x.storage_offset() % row, _end(x[0]) - x.storage_offset()) for x in (a, b)
+    )
+    inside = one + n <= row and two + m <= row
+    return not (inside and (one + n <= two or two + m <= one))
+
+
+def _end(x: Tensor) -> int:
+    """The place in its storage behind its last element."""
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() + reach + 1
 
 
 def _kind(g: Any) -> str:

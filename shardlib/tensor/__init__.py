@@ -48,12 +48,14 @@ from shardlib.tensor.tensor import (
     torch_refuses,
     typeof,
 )
+from shardlib.tensor.together import Together, together_of
 
 __all__ = [
     "FALLBACK",
     "Place",
     "ShardedTensor",
     "TABLE",
+    "Together",
     "Unfit",
     "Wide",
     "_Copies",
@@ -83,6 +85,7 @@ __all__ = [
     "replicated",
     "settle",
     "to_pending",
+    "together_of",
     "torch_refuses",
     "total",
     "typeof",

@@ -28,6 +28,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor
+from shardlib.tensor.together import together_of
 
 __all__ = [
     "Wide", "gradient_of", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
@@ -77,6 +78,7 @@ class _Vary(Local):
         ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None
     ) -> Tensor:
         ctx.mesh, ctx.axes, ctx.wide, ctx.dtype = mesh, axes, wide, raw.dtype
+        ctx.leaf = together_of(raw)
         ctx.set_materialize_grads(False)
         return raw.view_as(raw)
 
@@ -87,8 +89,20 @@ class _Vary(Local):
             return None, None, None, None
         # its parts travel as they are and are summed in fp32
         half = ctx.dtype in (torch.bfloat16, torch.float16)
-        g = _Sum.apply(g.float() if half else g, ctx.mesh, ctx.axes, ctx.dtype if half else None)
-        return g, None, None, None
+        g, narrow = (g.float(), ctx.dtype) if half else (g, None)
+        if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow):
+            return None, None, None, None
+        return _Sum.apply(g, ctx.mesh, ctx.axes, narrow), None, None, None
+
+
+def _handed_over(
+    leaf: Any, g: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None
+) -> bool:
+    """Whether a leaf's gradient will be summed together with others'."""
+    if leaf is None or not leaf[0].takes(leaf[1]):
+        return False
+    leaf[0].take(leaf[1], g, mesh, axes, narrow)
+    return True
 
 
 class _Sum(Local):
@@ -262,12 +276,18 @@ class _VaryAll(Local):
     @staticmethod
     def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.axes, ctx.narrow = mesh, axes, raws[0].dtype if is_half(raws[0]) else None
+        ctx.leaves = [together_of(raw) for raw in raws]
         ctx.set_materialize_grads(False)
         return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        mesh, came = ctx.mesh, [g for g in grads if g is not None]
+        mesh = ctx.mesh
+        grads = tuple(
+            None if g is None or _handed_over(leaf, g, mesh, ctx.axes, ctx.narrow) else g
+            for leaf, g in zip(ctx.leaves, grads, strict=True)
+        )
+        came = [g for g in grads if g is not None]
         if not came:
             return None, None, *grads
         if len(came) == 1:

@@ -38,6 +38,7 @@ from shardlib.tensor import (
     lift,
     made_of,
     real_axes,
+    together_of,
     total,
     typeof,
     vary,
@@ -231,6 +232,8 @@ def product_of(
             real_axes(mesh, meets.difference(of_w.layout.axes, of_w.deferred)),
         )
         place = place._replace(deferred=deferred)
+    if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
+        w, over = ShardedTensor(marked, of_w), (over[0], ())
     added: Tensor | None = None
     met: Axes | None = None  # where the bias's gradient is summed, if it is computed here
     inside = bias is not None and _may_add(bias, x, place, match)
@@ -247,7 +250,10 @@ def product_of(
     else:
         raw = match.call(x, w, over, added)
     if bias is not None and met is not None:
-        raw = _Biased.apply(raw, bias.raw, mesh, met)
+        if met and together_of(bias.raw) is not None:
+            raw = _Biased.apply(raw, vary(bias.raw, mesh, met), mesh, ())
+        else:
+            raw = _Biased.apply(raw, bias.raw, mesh, met)
     raw = owned(raw)
     if more is False:
         let_go(x)
@@ -287,6 +293,22 @@ def _planned(
 
 
 _NOTHING: frozenset[Any] = frozenset()
+
+
+def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
+    """W's blocks, whose gradient is summed over ``axes`` with those of other leaves: of a leaf of
+    ``value_and_grad`` or its transpose; None of any other, and in half precision, of which the
+    product sums what it did not round.
+    """
+    raw = w.raw
+    leaf = raw if raw.is_leaf else raw._base
+    if leaf is None or is_half(raw) or together_of(leaf) is None or not torch.is_grad_enabled():
+        return None
+    if leaf is raw:
+        return vary(raw, w.mesh, axes)
+    turned = leaf.mT if leaf.ndim > 1 else leaf
+    same = raw.shape == turned.shape and raw.stride() == turned.stride()
+    return vary(leaf, w.mesh, axes).mT if same and raw.data_ptr() == leaf.data_ptr() else None
 
 
 def _may_add(bias: ShardedTensor, x: ShardedTensor, of_y: Place, match: Match) -> bool:

@@ -1,0 +1,85 @@
+"""Gradients of many leaves, summed over mesh axes in few transfers while backward goes on.
+
+A leaf that ``value_and_grad`` made knows of the ``Together`` of its call.  Where the gradient of such
+a leaf would be summed by itself, it is handed over instead and autograd gets none; what has the same
+axes and dtype travels in one psum as soon as there is a bucket of it.  Every rank hands over in the
+same order, that of its backward, so that all post the same transfers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import lead, psum, start, unwrap, wrap
+from shardlib.mesh import Mesh, bind
+from shardlib.tensor.tensor import ShardedTensor
+
+__all__ = ["LEAST", "MOST", "Together", "together_of"]
+
+LEAST, MOST = 1 << 20, 25 << 20
+"""Bytes of a bucket: less costs more in messages than it hides, and MOST is as DDP's."""
+
+_Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None]
+
+
+class Together:
+    """The sums of one backward: leaves' gradients are taken while it is ``open``.
+
+    ``most``  bytes from which what waits is posted: a fifth of the leaves', so that small models
+              have several transfers too.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.raws = [x.raw if isinstance(x, ShardedTensor) else x for x in leaves]
+        self.most = min(max(sum(r.nbytes for r in self.raws) // 5, LEAST), MOST)
+        self.open = False
+        self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
+        self.flying: list[tuple[list[tuple[int, torch.Size]], int, Callable[[], Tensor]]] = []
+        for i, raw in enumerate(self.raws):
+            raw.__dict__["together"] = self, i
+
+    def takes(self, i: int) -> bool:
+        """Whether a gradient of leaf ``i`` may come later: backward is ours, and no hook hears it."""
+        return self.open and not torch.is_grad_enabled() and not self.raws[i]._backward_hooks
+
+    def take(
+        self, i: int, g: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None
+    ) -> None:
+        """Sum ``g`` over ``axes`` with others; ``narrow`` as ``out`` and ``wire`` of psum."""
+        key = mesh, axes, g.dtype, narrow
+        rows = self.waiting.setdefault(key, [])
+        rows.append((i, g))
+        if sum(x.nbytes for _, x in rows) >= self.most:
+            self._post(key)
+
+    def finish(self) -> dict[int, Tensor]:
+        """Post what waits, wait for all: leaf -> the sum of what was handed over of it."""
+        for key in list(self.waiting):
+            self._post(key)
+        found: dict[int, Tensor] = {}
+        for parts, front, wait in self.flying:
+            flat, at = wait(), 0
+            for i, shape in parts:
+                n = shape[front:].numel()
+                g = flat[..., at : at + n].view(shape)
+                found[i] = found[i] + g if i in found else g
+                at += n
+        self.flying = []
+        return found
+
+    def _post(self, key: _Key) -> None:
+        mesh, axes, _, narrow = key
+        rows, front = self.waiting.pop(key), lead(key[0])
+        vectors = [g.flatten(front) if g.ndim > front else g.unsqueeze(-1) for _, g in rows]
+        how = {} if narrow is None else {"out": narrow, "wire": narrow}
+        with torch.no_grad(), bind(mesh):
+            flat = vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)
+            later = start(psum, wrap(flat, mesh), axes, **how)
+        self.flying.append(([(i, g.shape) for i, g in rows], front, lambda: unwrap(later.wait())))
+
+
+def together_of(raw: Tensor) -> tuple[Together, int] | None:
+    """What sums this leaf's gradient with others', and its number there."""
+    return raw.__dict__.get("together")
