@@ -26,7 +26,7 @@ from shardlib.ops.registry import Match
 from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
 from shardlib.planning.known import Known
-from shardlib.tensor import ShardedTensor, settle, typeof
+from shardlib.tensor import ShardedTensor, Together, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain", "size"]
 
@@ -294,14 +294,14 @@ def _explained(
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _Watch(t, paper.size, backward)
+        leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
+        together = _Together([x for x in leaves if x.raw.requires_grad], t) if backward else None
         with known, Live() as live, watch.paths:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             saved = live.now
-            if backward:
-                watch.back(
-                    out, [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]
-                )  # type: ignore[arg-type]
+            if together is not None:
+                watch.back(out, leaves, together)
         state = 0 if tx is None else _bytes(tx.init(ours))
     return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
 
@@ -341,6 +341,7 @@ class _Watch:
         self.product = False
         self.seen = 0
         self.row: Row | None = None
+        self.apart: list[Event] = []
         self.nodes: set[Any] = set()  # held, so that no node's place is taken by another
 
     def chose(self, match: Match, product: bool = False) -> None:
@@ -392,19 +393,42 @@ class _Watch:
     def _turn(self, row: Row | None) -> None:
         """What was counted since the last turn belongs to the row whose gradient ran then."""
         if self.row is not None:
-            self.row.backward += self.t.events[self.seen :]
+            known = set(map(id, self.apart))
+            self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
-    def back(self, out: Any, params: list[ShardedTensor]) -> None:
+    def back(self, out: Any, params: list[ShardedTensor], together: "_Together") -> None:
+        """Gradients that are summed together have a row of their own, behind all others."""
+        self.apart = together.events
         found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         ends = [x.raw for x in found if x.raw.requires_grad]
         starts = [x.raw for x in params if x.raw.requires_grad]
         self._turn(self.rows[-1] if self.rows else None)
+        together.open = True
         if ends and starts:
             torch.autograd.grad(
                 ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True
             )
+        together.finish()
         self._turn(None)
+        if together.events:
+            rest = Row("psum", "gradients of several parameters", (), "")
+            rest.backward = together.events
+            self.rows.append(rest)
+
+
+class _Together(Together):
+    """The gradients that a step sums together, as ``value_and_grad`` has them."""
+
+    def __init__(self, leaves: list[ShardedTensor], t: Trace) -> None:
+        super().__init__(leaves)
+        self.t = t
+        self.events: list[Event] = []
+
+    def _post(self, key: Any) -> None:
+        before = len(self.t.events)
+        super()._post(key)
+        self.events += self.t.events[before:]
 
 
 def _name(func: Any) -> str:
