@@ -49,7 +49,9 @@ def test_every_collective_is_there_once_with_its_bytes() -> None:
         (e.kind, e.axis, float(e.bytes), e.messages) for e in counted.events
     ]
     assert line.bytes == float(counted.bytes) > 0
-    assert sum(s.bytes for s in line.operations) == float(counted.bytes)
+    gradients = counted.events[-1]  # of all parameters, summed together when backward was through
+    assert (gradients.kind, gradients.axis) == ("psum", "data")
+    assert sum(s.bytes for s in line.operations) + gradients.bytes == float(counted.bytes)
 
 
 def test_operations_have_their_module_type_line_and_algorithm() -> None:
