@@ -3,13 +3,15 @@
     python -m benchmarks.checkpoint [--megabytes 256] [--rounds 5] [--memory]
 
 Both flush what they write to the disk, and both end a load with tensors that were not there before:
-ours makes them, DCP's are made empty for it to fill, within its time.  A time is that of the slowest
-rank; ratios are medians of the rounds' own.  CPU is that of all ranks together, which other load on
+ours makes them, DCP's are made empty for it to fill, within its time.  Each comes first in every
+other round, and neither finds memory that the other has left.  A time is that of the slowest rank;
+ratios are medians of the rounds' own.  CPU is that of all ranks together, which other load on
 the machine stretches less.  ``--memory``: peak of anonymous memory beside what was there, sampled
 every 2 ms.
 """
 
 import argparse
+import ctypes
 import gc
 import multiprocessing as mp
 import os
@@ -58,6 +60,11 @@ class Peak:
         self.bytes = max(self.bytes, anonymous() - self.before)
 
 
+trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
+"""Gives what was freed back to the system: what is timed begins without the memory of what was
+timed before, as a program does that resumes."""
+
+
 def tree(megabytes: int, layout: str) -> dict[str, Any]:
     """Matrices of 4 MB under a layout, an eighth of all on every rank."""
     count = megabytes // 4
@@ -81,6 +88,8 @@ def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, 
     found: dict[str, list[float]] = {}
 
     def timed(what: str, run: Callable[[], Any]) -> Any:
+        gc.collect()
+        trim(0)
         dist.barrier()
         if memory:
             with Peak() as peak:
@@ -104,20 +113,31 @@ def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, 
         found.setdefault("read", []).append(sl.load.bytes_read / local)  # type: ignore[attr-defined]
         return out
 
+    def saved(a: str) -> None:
+        timed("save", lambda: sl.save(a, ours))
+
+    def dcp_saved(b: str) -> None:
+        writer = FileSystemWriter(b, sync_files=True)
+        timed("dcp save", lambda: dcp.save(theirs, storage_writer=writer))
+
+    def loaded(a: str) -> None:
+        got = timed("load", lambda: read(a, ours))
+        assert all(torch.equal(got[n].raw, x.raw) for n, x in ours.items())
+
+    def dcp_loaded(b: str) -> None:
+        got = timed("dcp load", lambda: theirs_read(b))
+        assert all(torch.equal(got[n].to_local(), x.to_local()) for n, x in theirs.items())
+
+    def loaded_elsewhere(a: str) -> None:
+        got = timed("load elsewhere", lambda: read(a, other))
+        assert all(torch.equal(got[n].raw, x.raw) for n, x in other.items())
+
     for i in range(rounds + 1):  # the first warms up
         a, b = f"{place}/ours{i}", f"{place}/theirs{i}"
-        timed("save", lambda a=a: sl.save(a, ours))
-        writer = FileSystemWriter(b, sync_files=True)
-        timed("dcp save", lambda w=writer: dcp.save(theirs, storage_writer=w))
-        got = timed("load", lambda a=a: read(a, ours))
-        assert all(torch.equal(got[n].raw, x.raw) for n, x in ours.items())
-        del got
-        got = timed("dcp load", lambda b=b: theirs_read(b))
-        assert all(torch.equal(got[n].to_local(), x.to_local()) for n, x in theirs.items())
-        del got
-        got = timed("load elsewhere", lambda a=a: read(a, other))
-        assert all(torch.equal(got[n].raw, x.raw) for n, x in other.items())
-        del got
+        for pair in ([(saved, a), (dcp_saved, b)], [(loaded, a), (dcp_loaded, b)]):
+            for run, folder in pair if i % 2 else pair[::-1]:  # each comes first as often
+                run(folder)
+        loaded_elsewhere(a)
         if memory:
             timed("save later", lambda a=a: sl.save(a, ours, wait=False).wait())
         dist.barrier()

@@ -27,6 +27,8 @@ __all__ = [
     "chunk",
     "coordinate",
     "grid",
+    "held",
+    "length",
     "meet",
     "shares",
     "size",

@@ -30,7 +30,7 @@ from shardlib.checkpoint.files import open_file, parsed, write_all
 __all__ = ["MANIFEST", "Work", "clean", "exchange", "fsync_folder", "opened", "read_manifest"]
 
 MANIFEST = "shardlib.json"
-FORMAT = "shardlib checkpoint 1"
+FORMAT = "shardlib checkpoint 2"
 
 _LONGEST = 1 << 30
 """Bytes of a manifest at most."""

@@ -181,6 +181,9 @@ class Job:
         if os.getpid() != self.pid or self._ended.is_set():
             return
         self._ended.set()
+        if threading.current_thread() is not self._watcher:
+            # a thread that is in the store while the interpreter ends would abort the process
+            self._watcher.join(2.0)
         last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
         self._set(f"left/{self.rank}", last)
 

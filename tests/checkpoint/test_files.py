@@ -19,6 +19,7 @@ from shardlib.checkpoint.boxes import meet, whole
 from shardlib.checkpoint.files import (
     Folder,
     Part,
+    check_chunk,
     fill,
     layout_of_file,
     parsed,
@@ -96,6 +97,38 @@ def test_any_piece_is_read_and_nothing_beside_its_tiles(data: Any, tmp_path_fact
         out = torch.full(x[tuple(index)].shape, -1.0)
         fill(out, want, chunk, folder)
         assert torch.equal(out, x[tuple(index)]) and meet(want, want) is not None
+
+
+@pytest.mark.parametrize("shape", [(300, 96), (300, 97), (40, 9, 22), (100_000,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+def test_two_flips_of_one_bit_are_found_wherever_they_lie(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Upper bits too, in one column or in one row, read whole or a tile alone."""
+    rng, x = random.Random(0), value(shape, dtype)
+    said = saved(tmp_path, part("x", x))
+    path, row = tmp_path / "f", x[0].nbytes
+    good = path.read_bytes()
+    begin = said["bytes"] - x.nbytes
+    for i in range(24):
+        at = rng.randrange(x.nbytes - 8 * row - 4096) if len(shape) > 1 else rng.randrange(9000)
+        apart = rng.choice(
+            [row * rng.randrange(1, 8), 8, 16, 4096] if len(shape) > 1 else [8, 4096]
+        )
+        bad = bytearray(good)
+        for byte in (at, at + apart):
+            bad[begin + byte] ^= 0x80 if i % 3 else 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        with opened(tmp_path) as folder:
+            chunk = read_header(folder.file("f"), "f", said["bytes"], said["crc"]).get("x")
+            assert chunk is not None
+            with pytest.raises(ValueError, match="damaged"):
+                fill(torch.empty_like(x), whole(shape), chunk, folder)
+            with pytest.raises(ValueError, match="damaged"):
+                check_chunk(chunk, folder)
+            strided = torch.empty(*shape, 2, dtype=dtype)[..., 0]  # is read tile by tile
+            with pytest.raises(ValueError, match="damaged"):
+                fill(strided, whole(shape), chunk, folder)
 
 
 # ---------------------------------------------------------------- hostile files
