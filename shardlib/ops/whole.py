@@ -268,6 +268,8 @@ def on_whole(
         and isinstance(values[0], ShardedTensor)
         and any(bytes_.values())
     ):
+        if (refused := torch_refuses(func, args, kwargs)) is not None:
+            raise refused
         try:
             # what backward reads is not overwritten
             old = values[0].clone() if torch.is_grad_enabled() else values[0]

@@ -112,3 +112,14 @@ def test_complex_numbers_take_an_answer_in_place_as_torch_has_them(name: str) ->
     with sl.simulate(x=2, y=2), sl.implicit():
         got = getattr(sl.shard(t, "x"), name)(*[sl.shard(o, "y") for o in others])
         assert torch.equal(sl.unshard(got), want)
+
+
+def test_a_power_of_doubles_is_not_written_to_floats_as_in_torch() -> None:
+    t = torch.ones(4)
+    with sl.simulate(x=2), sl.implicit():
+        x = sl.shard(t, "x")
+        with pytest.raises(sl.errors.BadArgument, match="Double"):
+            x.float_power_(x)
+        assert torch.equal(sl.unshard(x), t)
+        y = sl.shard(t.double() * 2, "x")
+        assert torch.equal(sl.unshard(y.float_power_(y)), t.double() * 4)
