@@ -10,6 +10,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.layouts.dims import axis_sizes
+from shardlib.layouts.fit import check_axes
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
@@ -107,7 +108,8 @@ def _split(
             mesh=m,
             fix=f"sl.shard_sequence(batch, layout, documents=(0, {length}))",
         )
-    lay = as_layout(layout, "shard_sequence", "sl.shard_sequence(batch, {})", shape=(1, length))
+    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length))
+    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
     token = lay.resolve(2).dims[1]
     room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(
         token.axes or ()

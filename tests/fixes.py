@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 import shardlib as sl
 from shardlib.collectives.api import Pending
 from shardlib.errors import mesh_text
-from shardlib.mesh import Mesh, within
+from shardlib.mesh import Mesh, scope, within
 from shardlib.optim.step import _GivenUp
 from shardlib.optim.transform import Transform
 from shardlib.planning.explain import Explanation
@@ -289,7 +289,9 @@ def seen(e: sl.ShardError) -> None:
         for f, where in zip(frames, stack, strict=True)
         if "/torch/" not in where.f_code.co_filename
     ]
-    lifts = any(Path(f.f_code.co_filename).stem in ("parallelize", "as_module") for f in stack)
+    lifts = scope().promoting or any(
+        Path(f.f_code.co_filename).stem in ("parallelize", "as_module") for f in stack
+    )
     if not fault(e.fix):
         taken = {n for f in ours for n, v in f.items() if n in TRAINED and _given_up(v)}
         for name in sorted(names(e.fix)):
@@ -387,6 +389,8 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
     if name == "mesh" and isinstance(e.mesh, Mesh):
         return [e.mesh]
     held = [f[name] for f in frames if f.get(name) is not None]
+    if name in ("q", "k", "v"):  # engines call their blocks so, too
+        held.sort(key=lambda v: not isinstance(v, sl.ShardedTensor))
     return [v for v in held if name != "f" or callable(v)][:1]
 
 

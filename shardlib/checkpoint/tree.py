@@ -120,7 +120,12 @@ def _check(name: str, x: Any, op: str) -> None:
         raise Unsupported(f"{name!r} is of {x.dtype}, which no file holds", op=op, fix="x.float()")
     if not isinstance(x, ShardedTensor):
         if x.layout is not torch.strided:
-            raise Unsupported(f"{name!r} is not dense", op=op, fix="x = x.to_dense()")
+            raise Unsupported(
+                f"{name!r} is not dense",
+                op=op,
+                fix="tree = optree.tree_map("
+                "lambda x: x.to_dense() if isinstance(x, torch.Tensor) else x, tree)",
+            )
         return
     if x.sharding.partial:
         raise PartialEscape(

@@ -6,6 +6,7 @@ under every layout and mesh, and no rank holds a whole tensor, other than of ``o
 what that code itself makes whole.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -316,14 +317,15 @@ class _Unwritten:
 
 
 def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -> None:
-    for pattern, value in fill.items():
+    for i, (pattern, value) in enumerate(fill.items()):
         names = [n for n, t in tensors.items() if matches(pattern, n, t)]
         if not names:
+            near = difflib.get_close_matches(str(pattern), list(tensors), 1, 0.0)
             raise UnknownParameter(
                 f"fill: {pattern!r} matches no parameter or buffer",
                 op="init",
                 operands={"tensors": ", ".join(tensors)},
-                fix=f"sl.init(module, rules, fill={{{next(iter(tensors), '*')!r}: torch.nn.init.zeros_}})",
+                fix=f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}",
             )
         for name in names:
             with promoting():

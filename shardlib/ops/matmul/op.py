@@ -168,7 +168,7 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
     ('f32[4, 6]', 'f32[4@tp, 6]')
     """
     if out is not None:
-        out = as_layout(out, "matmul", "sl.matmul(x, w, {})", shape=(*x.shape[:-1], *w.shape[-1:]))
+        out = as_layout(out, "matmul", "out = {}", shape=(*x.shape[:-1], *w.shape[-1:]))
     return heard(product_of, product, x, w, out)
 
 
