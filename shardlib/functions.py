@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib._compat import NO_SETUP, HookFunction, Local, intercept_functions, intercept_inputs
 from shardlib.collectives import Stacked, blocks
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, gradient_of, promoting, replicated, settle, typeof
@@ -283,11 +283,17 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
         return STANDINS[cls](*args)
     found = next(a for a in args if isinstance(a, ShardedTensor | Stacked))
     if type(found) is Stacked and any(isinstance(a, ShardedTensor) for a in args):
+        given = lettered(a for a in args if isinstance(a, Tensor))
+        names = ", ".join(given)
+        layouts = tuple(
+            str(a.sharding) if isinstance(a, ShardedTensor) else "..." for a in given.values()
+        )
         raise ShardError(
             "a block and a sharded value meet",
             op=cls.__name__,
             mesh=found.mesh,
-            fix="sl.shard_map(f)",
+            fix=f"sl.shard_map(lambda {names}: {cls.__name__}.apply({names}), "
+            f"in_layouts={layouts!r}, out_layouts='...')",
         )
     run = _RUNS.get(cls)
     if run is None:

@@ -273,7 +273,8 @@ def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: 
             op=op.name,
             operands={"block": f"{dtype} {list(raw.shape)}"},
             mesh=mesh,
-            fix=f"{_public(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, {axes!r})",
+            fix=f"{_public(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
+            f"{(axes[0] if len(axes) == 1 else axes)!r})",
         )
     if dtype.is_complex:  # what travels is the memory as it is
         pairs = _finish(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)

@@ -78,10 +78,12 @@ def axis_sizes(mesh: Any) -> Sizes:
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
+        shape = tuple(getattr(mesh, "shape", (2, 2)))
         raise MeshError(
             "this mesh has no axis names",
             op="layout",
-            fix="init_device_mesh(device, shape, mesh_dim_names=('x', 'y'))",
+            fix=f"init_device_mesh({getattr(mesh, 'device_type', 'cpu')!r}, {shape}, "
+            f"mesh_dim_names={tuple('xyzw'[: len(shape)])})",
         )
     return dict(zip(names, mesh.shape, strict=True))
 

@@ -384,13 +384,16 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
             raise partial_escape("cross_entropy", x)
     row, col = logits.sharding.resolve(2).dims
     if target.padded_shape != logits.padded_shape[:1]:
+        few = min(target.shape.numel(), logits.shape[0])
         raise ShardError(
             f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for "
             f"{logits.padded_shape[0]} rows",
             op="cross_entropy",
             operands={"logits": typeof(logits), "target": typeof(target)},
             mesh=mesh,
-            fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
+            fix="F.cross_entropy(logits, target.view(-1))"
+            if target.shape.numel() == logits.shape[0]
+            else f"F.cross_entropy(logits[:{few}], target.view(-1)[:{few}])",
         )
     rows = Layout(dims=(row,))
     brought = target.sharding != rows and not (target.sharding >> rows).bytes(

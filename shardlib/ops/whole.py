@@ -394,7 +394,7 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
                 "some functions cast what they write to out=, and some do not",
                 op=func.__name__,
                 operands={"out": typeof(target), "result": typeof(value)},
-                fix="out.copy_(result)",
+                fix=f"out.copy_({_again(func, args, rest)})",
             )
         try:
             _stored(target, value, func.__name__)
@@ -420,6 +420,14 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
 
 _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
 """Functions that return nothing where they write to ``out=``."""
+
+
+def _again(func: Any, args: Any, kwargs: Any) -> str:
+    """The call as a line."""
+    leaves, tree = flat(args, kwargs)
+    return fix_line(
+        func, leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)], {}, 0
+    )
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:

@@ -431,7 +431,9 @@ def _case(*operands: Any) -> MuonCase:
     found = [one for one in found if one.mesh is not None]
     if not found:
         raise Unsupported(
-            "there is no sharded matrix", op="why", fix='sl.why("muon", sl.shard(w, "..."))'
+            "there is no sharded matrix",
+            op="why",
+            fix='with sl.simulate(x=2, y=2): print(sl.why("muon", sl.shard(w, "...")))',
         )
     return _case_of([x for x in found if x.spread.cut == found[0].spread.cut], None, math.inf)
 

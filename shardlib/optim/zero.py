@@ -165,7 +165,7 @@ def zero(
         full = _cast(parts, torch.float32)
         if master == "fp32":
             return ZeroState(tx.init(full), full)
-        _only_bf16(parts)
+        _only_bf16(parts, axes[0] if len(axes) == 1 else axes)
         return ZeroState(tx.init(full), _cast(parts, torch.int16, zeros=True))
 
     def followed(
@@ -715,7 +715,11 @@ def _items(
         layout = p.sharding.bare
         items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
     if not leaves:
-        raise ShardError("there are no parameters", op="zero", fix="tx.init(params)")
+        raise ShardError(
+            "there are no parameters",
+            op="zero",
+            fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
+        )
     return leaves[0].mesh, tuple(items)
 
 
@@ -865,7 +869,7 @@ def _cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets
     return parts.like(made)
 
 
-def _only_bf16(parts: Buckets) -> None:
+def _only_bf16(parts: Buckets, where: str | tuple[str, ...]) -> None:
     odd = next((x for x in parts.values() if x.raw.dtype != torch.bfloat16), None)
     if odd is not None:
         raise ShardError(
@@ -873,7 +877,7 @@ def _only_bf16(parts: Buckets) -> None:
             op="zero",
             operands={"parameters": typeof(odd)},
             mesh=odd.mesh,
-            fix='sl.optim.zero(tx, axis, master="fp32")',
+            fix=f'tx = sl.optim.zero(tx, axis={where!r}, master="fp32")',
         )
 
 

@@ -128,7 +128,11 @@ def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout:
             "a sharded product takes matrices; add a dimension to a vector",
             op="matmul",
             operands={"x": str(list(x)), "w": str(list(w))},
-            fix="(x @ v.unsqueeze(-1)).squeeze(-1)",
+            fix="(x @ w.unsqueeze(-1)).squeeze(-1)"
+            if len(x) > 1
+            else "(x.unsqueeze(0) @ w).squeeze(-2)"
+            if len(w) > 1
+            else "(x * w).sum()",
         )
     if x[-1] != w[-2]:
         raise ShardError(
