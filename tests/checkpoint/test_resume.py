@@ -8,6 +8,8 @@ import torch
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from tests.checkpoint.test_writing import every_pair
+from tests.workers import Pool
 
 CONFIG = GPTConfig(ctx=8, layers=1, heads=4, embed=16, dropout=0.2, vocab=32)
 
@@ -18,11 +20,12 @@ def windows() -> list[dict[str, Any]]:
 
 
 def run(
-    path: str, steps: int, *, recipe: str, stage: int = 1, resume: bool = False, wait: bool = True
-) -> list[float]:
+    path: str, steps: int, *, recipe: str, stage: int = 1, resume: bool = False, wait: bool = True,
+    config: GPTConfig = CONFIG,
+) -> list[float]:  # fmt: skip
     """Losses of ``steps`` steps, from a checkpoint or from the start; a checkpoint at the end."""
     torch.manual_seed(0)
-    model = GPT(CONFIG)
+    model = GPT(config)
     rules = getattr(sl.recipes, recipe)(model)
     apply, params = sl.parallelize(model, rules)
     clipped = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(1e-2))
@@ -120,11 +123,39 @@ def test_every_stage_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
         first = run(str(tmp_path / "halves"), 3, **how)
         rest = run(str(tmp_path / "halves"), 3, resume=True, **how)
     assert first + rest == losses
-    one, two = (sl.load(tmp_path / n) for n in ("whole", "halves"))
-    for part in ("params", "state"):
-        for n, x in one[part].items():
-            y = two[part][n]
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, n
+    assert _same(*(sl.load(tmp_path / n) for n in ("whole", "halves")))
+
+
+def _same(one: Any, two: Any) -> bool:
+    pairs = [(x, two[part][n]) for part in ("params", "state") for n, x in one[part].items()]
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+BY_THREE = GPTConfig(ctx=8, layers=1, heads=3, embed=12, dropout=0.2, vocab=36)
+
+
+def _every_stage(path: str) -> list[str]:
+    """What differs of two steps, and of one, a checkpoint and one more, at each stage."""
+    wrong = []
+    for stage in range(4):
+        how: Any = {"recipe": "megatron1d", "stage": stage, "config": BY_THREE}
+        losses = run(f"{path}/whole{stage}", 2, **how)
+        found = run(f"{path}/halves{stage}", 1, **how)
+        found += run(f"{path}/halves{stage}", 1, resume=True, **how)
+        wrong += [f"stage {stage}: {found} for {losses}"] * (found != losses)
+    return wrong
+
+
+def test_a_real_mesh_of_two_by_three(tmp_path: Path) -> None:
+    """Every pair of layouts, padded ones too, and every stage."""
+    six = Pool(6)
+    try:
+        assert six.run(every_pair, str(tmp_path / "pairs"), "x y", x=2, y=3) == [[]] * 6
+        assert six.run(_every_stage, str(tmp_path), seconds=120.0, data=2, x=3) == [[]] * 6
+    finally:
+        six.close()
+    for stage in range(4):
+        assert _same(*(sl.load(tmp_path / f"{n}{stage}") for n in ("whole", "halves"))), stage
 
 
 def test_processes_go_on_where_simulated_ranks_stopped_and_back(

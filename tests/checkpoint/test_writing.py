@@ -287,7 +287,7 @@ TWO = ["x y", "y x", "(x y) .", ". (y x)", "zigzag(x) y", "(3 x) y"]
 THREE = ["(x z) y", "z (y x)", "zigzag(z) ."]
 
 
-def _every_pair(path: str, axes: str) -> list[str]:
+def every_pair(path: str, axes: str) -> list[str]:
     """Of forms under which a tensor that does not divide was saved and loaded, the pairs that differ."""
     forms = ONE if axes == "x" else [*ONE, *TWO] + THREE * ("z" in axes)
     w = torch.arange(37 * 29.0).reshape(37, 29)
@@ -302,20 +302,20 @@ def _every_pair(path: str, axes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("axes", ["x", "x y"])
-def test_every_pair_of_layouts_on_four_processes(pool: Any, axes: str, tmp_path: Path) -> None:
+def testevery_pair_of_layouts_on_four_processes(pool: Any, axes: str, tmp_path: Path) -> None:
     mesh = {"x": 4} if axes == "x" else {"x": 2, "y": 2}
-    assert pool.run(_every_pair, str(tmp_path / "c"), axes, **mesh) == [[]] * 4
+    assert pool.run(every_pair, str(tmp_path / "c"), axes, **mesh) == [[]] * 4
 
 
-def test_every_pair_of_layouts_on_eight_processes(pool8: Any, tmp_path: Path) -> None:
-    found = pool8.run(_every_pair, str(tmp_path / "c"), "x y z", x=2, y=2, z=2)
+def testevery_pair_of_layouts_on_eight_processes(pool8: Any, tmp_path: Path) -> None:
+    found = pool8.run(every_pair, str(tmp_path / "c"), "x y z", x=2, y=2, z=2)
     assert found == [[]] * 8
 
 
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 2}, {"x": 1}], ids=str)
-def test_every_pair_of_layouts_on_simulated_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
+def testevery_pair_of_layouts_on_simulated_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
     with sl.simulate(**mesh):
-        assert _every_pair(str(tmp_path / "c"), " ".join(mesh)) == []
+        assert every_pair(str(tmp_path / "c"), " ".join(mesh)) == []
 
 
 def _spread(path: str, apart: bool) -> list[Any]:
