@@ -8,6 +8,7 @@ at multiples of 64 elements, so no cut falls into a block.
 Source: Dettmers et al., arXiv 2110.02861, sections 2.1 and 2.2.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,7 +22,7 @@ from torch import Tensor
 from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
 from shardlib.optim.adaptive import MomentState, running
-from shardlib.optim.buckets import ALIGN
+from shardlib.optim.buckets import ALIGN, Buckets
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.spans import SPAN
 from shardlib.optim.transform import Step, Transform, divide, ranged
@@ -32,13 +33,17 @@ __all__ = ["adam8bit"]
 
 
 class CodedState(NamedTuple):
-    """Steps taken; codes of the moments, and the largest element of each of their blocks."""
+    """Steps taken; codes of the moments, and the largest element of each of their blocks.
+
+    ``made_for``  a digest of where the moments lie, which says what is whose neighbour.
+    """
 
     count: int
     mu: Any
     nu: Any
     mu_scale: Any
     nu_scale: Any
+    made_for: int
 
 
 @ranged
@@ -52,7 +57,8 @@ def adam8bit(
     """AdamW with 2.125 bytes of moments per parameter in place of 8.
 
     Blocks are of neighbours in a rank's own part: what is rounded hangs on the layout, and a state
-    belongs to the layout and world size that it was made in.
+    belongs to the layout and world size that it was made in; ``load_state_dict`` refuses it
+    elsewhere, for codes rounded again in other blocks are other moments.
 
     >>> tx = adam8bit(0.5)
     >>> params = {"w": torch.ones(2)}
@@ -64,7 +70,7 @@ def adam8bit(
     def init(params: Any) -> CodedState:
         zeros = moments(params)
         (mu, mu_scale), (nu, nu_scale) = _coded(zeros, True), _coded(zeros, False)
-        return CodedState(0, mu, nu, mu_scale, nu_scale)
+        return CodedState(0, mu, nu, mu_scale, nu_scale, _digest(zeros))
 
     def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
         ready(grads, "adam8bit", state.mu)
@@ -79,7 +85,7 @@ def adam8bit(
             lambda _, m, v, *p: of(m, v, *p), grads, mu, nu, *([params] if weight_decay else [])
         )
         (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
-        return updates, CodedState(count, mu, nu, mu_scale, nu_scale)
+        return updates, CodedState(count, mu, nu, mu_scale, nu_scale, state.made_for)
 
     def direction(count: int, rate: float) -> Any:
         size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
@@ -182,6 +188,16 @@ def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch
     rows = _table(signed, codes.device)[0][_blocks(codes, front).long()] * scale[..., None]
     n = math.prod(codes.shape[front:])
     return rows.flatten(-2)[..., :n].reshape(codes.shape).to(dtype)
+
+
+def _digest(tree: Any) -> int:
+    """A number that is the same where the same elements of each tensor lie side by side."""
+    index = tree.index if isinstance(tree, Buckets) else None
+    said = [] if index is None else [str((b.axes, b.slots, b.length)) for b in index.buckets]
+    for x in optree.tree_leaves(tree):
+        where = [x.sharding, x.mesh.axes] if isinstance(x, ShardedTensor) else []
+        said.append(" ".join(map(str, [list(x.shape), *where])))
+    return int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big")
 
 
 def _coded(tree: Any, signed: bool) -> tuple[Any, Any]:

@@ -58,7 +58,8 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     ``state``  as ``tx.init(params)`` makes it, on the mesh and in the layouts of now.
     ``kept``   global tensors, plain or of any mesh and layout, and numbers.
     Raises: ShardError where a name is missing or too many, or a size or dtype differs: then it is
-            the state of another model, or of another transform.
+            the state of another model, or of another transform; and for one that belongs to its
+            layout, as that of ``adam8bit``, in another.
 
     >>> import shardlib as sl
     >>> tx, params = sl.optim.sgd(0.1, 0.9), {"w": torch.ones(4)}
@@ -77,6 +78,15 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
             fix="kept = sl.optim.state_dict(state)",
         )
     nodes = _nodes(state)
+    for name, x in nodes:
+        if name.rpartition(".")[2] == "made_for" and kept.get(name, x) != x:
+            raise ShardError(
+                "this state's blocks are of neighbours in the layout and world size that it was made "
+                "in; here other elements lie side by side",
+                op="load_state_dict",
+                operands={"state": name},
+                fix="state = tx.init(params)",
+            )
     wanted = {
         f"{name}.{path}" if name and path else name or path
         for name, x in nodes
@@ -176,8 +186,12 @@ def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
                 blocks[i] = value.local if n == 0 else value.local * 0
         with bind(x.mesh):
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]
-            out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)).clone())
-    return x.like(out)
+            out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)))
+    # between the slots stays what init left: a zero of codes is another number
+    new = x.like({n: v.becomes(v.raw.clone()) for n, v in x.items()})
+    for to, value in zip(new.pieces, x.like(out).pieces, strict=True):
+        to.copy_(value)
+    return new
 
 
 def _owned(x: Owned, name: str, kept: Mapping[str, Any]) -> Owned:

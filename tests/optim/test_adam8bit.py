@@ -96,3 +96,31 @@ def test_ranks_are_as_simulated(pool: Any) -> None:
         want = on_ranks(LAYOUTS[0])
     for answer in pool.run(on_ranks, LAYOUTS[0], x=2, y=2):
         assert all(torch.equal(a, b) for a, b in zip(answer, want, strict=True))
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_a_state_goes_back_to_its_layout_and_to_no_other(stage: int | None) -> None:
+    def begun(layout: str) -> tuple[Any, Any, Any]:
+        tx = o.chain(o.clip_by_global_norm(1.0), o.adam8bit(0.01))
+        tx = tx if stage is None else o.zero(tx, "data", stage)
+        params = tx.shard({"w": sl.shard(r(64, 64), layout), "b": sl.shard(r(37), ".")})
+        return tx, params, tx.init(params)
+
+    def stepped(tx: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        grads = {k: p.becomes(p.raw.sin()) for k, p in params.items()}
+        grads = params.like(grads) if stage == 3 else grads
+        return o.step(tx, params, grads, state)[:2]
+
+    with sl.simulate(data=2, x=2):
+        _, state = stepped(*begun("x ."))
+        kept = o.state_dict(state)
+        again = o.load_state_dict(begun("x .")[2], kept)
+        for one, two in zip(optree.tree_leaves(again), optree.tree_leaves(state), strict=True):
+            same = one == two if isinstance(one, int) else torch.equal(one.raw, two.raw)
+            assert same
+        with pytest.raises(sl.errors.ShardError, match="neighbours in the layout"):
+            o.load_state_dict(begun(". x")[2], kept)
+    with sl.simulate(data=4, x=1):
+        if stage is not None:
+            with pytest.raises(sl.errors.ShardError, match="neighbours in the layout"):
+                o.load_state_dict(begun("x .")[2], kept)
