@@ -194,7 +194,7 @@ def _digest(tree: Any) -> int:
     """A number that is the same where the same elements of each tensor lie side by side."""
     index = tree.index if isinstance(tree, Buckets) else None
     said = [] if index is None else [str((b.axes, b.slots, b.length)) for b in index.buckets]
-    for x in optree.tree_leaves(tree):
+    for x in optree.tree_leaves(tree):  # type: ignore[arg-type]
         where = [x.sharding, x.mesh.axes] if isinstance(x, ShardedTensor) else []
         said.append(" ".join(map(str, [list(x.shape), *where])))
     return int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big")

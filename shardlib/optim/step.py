@@ -146,7 +146,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _end(x: Tensor) -> int:
     """The place in its storage behind its last element."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.storage_offset() + reach + 1
+    return int(x.storage_offset() + reach + 1)
 
 
 def _kind(g: Any) -> str:

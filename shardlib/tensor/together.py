@@ -38,7 +38,7 @@ class Together:
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
         self.flying: list[tuple[list[tuple[int, torch.Size]], int, Callable[[], Tensor]]] = []
         for i, raw in enumerate(self.raws):
-            raw.__dict__["together"] = self, i
+            raw.together = self, i  # type: ignore[attr-defined]
 
     def takes(self, i: int) -> bool:
         """Whether a gradient of leaf ``i`` may come later: backward is ours, and no hook hears it."""
