@@ -370,8 +370,9 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
             v for f in frames for v in _tensors(f)
         ]
         typed = {id(v): v for v in tensors if isinstance(v, Tensor) and sl.typeof(v) == text}
-        if typed:
-            return list(typed.values())
+        if typed:  # a whole tensor prints as a plain one does
+            plain = isinstance(e, sl.errors.PlainTensor)
+            return sorted(typed.values(), key=lambda v: plain is isinstance(v, sl.ShardedTensor))
     if text is not None and re.fullmatch(r"\[[\d, ]*\]", text):  # a layout was asked about a shape
         whole = torch.zeros(ast.literal_eval(text))
         mesh = _mesh(e, {}, frames)
