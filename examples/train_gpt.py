@@ -9,6 +9,9 @@
 Then the same steps run in one process without shardlib's layouts, and both curves are compared.  At
 last the second half is trained once more, from the checkpoint that the run wrote half-way, on
 another number of processes and under another recipe: the losses are those of the run.
+
+Where a weight's blocks lie is on screen before anything runs, the losses' curve and what to run
+next at the end.
 """
 
 import argparse
@@ -202,6 +205,38 @@ def train_alone(args: argparse.Namespace) -> Report:
     }
 
 
+def layout_of(args: argparse.Namespace, axes: dict[str, int]) -> str:
+    """Which ranks hold which block of a weight, as text; on shapes alone."""
+    with torch.device("meta"):
+        m = model(args)
+    with sl.record(**axes) as mesh:
+        rules = getattr(sl.recipes, args.recipe)(m, mesh)
+        weight = sl.parallelize(m, rules, mesh=mesh)[1]["h.0.mlp.c_fc.weight"]
+    return f"h.0.mlp.c_fc.weight is {sl.typeof(weight)}, held by ranks\n{sl.visualize(weight)}"
+
+
+def curve(losses: list[float], width: int = 60, height: int = 9) -> str:
+    """The losses as a curve of text.
+
+    >>> print(curve([3.0, 2.0, 1.0], width=3, height=3))
+      3.00 |*
+      2.00 | *
+      1.00 |  *
+           +---
+    """
+    low, high = min(losses), max(losses)
+    span = max(high - low, 1e-9)
+    columns = min(width, len(losses))
+    last = max(columns - 1, 1)
+    picked = [losses[round(i * (len(losses) - 1) / last)] for i in range(columns)]
+    rows = [round((high - loss) / span * (height - 1)) for loss in picked]
+    lines = [
+        f"{high - r * span / (height - 1):>6.2f} |{''.join('*' if r == row else ' ' for row in rows)}".rstrip()
+        for r in range(height)
+    ]
+    return "\n".join([*lines, f"{'':>6} +{'-' * columns}"])
+
+
 def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     """Print and plot both runs side by side; the largest difference of their losses."""
     print("\nstep   sharded   one process   difference")
@@ -229,6 +264,8 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     text = generate(m.eval(), b"The ", 200, args.ctx)
     print(f"\nsample after {args.steps} steps, read back from {args.out}/checkpoint:")
     print(repr(text.decode(errors="replace")))
+    print(f"\nloss, steps 1 to {args.steps}")
+    print(curve(ours["losses"]))
     _plot(args, ours["losses"], alone["losses"])
     print(f"\nwrote {args.out}/loss.png, {args.out}/layouts.png, {args.out}/checkpoint")
     return worst
@@ -270,10 +307,28 @@ def compare(args: argparse.Namespace, ours: Report, again: Report, axes: dict[st
     return worst
 
 
+NEXT = (  # what to run after this, and what it is
+    ("train examples/demo.toml", "the same run as a file; stop it, and it goes on"),
+    ("plan examples/demo.toml --ranks 8,64", "which mesh, and will it fit"),
+    ("trace examples/demo.toml --out out/step.png", "what a step does, and when"),
+)
+
+
+def what_next() -> str:
+    """Three commands that run as they stand."""
+    here = os.path.relpath(sys.executable)
+    python = sys.executable if here.startswith("..") else here
+    rows = [(f"{python} -m shardlib {command}", text) for command, text in NEXT]
+    wide = max(len(command) for command, _ in rows)
+    return "\n".join(["next", *(f"  {command:<{wide}}  # {text}" for command, text in rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     axes, half = sizes(args.mesh), args.steps // 2
     device = args.device or "cpu"
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(layout_of(args, axes), flush=True)
     if "RANK" in os.environ:  # under torchrun
         with sl.use_mesh(sl.make_mesh(device=args.device, **axes)):
             ours = train(args)
@@ -295,6 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     print("the same steps in one process", flush=True)
     worst = report(args, ours, train_alone(args))
     resumed = compare(args, ours, again, there)
+    print(f"\n{what_next()}")
     return 0 if resumed < 1e-4 and (args.dropout or worst < 1e-4) else 1
 
 

@@ -8,6 +8,9 @@ import torch
 import shardlib as sl
 from examples.corpus import batches, load, split
 from examples.gpt import GPT, GPTConfig, generate
+from shardlib.command.main import _parser
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_the_corpus_is_real_text_and_batches_are_the_same_everywhere() -> None:
@@ -84,6 +87,16 @@ def test_the_demo_trains_to_the_single_process_loss(
         and "memory per rank" in said
         and "pbroadcast" in said
     )
+    assert (
+        said.index("held by ranks") < said.index("training on") and "\nloss, steps 1 to 6" in said
+    )
+    commands = [line.split("#")[0] for line in said.partition("\nnext\n")[2].splitlines()]
+    assert len(commands) == 3
+    for command in commands:  # each is one that the parser takes, of a file that is there
+        python, flag, name, *given = command.split()
+        assert Path(python).exists() and (flag, name) == ("-m", "shardlib")
+        asked = _parser(given[0]).parse_args(given)
+        assert (ROOT / (asked.model if given[0] == "plan" else asked.file)).exists()
     assert {p.name for p in tmp_path.iterdir()} == {"loss.png", "layouts.png", "checkpoint"}
 
 

@@ -90,6 +90,7 @@ ORDER = [  # each may import from those before it
     "checkpoint",
     "planning.bounds",
     "planning.links",
+    "planning.cluster",
     "planning.known",
     "planning.outline",
     "planning.products",

@@ -93,9 +93,22 @@ def axes_of(config: Config) -> dict[str, int]:
         if value < 1 and value != -1:
             raise config.error(("mesh", key), f"an axis has 1 rank at least, not {value}")
         axes[key] = value
+    _mesh_arguments(config, axes)
     if not axes:
         raise config.error(("mesh",), "a mesh has an axis: write data = 2 in [mesh]")
     return axes
+
+
+def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
+    """What ``[mesh]`` says beside its axes.  Raises: ConfigError."""
+    table = {k: v for k, v in config.table("mesh").items() if k not in axes}
+    known = arguments(make_mesh, config, ("mesh",), table)
+    try:
+        torch.device(known.get("device") or "cpu")
+    except RuntimeError:
+        text = f'no such device {known["device"]!r}: write "cuda" or "cpu"'
+        raise config.error(("mesh", "device"), text) from None
+    return known
 
 
 def under_launcher() -> bool:
@@ -113,12 +126,7 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
                 ("mesh", free[0]), "-1 is found from the number of processes: write a number"
             )
         return simulate(**axes) if kind == "simulate" else record(**axes)
-    known = arguments(
-        make_mesh,
-        config,
-        ("mesh",),
-        {k: v for k, v in config.table("mesh").items() if k not in axes},
-    )
+    known = _mesh_arguments(config, axes)
     try:
         how: dict[str, Any] = {**known, **axes}
         return make_mesh(**how)
@@ -276,7 +284,7 @@ def check_layout(config: Config) -> None:
 def _layout_keys(config: Config) -> list[str]:
     name = config.table("layout").get("recipe")
     own = keys_of(getattr(recipes, name), 2) if name in RECIPES else ()
-    return ["recipe", "rules", *PLACING, *own]
+    return list(dict.fromkeys(["recipe", "rules", *PLACING, *own]))
 
 
 def _axes_in(text: str) -> set[str]:

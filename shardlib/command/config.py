@@ -72,7 +72,7 @@ class Config:
         exact = (tuple(path) for _ in range(tuple(path) in self.places))
         place = next((k for k in itertools.chain(exact, inner, around)), None)
         where = self.file or "config" if place is None else self.places[place]
-        name = spelled(path, self.tables)
+        name = spelled(path, self.tables) if path else ""
         text = re.sub(r"\s*\n\s*", "; ", message.strip())
         return ConfigError(f"{where}: {name}: {text}" if name else f"{where}: {text}")
 

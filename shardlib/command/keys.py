@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import building, datasets
-from shardlib.command.config import parameters
+from shardlib.command.config import ConfigError, near, parameters
 from shardlib.command.progress import log
 from shardlib.command.train import checkpoint, train
 from shardlib.data import data
@@ -108,6 +108,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(given: Any) -> int:
     """Run the command."""
     rows = [k for k in listed() if not given.table or k.table.split(",")[0] == given.table]
+    if not rows:
+        names = list(dict.fromkeys(k.table.split(",")[0] for k in listed() if k.table))
+        raise ConfigError(
+            f"no table [{given.table}]{near(given.table, names)} (there are {', '.join(names)})"
+        )
     if given.json:
         print(json.dumps([k._asdict() for k in rows]))
         return 0

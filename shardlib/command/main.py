@@ -5,11 +5,14 @@ Exit codes: 0 done; 1 failed: a run or a check found a fault; 2 wrong configurat
 """
 
 import argparse
+import difflib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = ["COMMANDS", "main"]
 
@@ -58,8 +61,20 @@ def script() -> None:
     raise SystemExit(main())
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong:
+            choices = [c.strip(" '") for c in wrong[2].split(",")]
+            found = difflib.get_close_matches(wrong[1], choices, 1, 0.5)
+            message += f"; did you mean {found[0]!r}?" if found else ""
+        self.exit(WRONG, f"{self.prog}: {message}\n")
+
+
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="shardlib", description="Sharded PyTorch at a prompt.", epilog=__doc__.split("\n\n")[1]
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

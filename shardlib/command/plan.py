@@ -4,13 +4,24 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import optree
+import torch.distributed as dist
 from torch import nn
 
-from shardlib.command.building import RECIPES, axes_of, hugging_face, module_of
-from shardlib.command.config import Config, ConfigError, read
-from shardlib.planning.plan import CLUSTERS, Plan, Weighed, plan
+from shardlib.command.building import (
+    axes_of,
+    hugging_face,
+    module_of,
+    rows_of,
+    under_launcher,
+)
+from shardlib.command.config import Config, ConfigError, near, read
+from shardlib.mesh import Link
+from shardlib.planning.cluster import CLUSTERS, Cluster, measured
+from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
 __all__: list[str] = []
 
@@ -24,9 +35,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", default="", help="how many, as 8 or 8,64,512; of a file its mesh's"
     )
-    parser.add_argument("--batch", type=int, default=0, help="rows of a global batch")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="rows of a step, over all ranks and micro-batches"
+    )
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a row")
     parser.add_argument("--cluster", default="h100", help=", ".join(CLUSTERS))
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=0,
+        help="micro-batches of a step at the least; else 1, or a file's",
+    )
+    for which, where in (("inside", "within a node"), ("between", "between nodes")):
+        parser.add_argument(
+            f"--{which}", default="", metavar="SECONDS,BYTES",
+            help=f"a link {where}: seconds per message, bytes per second, as 5e-6,200e9; "
+            "else what torchrun's ranks measure, else the cluster's",
+        )  # fmt: skip
+    parser.add_argument("--node", type=int, default=0, help="ranks of a node; else the cluster's")
     parser.add_argument("--memory", default="", help="of one rank, as 80GiB; else the cluster's")
     parser.add_argument(
         "--state", type=float, default=8.0, help="bytes per parameter that the optimizer keeps"
@@ -41,13 +67,16 @@ def main(given: Any) -> int:
     if given.cluster not in CLUSTERS:
         raise ConfigError(f"--cluster {given.cluster}: there are {', '.join(CLUSTERS)}")
     model, said = _model(given)
+    cluster = _cluster(given)
+    if under_launcher() and int(os.environ["RANK"]) > 0:
+        return 0  # it has measured; one rank plans
     more: dict[str, Any] = {"memory": _bytes(given.memory)} if given.memory else {}
     if given.recipe:
         more["recipe"] = _recipes(given.recipe)
     found = {
         ranks: plan(
-            model, ranks, batch=said["batch"], sequence=said["sequence"], cluster=given.cluster,
-            state=given.state, most=given.most, **more,
+            model, ranks, batch=said["batch"], sequence=said["sequence"], cluster=cluster,
+            state=given.state, most=given.most, accumulate=said["accumulate"], **more,
         )
         for ranks in said["ranks"]
     }  # fmt: skip
@@ -61,13 +90,46 @@ def main(given: Any) -> int:
         for n, p in found.items():
             print(f"\n{n} ranks: {p}")
             if p.best is not None:
-                print(_tables(p.best))
+                print(_tables(p.best, p.batch))
     return 0 if all(p.best is not None for p in found.values()) else 4
+
+
+def _cluster(given: Any) -> Cluster:
+    """The cluster, with the links that were said, or that the ranks of this job measured."""
+    found = CLUSTERS[given.cluster]
+    if under_launcher() and not (given.inside and given.between):
+        found = measured(found)
+        dist.destroy_process_group()
+    said = {n: _link(text, n) for n in ("inside", "between") if (text := getattr(given, n))}
+    if given.node < 0:
+        raise ConfigError(f"--node {given.node}: 1 at least")
+    if given.node:
+        found = replace(found, node=given.node)
+    if len(said) == 2:
+        return replace(found, **said, source="as given")
+    for name, link in said.items():
+        other = "between" if name == "inside" else "inside"
+        found = replace(found, **{name: link}, source=f"{name} as given, {other} {found.source}")
+    return found
+
+
+def _link(text: str, name: str) -> Link:
+    try:
+        alpha, rate = map(float, text.split(","))
+        if alpha < 0 or rate <= 0:
+            raise ValueError(text)
+    except ValueError:
+        raise ConfigError(
+            f"--{name} {text}: seconds per message and bytes per second, as --{name} 5e-6,200e9"
+        ) from None
+    return Link(alpha, 1 / rate)
 
 
 def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The module on the meta device; ranks, batch and sequence.  Raises: ConfigError."""
-    said: dict[str, Any] = {"batch": given.batch, "sequence": given.sequence}
+    said: dict[str, Any] = {
+        "batch": given.batch, "sequence": given.sequence, "accumulate": given.accumulate
+    }  # fmt: skip
     ranks = [_whole(n, "--ranks") for n in given.ranks.split(",") if n]
     if given.model.endswith(".toml"):
         config = read(given.model, given.set)
@@ -89,19 +151,32 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     for key in ("batch", "sequence"):
         if said[key] < 1:
             raise ConfigError(f"--{key} must be given, as --{key} 1024")
+    if any(n < 1 for n in ranks):
+        raise ConfigError(f"--ranks {given.ranks}: 1 at least")
     if not ranks:
         raise ConfigError("--ranks must be given, as --ranks 8,64")
-    return model, {**said, "ranks": ranks}
+    if said["accumulate"] < 0:
+        raise ConfigError(f"--accumulate {said['accumulate']}: 1 at least")
+    return model, {**said, "accumulate": said["accumulate"] or 1, "ranks": ranks}
 
 
 def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
     """Batch and sequence as a file has them, where the prompt does not say."""
     data = config.table("data")
     rows = next((data[n] for n in ("text", "tokens") if isinstance(data.get(n), Mapping)), {})
+    length = said["sequence"] or int(rows.get("context", 0))
+    own = int(config.tables.get("accumulate", 1))  # of rows in [data] each
     return {
-        "batch": said["batch"] or int(data.get("batch", 0)),
-        "sequence": said["sequence"] or int(rows.get("context", 0)),
+        "batch": said["batch"] or own * int(data.get("batch", 0)),
+        "sequence": length or (_length(rows_of(config)) if "dataset" in data else 0),
+        "accumulate": said["accumulate"] or own,
     }
+
+
+def _length(rows: Any) -> int:
+    """Tokens in a row of a dataset; 0 where its first field is no sequence."""
+    first = optree.tree_leaves(rows[0])[0]  # type: ignore[arg-type]
+    return len(first) if getattr(first, "ndim", 0) == 1 else 0
 
 
 def _whole(text: str, what: str) -> int:
@@ -125,7 +200,7 @@ def _recipes(text: str) -> list[str]:
     names = text.split(",")
     for n in names:
         if n not in RECIPES:
-            raise ConfigError(f"--recipe {n}: there are {', '.join(RECIPES)}")
+            raise ConfigError(f"--recipe {n}{near(n, RECIPES)} (there are {', '.join(RECIPES)})")
     return names
 
 
@@ -135,9 +210,19 @@ def _plain(found: Plan) -> dict[str, Any]:
     return {
         "fits": found.best is not None,
         "memory": found.memory,
+        "batch": found.batch,
+        "links": _links(found.cluster),
         "looked": found.looked,
         "table": table,
     }
+
+
+def _links(cluster: Cluster | None) -> dict[str, Any]:
+    if cluster is None:
+        return {}
+    ways = {n: getattr(cluster, n) for n in ("inside", "between")}
+    plain = {n: {"alpha": k.alpha, "beta": k.beta} for n, k in ways.items()}
+    return {**plain, "node": cluster.node, "source": cluster.source}
 
 
 def _row(w: Weighed) -> dict[str, Any]:
@@ -157,14 +242,19 @@ def _row(w: Weighed) -> dict[str, Any]:
         "mesh": dict(w.way.mesh),
         "stage": w.way.stage,
         "remat": w.way.remat,
+        "accumulate": w.way.accumulate,
     }
     return {**way, "fits": w.fits, **{n: float(getattr(w, n)) for n in names}}
 
 
-def _tables(w: Weighed) -> str:
+def _tables(w: Weighed, batch: int) -> str:
     """What to write into a file for this way."""
-    lines = ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
+    count = w.way.accumulate
+    lines = [f"accumulate = {count}"] * (count > 1)
+    lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
     lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
+    lines += ["[data]", f"batch = {batch // count}"]
+    lines += ["[data]", f"batch = {batch // count}"]
     if w.way.stage:
         over = [f'"{a}"' for a in w.way.copies]
         axis = over[0] if len(over) == 1 else f"[{', '.join(over)}]"

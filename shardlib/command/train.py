@@ -232,7 +232,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
         found = _resumed(config, newest, everything())
         params = found["params"] if whole else optim.load_state_dict(params, found["params"])
         state = optim.load_state_dict(state, found["state"])
-        dealt = batches(config, rows, made.rules, mesh, state=found["data"])
+        dealt = _redealt(config, newest, rows, made, found["data"])
         keys.set_state(found["key"])
         report.step = report.first = int(found["step"])
         report.path = newest
@@ -288,6 +288,16 @@ def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
         ) from e
 
 
+def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) -> Any:
+    """The batches from where a run was killed."""
+    try:
+        return batches(config, rows, made.rules, made.mesh, state=state)
+    except ConfigError as e:
+        raise ConfigError(
+            f"{e}; {newest} does not go on with these rows: write resume = false or another path in [checkpoint]"
+        ) from e
+
+
 def forever(rows: Any) -> Iterator[Any]:
     """Batches of one epoch after the other."""
     while True:
@@ -316,11 +326,15 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
         for batch in taken:
             loss, grads = both(params, batch, by)
             total = loss if total is None else total + loss
-            sum_of = grads if sum_of is None else optree.tree_map(torch.add, sum_of, grads)
+            sum_of = grads if sum_of is None else optree.tree_map(_added, sum_of, grads)
         assert total is not None, "a step has a batch"
         return (total if scale is None else total / scale), sum_of
 
     return step
+
+
+def _added(total: Tensor, more: Tensor) -> Tensor:
+    return total.add_(more)  # in place: of a step's gradients two are held, not three
 
 
 def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -> str:

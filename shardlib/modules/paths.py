@@ -1,5 +1,6 @@
 """Which submodule runs: the path of a call within its module, while somebody asks for it."""
 
+import sys
 import threading
 from typing import Any
 
@@ -34,6 +35,7 @@ class Paths:
         self.roots: list[nn.Module] = []  # held, so that no module takes another's place
         self.here = threading.local()
         self.hooks: list[Any] = []
+        self.failed: tuple[BaseException, str] | None = None
 
     def __enter__(self) -> "Paths":
         self.hooks = [
@@ -51,6 +53,10 @@ class Paths:
         """Name the submodule that runs in this thread."""
         stack = self._stack()
         return stack[-1] if stack else ""
+
+    def where(self, error: BaseException) -> str:
+        """Name the innermost submodule that an error came out of."""
+        return self.failed[1] if self.failed is not None and self.failed[0] is error else ""
 
     def _stack(self) -> list[str]:
         if not hasattr(self.here, "stack"):
@@ -70,4 +76,7 @@ class Paths:
 
     def _leave(self, *_: Any) -> None:
         if stack := self._stack():
+            error = sys.exc_info()[1]  # torch calls this while it passes an error on
+            if error is not None and (self.failed is None or self.failed[0] is not error):
+                self.failed = error, stack[-1]
             stack.pop()

@@ -95,7 +95,7 @@ def clip_by_global_norm(
     """
     if not max_norm > 0:
         raise ShardError(
-            f"a bound of {max_norm}",
+            f"max_norm={max_norm}: a norm is clipped to more than 0",
             op="clip_by_global_norm",
             fix="sl.optim.clip_by_global_norm(1.0)",
         )
@@ -157,7 +157,9 @@ def clip_by_value(limit: float) -> Transform:
     """
     if not limit > 0:
         raise ShardError(
-            f"a bound of {limit}", op="clip_by_value", fix="sl.optim.clip_by_value(1.0)"
+            f"limit={limit}: values are clipped to more than 0",
+            op="clip_by_value",
+            fix="sl.optim.clip_by_value(1.0)",
         )
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
@@ -178,7 +180,7 @@ def clip_by_parameter_norm(max_norm: float) -> Transform:
     """
     if not max_norm > 0:
         raise ShardError(
-            f"a bound of {max_norm}",
+            f"max_norm={max_norm}: a norm is clipped to more than 0",
             op="clip_by_parameter_norm",
             fix="sl.optim.clip_by_parameter_norm(1.0)",
         )

@@ -114,6 +114,12 @@ def zero(
     _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise ShardError(
+            f"bucket_mb={bucket_mb}: a bucket has more than 0 MiB",
+            op="zero",
+            fix='sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
+        )
     most_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
     memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups)
     apart = _Seen(cut, 1 << 62, tx.groups, True, hops, keep)

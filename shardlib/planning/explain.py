@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
-from shardlib.errors import BadArgument, ShardError, user_line
+from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import record, within
@@ -231,7 +231,8 @@ def explain(
     ``backward``  also the gradients of ``params``.
     ``tx``        an optimizer's transform, whose state is then part of the peak.
 
-    Raises: what ``apply`` would raise, for example UnevenSplit at another size.
+    Raises: what ``apply`` would raise, for example UnevenSplit at another size; Unsupported, with the
+    submodule, where a module's own code raises on shapes alone.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2, y=2):
@@ -254,9 +255,35 @@ def explain(
         if isinstance(inputs, dict)
         else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
     )
-    return planned(
-        lambda: _rehearsed(apply, params, args, kwargs, sizes),
-        lambda: _explained(apply, params, args, kwargs, sizes, backward, tx),
+    with Paths() as paths:
+        try:
+            return planned(
+                lambda: _rehearsed(apply, params, args, kwargs, sizes),
+                lambda: _explained(apply, params, args, kwargs, sizes, backward, tx, paths),
+            )
+        except ShardError:
+            raise
+        except Exception as e:  # a foreign module's own code
+            raise _refused(e, paths, inputs, sizes) from e
+
+
+def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, int]) -> ShardError:
+    """The error for a forward that does not run on shapes alone: where, why, and what to write."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    where = f"module {paths.where(error)!r}" if paths.where(error) else "what was given"
+    given = [x for x in optree.tree_leaves(inputs) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+    stars = {dict: "**inputs", tuple: "*inputs", list: "*inputs"}.get(type(inputs), "inputs")
+    runs = f"with sl.trace() as t: apply(params, {stars})"
+    if any(word in str(error) for word in ("meta", "item()", "data-dependent", "_local_scalar")):
+        why = f"asks for values, and on paper there are none: {text}"
+    else:
+        why = f"raised {type(error).__name__}: {text}"
+    return Unsupported(
+        f"forward does not run on shapes alone: {where} {why}",
+        op="explain",
+        operands={"inputs": ", ".join(typeof(x) for x in given)} if given else {},
+        mesh=sizes,
+        fix=f"{runs}  # counts the same of a run, or raises the same where the module itself does",
     )
 
 
@@ -289,14 +316,15 @@ def _explained(
     sizes: dict[str, int],
     backward: bool,
     tx: Any,
+    paths: Paths,
 ) -> Explanation:
     with record(**sizes) as paper, trace() as t:
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
-        watch = _Watch(t, paper.size, backward)
+        watch = _Watch(t, paper.size, backward, paths)
         leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         together = _Together([x for x in leaves if x.raw.requires_grad], t) if backward else None
-        with known, Live() as live, watch.paths:
+        with known, Live() as live:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             saved = live.now
@@ -332,10 +360,9 @@ class _Watch:
     functions called inside one belong to it.
     """
 
-    def __init__(self, t: Trace, ranks: int, backward: bool) -> None:
-        self.t, self.ranks, self.marks = t, ranks, backward
+    def __init__(self, t: Trace, ranks: int, backward: bool, paths: Paths) -> None:
+        self.t, self.ranks, self.marks, self.paths = t, ranks, backward, paths
         self.rows: list[Row] = []
-        self.paths = Paths()
         self.inside = False
         self.match: Match | None = None
         self.product = False

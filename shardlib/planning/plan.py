@@ -6,10 +6,12 @@ of them then run on paper, forward and backward, with each distinct layer once a
 model of 80 layers takes as long as one of two.
 """
 
+import difflib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,63 +19,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlib.errors import BadArgument, ShardError
-from shardlib.mesh import Link, record
+from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dimensions import Dimensions, trace_dimensions
 from shardlib.placing import shard
-from shardlib.planning.explain import explain
+from shardlib.planning.cluster import Cluster, cluster_of
+from shardlib.planning.explain import explain, size
 from shardlib.planning.grids import step_cost
 from shardlib.planning.outline import Outline, outline
 from shardlib.planning.products import Layer, Sums, all_products
 
-__all__ = ["CLUSTERS", "Cluster", "Plan", "Way", "Weighed", "loss_of", "plan"]
+__all__ = ["Plan", "Way", "Weighed", "loss_of", "plan"]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """What a rank has, and how ranks are joined.
-
-    ``memory``   bytes of one rank.     ``flops``    operations per second that its products reach.
-    ``node``     ranks that are joined by links ``inside``; others are by links ``between``.
-
-    >>> Cluster(memory=80e9, flops=4e14).node
-    8
-    """
-
-    memory: float
-    flops: float
-    node: int = 8
-    inside: Link = field(default=Link(5e-6, 1 / 200e9))
-    between: Link = field(default=Link(1e-5, 1 / 40e9))
-
-    def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
-        """The link of each axis, the last axis' ranks side by side."""
-        out, reach = {}, 1
-        for axis, n in reversed(list(mesh.items())):
-            reach *= n
-            out[axis] = self.inside if reach <= self.node else self.between
-        return out
-
-
-CLUSTERS = {  # data sheets' memory; half of the data sheets' operations and links
-    "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9)),
-    "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9)),
-    "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9)),
-    "b200": Cluster(180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9)),
-}
-
+RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
 BUCKET = 25 * 2**20  # bytes of gradients that travel together, as zero's bucket_mb
 
 
 @dataclass(frozen=True)
 class Way:
-    """A recipe on a mesh, with ZeRO's stage and what modules keep for backward."""
+    """A recipe on a mesh, ZeRO's stage, what modules keep for backward, batches that a step adds up.
+
+    ``accumulate``  micro-batches of a step: forward and backward run once for each.
+    """
 
     recipe: str
     mesh: Mapping[str, int]
     stage: int = 0
     remat: str = ""
+    accumulate: int = 1
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -81,10 +56,18 @@ class Way:
         names = ("data", "s") if self.recipe == "ring" else ("data",)
         return tuple(a for a in names if self.mesh.get(a, 1) > 1)
 
+    @property
+    def rows(self) -> int:
+        """Whose multiple the rows of a batch are: the parts that its mesh makes of them."""
+        x, y, z = (self.mesh.get(a, 1) for a in "xyz")
+        parts = {"fsdp": x, "optimus2d": x, "cube3d": math.lcm(x * y, x * z)}
+        return self.mesh.get("data", 1) * parts.get(self.recipe, 1)
+
     def __str__(self) -> str:
         text = f"{self.recipe:<10} {' '.join(f'{a}={n}' for a, n in self.mesh.items())}"
         text += f", zero {self.stage}" if self.stage else ""
-        return text + (f", remat {self.remat}" if self.remat else "")
+        text += f", remat {self.remat}" if self.remat else ""
+        return text + (f", {self.accumulate} micro-batches" if self.accumulate > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,8 @@ class Weighed:
     """What a step moves, takes and holds on one rank.
 
     ``along``      axis -> (bytes, messages).     ``seconds``  of transfers and of products, one after the other.
-    ``parameters``, ``gradients``, ``state``, ``saved``, ``temporary``  bytes.
+    ``parameters``, ``gradients``, ``state``, ``saved``, ``temporary``  bytes; the last two of one
+    micro-batch.
     ``layers``   the stacks of layers that ``remat`` is of.
     """
 
@@ -119,8 +103,12 @@ class Weighed:
 
     @property
     def peak(self) -> float:
-        """Held at the most: what is saved goes as gradients come."""
-        return self.parameters + self.state + max(self.gradients, self.saved) + self.temporary
+        """Held at the most: what is saved goes as gradients come, and beside both lies the sum of
+        the gradients of the micro-batches before.
+        """
+        held = self.gradients if self.way.accumulate > 1 else 0
+        own = max(self.gradients, self.saved) + self.temporary
+        return self.parameters + self.state + held + own
 
 
 @dataclass(frozen=True)
@@ -129,6 +117,7 @@ class Plan:
 
     ``table``  best first; those that fit before those that do not.   ``best``  None where none fits.
     ``rejected``  (way, why) of those that cannot be.    ``looked``  how many were estimated.
+    ``batch``  rows of a step.     ``cluster``  whose memory, operations and links were taken.
 
     >>> from torch import nn
     >>> words = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
@@ -141,41 +130,46 @@ class Plan:
     memory: float
     looked: int
     rejected: tuple[tuple[Way, str], ...] = ()
+    batch: int = 0
+    cluster: Cluster | None = None
 
     @property
     def best(self) -> Weighed | None:
         return self.table[0] if self.table and self.table[0].fits else None
 
     def __str__(self) -> str:
-        lines = []
-        best = self.best
+        lines, best = [], self.best
         if best is not None:
-            lines.append(
-                f"{best.way}: {_gib(best.peak)} of {_gib(self.memory)} GiB, {best.seconds:.3g} s a step"
-            )
+            of = f"{size(best.peak)} of {size(self.memory)}"
+            lines.append(f"{best.way}: {of}, {best.seconds:.3g} s a step")
+            n = best.way.accumulate
+            if n > 1:
+                lines.append(f"fits with {n} micro-batches of {self.batch // n} rows each")
         elif self.table:
             least = min(self.table, key=lambda w: w.peak)
             lines.append(
-                f"nothing fits into {_gib(self.memory)} GiB; the least is {_gib(least.peak)} GiB: {least.way}"
+                f"nothing fits into {size(self.memory)}; the least is {size(least.peak)}: {least.way}"
             )
+        elif not self.rejected:
+            lines.append(f"no recipe splits {self.batch} rows, and the heads, over so many ranks")
+        large = max((w.peak for w in self.table), default=0.0) >= 2**30
+        unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
         lines.append(
-            "GiB per rank: peak  params   grads   state   saved    temp   MiB moved  messages   seconds"
+            f"{unit} per rank: peak  params   grads   state   saved    temp   MiB moved  messages   seconds"
         )
         for w in self.table:
             parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
-            figures = " ".join(f"{_gib(p):>7}" for p in parts)
+            figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
             tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
             lines.append(
                 f"        {figures} {tail}  {w.way}" + ("" if w.fits else "  (does not fit)")
             )
+        lines += [f"cannot be: {way}: {why}" for way, why in self.rejected]
         lines.append(f"{self.looked} ways were estimated, {len(self.table)} ran on paper")
+        lines += [self.cluster.told()] if self.cluster is not None else []
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _gib(n: float) -> str:
-    return f"{n / 2**30:.2f}"
 
 
 def plan(
@@ -187,21 +181,26 @@ def plan(
     cluster: str | Cluster = "h100",
     memory: float | None = None,
     state: float = 8.0,
-    recipe: str | Sequence[str] = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring"),
+    recipe: str | Sequence[str] = RECIPES,
     loss: Callable[..., Tensor] | None = None,
     most: int = 4,
+    accumulate: int = 1,
 ) -> Plan:
-    """Find how to train a language model on so many ranks: mesh, recipe, ZeRO's stage, remat.
+    """Find how to train a language model on so many ranks: mesh, recipe, ZeRO, remat, micro-batches.
 
     ``model``     best on the meta device; its dtype counts.
-    ``batch``     rows of a global batch, of ``sequence`` tokens each.
-    ``cluster``   what ranks have and how they are joined: "a100", "h100", "h200", "b200", or yours.
+    ``batch``     rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.
+    ``cluster``   what ranks have and how they are joined: "a100", "h100", "h200", "b200", yours, or
+                  what ``sl.planning.measured`` found on the ranks that run.
     ``memory``    bytes of one rank, else the cluster's.
     ``state``     bytes that the optimizer keeps per parameter: AdamW 8, with an fp32 master 12.
     ``recipe``    those to look at.     ``most``  how many run on paper.
     ``loss``      of (apply, params, ids, labels); by default cross entropy of the logits.
-    ZeRO is used over the axes that copy parameters, at the lowest stage from 1 on that fits, and
-    ``remat`` of whole layers where nothing else does.  Transfers are not thought to be hidden.
+    ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does not fit.
+    ZeRO is used over the axes that copy parameters.  Of its stages from 1 on, of micro-batches and of
+    ``remat`` of whole layers, that is taken which fits and takes least time: a micro-batch more is
+    messages more, stages 2 and 3 reduce gradients once for each, stage 3 gathers for each, and
+    ``remat`` computes a third more.  Transfers are not thought to be hidden.
     Raises: BadArgument where there is nothing to plan.
 
     >>> from torch import nn
@@ -216,16 +215,24 @@ def plan(
     >>> found.best.way.recipe, dict(found.best.way.mesh), found.best.way.stage
     ('ddp', {'data': 4}, 1)
     """
-    if ranks < 1 or batch < 1 or sequence < 1:
+    if ranks < 1 or batch < 1 or sequence < 1 or accumulate < 1:
         raise BadArgument(
-            f"ranks={ranks}, batch={batch}, sequence={sequence}: each is 1 at least",
+            f"ranks={ranks}, batch={batch}, sequence={sequence}, accumulate={accumulate}: each is 1 at least",
             op="plan",
             fix="sl.planning.plan(model, 8, batch=64, sequence=1024)",
         )
     names = [recipe] if isinstance(recipe, str) else list(recipe)
-    where = _cluster(cluster)
+    for name in names:
+        if name not in RECIPES:
+            near = difflib.get_close_matches(name, RECIPES, 1, 0.5) or RECIPES[:1]
+            raise BadArgument(
+                f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
+                op="plan",
+                fix=f"sl.planning.plan(model, {ranks}, batch={batch}, sequence={sequence}, recipe={near[0]!r})",
+            )
+    where = cluster_of(cluster)
     room = where.memory if memory is None else memory
-    study = _Study(model, where, batch, sequence, state, loss or _loss, room)
+    study = _Study(model, where, batch, sequence, state, loss or _loss, room, accumulate)
     ways = list(study.ways(ranks, names))
     ranked = sorted((study.estimate(w), i, w) for i, w in enumerate(ways))
     table: list[Weighed] = []
@@ -236,19 +243,7 @@ def plan(
         except ShardError as e:
             rejected.append((way, e.message.splitlines()[0]))
     table.sort(key=lambda w: (not w.fits, w.seconds if w.fits else w.peak, w.peak))
-    return Plan(tuple(table), room, len(ways), tuple(rejected))
-
-
-def _cluster(given: str | Cluster) -> Cluster:
-    if isinstance(given, Cluster):
-        return given
-    if given not in CLUSTERS:
-        raise BadArgument(
-            f"no cluster {given!r}; there are {', '.join(CLUSTERS)}",
-            op="plan",
-            fix="sl.planning.Cluster(memory=80e9, flops=4e14)",
-        )
-    return CLUSTERS[given]
+    return Plan(tuple(table), room, len(ways), tuple(rejected), batch, where)
 
 
 def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
@@ -295,11 +290,15 @@ class _Study:
 
     def __init__(
         self, model: nn.Module, cluster: Cluster, batch: int, sequence: int, state: float,
-        loss: Callable[..., Tensor], room: float,
+        loss: Callable[..., Tensor], room: float, accumulate: int = 1,
     ) -> None:  # fmt: skip
         self.cluster, self.batch, self.sequence = cluster, batch, sequence
         self.state, self.loss, self.room = state, loss, room
-        self.ratio = 0.0  # of what is saved without remat and with it, once that is known
+        self.least = accumulate
+        self.ratio = 8.0  # of what is saved without remat and with it: a guess until both are known
+        # rows of a micro-batch and remat, of the fastest way that was found, and its seconds
+        self.begin: tuple[int, str] | None = None
+        self.fastest = math.inf
         self.outline: Outline = outline(model)
         self.models = [self.outline.model(i) for i in range(1 + len(self.outline.repeats))]
         self.dims: list[Dimensions] = [trace_dimensions(m) for m in self.models]
@@ -371,46 +370,96 @@ class _Study:
         )
 
     def weigh(self, way: Way) -> Weighed:
-        """What a step takes, at the lowest stage of ZeRO that fits, and with remat where it must.
+        """What a step takes at its best: micro-batches, remat and ZeRO's stage that fit, in least time.
 
-        Once a way was measured both with remat and without, the next is measured without only where
-        the same ratio of what is saved says that it may fit.
+        One number of micro-batches runs on paper, with remat or without; from it the others are
+        estimated, and what is thought to be best runs next, until that is one which did.
+        Raises: BadArgument where the batch does not make so many micro-batches.
         """
-        full = self._measured(way, "full") if self.ratio else None
-        if full is not None and not self._may_fit(way, full):
-            return self._first(way, full, "full")
-        plain = self._measured(way, "")
-        found = self._first(way, plain, "")
-        if found.fits or not self.outline.stacks:
-            return found
-        full = full or self._measured(way, "full")
-        self.ratio = plain["saved"] / max(full["saved"], 1)
-        return self._first(way, full, "full")
+        counts = [n for n in _divisors(self.batch // way.rows) if n >= self.least]
+        if not counts:
+            raise BadArgument(
+                f"{self.batch} rows over {way.rows} parts make no {self.least} micro-batches",
+                op="plan",
+                fix=f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, sequence={self.sequence})",
+            )
+        remats = ("", "full") if self.outline.stacks else ("",)
+        rows, remat = self.begin or (self.batch // counts[0], "")
+        count = min(counts, key=lambda n: abs(math.log(self.batch / way.rows / n / rows)))
+        found: dict[tuple[int, str], dict[str, float]] = {}
+        for _ in range(4):
+            found[count, remat] = self._measured(replace(way, accumulate=count), remat)
+            self._learn(found, count)
+            known = self._best(way, found, counts, remats, known=True)
+            best = self._best(way, found, counts, remats)
+            if known.fits and best.seconds > 0.95 * known.seconds:
+                break  # nothing is thought to be better by much
+            count, remat = best.way.accumulate, best.way.remat
+            if (count, remat) in found:
+                break
+        known = self._best(way, found, counts, remats, known=True)
+        if known.fits and known.seconds < self.fastest:
+            self.fastest = known.seconds
+            self.begin = self.batch // way.rows // known.way.accumulate, known.way.remat
+        return known
 
-    def _may_fit(self, way: Way, full: Mapping[str, float]) -> bool:
-        """Whether a way may fit without remat, by what it saves with it."""
-        without = {**full, "saved": full["saved"] * self.ratio}
-        return self._first(way, without, "").peak <= 1.1 * self.room
+    def _learn(self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int) -> None:
+        if (count, "") in found and (count, "full") in found:
+            plain, full = found[count, ""], found[count, "full"]
+            self.ratio = plain["saved"] / max(full["saved"], 1)
 
-    def _first(self, way: Way, found: Mapping[str, float], remat: str) -> Weighed:
-        """At the lowest stage that fits, else at the highest."""
+    def _best(
+        self,
+        way: Way,
+        found: Mapping[tuple[int, str], Mapping[str, float]],
+        counts: Sequence[int],
+        remats: Sequence[str],
+        known: bool = False,
+    ) -> Weighed:
+        """The fastest that fits, else the smallest; ``known``: of those that ran on paper."""
         stages = range(1, 4) if way.copies else range(1)
-        tries = [self._staged(replace(way, stage=s, remat=remat), found) for s in stages]
-        return next((t for t in tries if t.fits), tries[-1])
+        keys = list(found) if known else list(itertools.product(counts, remats))
+        tried = [
+            self._staged(replace(way, stage=s, remat=r, accumulate=n), self._thought(found, n, r))
+            for n, r in keys
+            for s in stages
+        ]
+        fitting = [t for t in tried if t.fits]
+        if fitting:
+            return min(fitting, key=lambda t: (t.seconds, t.way.accumulate, t.way.stage))
+        return min(tried, key=lambda t: t.peak)
+
+    def _thought(
+        self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int, remat: str
+    ) -> Mapping[str, float]:
+        """What a micro-batch takes: as it ran on paper, else in proportion to one that did."""
+        if (count, remat) in found:
+            return found[count, remat]
+        near = min(found, key=lambda key: (key[1] != remat, abs(math.log(key[0] / count))))
+        by, known = near[0] / count, found[near]
+        out = dict(known)
+        kept = {"": self.ratio, "full": 1 / self.ratio}[remat] if near[1] != remat else 1.0
+        out["saved"] = by * kept * known["saved"]
+        out["temporary"] = by * (known["temporary"] + known["kept"] * (kept < 1))
+        for key in known:
+            if key.startswith("bytes "):
+                reduced = known.get(key.replace("bytes ", "reduced "), 0.0)
+                out[key] = reduced + by * (known[key] - reduced)
+        return out
 
     def _measured(self, way: Way, remat: str) -> dict[str, float]:
+        """What a micro-batch takes on paper."""
         policies = [(f"{path}.*", remat) for path, _ in self.outline.stacks] if remat else []
         found = [
             self._run(way, m, d, policies) for m, d in zip(self.models, self.dims, strict=True)
         ]
         whole = self.outline.total(found).values
-        last = found[-1].values
+        last, first = found[-1].values, found[0].values
         # temporaries do not grow with the layers: what the largest of the smaller models had
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
-        whole["layer"] = max(
-            (f.values["parameters"] - found[0].values["parameters"] for f in found[1:]), default=0
-        )
+        for of, name in (("parameters", "layer"), ("saved", "kept")):  # of one layer
+            whole[name] = max((f.values[of] - first[of] for f in found[1:]), default=0)
         return whole
 
     def _run(self, way: Way, model: nn.Module, dims: Dimensions, remat: Any) -> Sums:
@@ -420,7 +469,8 @@ class _Study:
             more = {} if way.recipe in ("ddp", "ring") else {"inputs": dims}
             rules = make(model, mesh, **more)
             apply, params = parallelize(model, rules, mesh=mesh, pad=True, remat=remat)
-            ids = torch.empty(self.batch, self.sequence, dtype=torch.int64, device="meta")
+            rows = self.batch // way.accumulate
+            ids = torch.empty(rows, self.sequence, dtype=torch.int64, device="meta")
             given = shard(ids, rules.tokens, mesh), shard(ids, rules.labels, mesh)
             found = explain(lambda p, i, t: self.loss(apply, p, i, t), params, given)
         out: dict[str, float] = defaultdict(float)
@@ -428,7 +478,8 @@ class _Study:
             for e in t.events:
                 out[f"bytes {e.axis}"] += float(e.bytes)
                 out[f"messages {e.axis}"] += e.messages
-                if late and not set(e.axis.split()).isdisjoint(way.copies):
+                if late and e.kind == "psum" and set(e.axis.split()) <= set(way.copies):
+                    out[f"reduced {e.axis}"] += float(e.bytes)  # gradients, which wait for the last
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
         return Sums(dict(out))
@@ -437,26 +488,26 @@ class _Study:
         ways = math.prod(way.mesh[a] for a in way.copies)
         params = float(found["parameters"])
         state = params / self.item * self.state
-        along = {
-            axis: (float(found[f"bytes {axis}"]), float(found[f"messages {axis}"]))
-            for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]
-        }
-        temporary = float(found["temporary"])
-        gradients = params
-        if way.stage >= 1:
-            state /= ways
-            for axis, (nbytes, messages) in along.items():  # gradients travel in buckets
-                p = math.prod(way.mesh[a] for a in axis.split())
-                one_by_one = found.get(f"gradients {axis}", 0.0)
-                in_buckets = 2 * (p - 1) * math.ceil(gradients / BUCKET)
-                along[axis] = (nbytes, messages - max(one_by_one - in_buckets, 0))
+        count, along = way.accumulate, {}
+        gradients, temporary = params, float(found["temporary"])
+        buckets = math.ceil(gradients / BUCKET)
+        for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]:
+            reduced, one_by_one = (
+                found.get(f"{of} {axis}", 0.0) for of in ("reduced", "gradients")
+            )
+            own = found[f"bytes {axis}"] - reduced, found[f"messages {axis}"] - one_by_one
+            p = math.prod(way.mesh[a] for a in axis.split())
+            in_buckets = min(2 * (p - 1) * buckets, one_by_one) if way.stage else one_by_one
+            # half of a reduction scatters gradients, the other half gathers parameters
+            times = (count + 1) / 2 if way.stage == 2 else count if way.stage == 3 else 1
+            along[axis] = count * own[0] + times * reduced, count * own[1] + times * in_buckets
         if way.stage >= 2:
             gradients, temporary = gradients / ways, temporary + found["layer"]
         if way.stage >= 3:
             over = " ".join(way.copies)
             gathered = params * (ways - 1) / ways
             had = along.get(over, (0.0, 0.0))
-            along[over] = (had[0] + gathered, had[1] + ways - 1)
+            along[over] = (had[0] + count * gathered, had[1] + count * (ways - 1))
             params, temporary = params / ways, temporary + 2 * found["layer"]
         links = self.cluster.links(way.mesh)
         ranks = math.prod(way.mesh.values())

@@ -2,7 +2,7 @@
 
 The algorithm runs once on simulated ranks.  What each transfer carries is told from its values:
 the operands' elements are all different, so a block of A is known wherever it turns up; what is no
-part of an operand is a sum on its way.
+part of an operand is a sum on its way, or a result.
 """
 
 import html
@@ -34,7 +34,8 @@ __all__ = ["Frame", "Frames", "Sent", "frames"]
 class Sent(NamedTuple):
     """One block on its way: the rank that sends it, those that receive it, and what it is.
 
-    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": a partial sum.
+    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": what is added up on its
+    way; "result": what was computed from operands, whole or a part of a sum.
     """
 
     sender: int
@@ -245,15 +246,14 @@ class _Camera(Trace):
         sent = []
         for group in _groups(mesh, axes):
             for i, to in _routes(name, len(group), params):
-                block = self._named(raw[group[i]])
+                block = self._named(raw[group[i]], name)
                 sent.append(Sent(group[i], tuple(group[j] for j in to), block))
         self.taken.append((f"{name} over {' '.join(axes)}", sent))
 
-    def _named(self, block: Tensor) -> str:
-        found = {self.known.get(v, "sum") for v in block.flatten().tolist() if v} or {"sum"}
-        return (
-            found.pop() if len(found) == 1 else "sum" if "sum" in found else "+".join(sorted(found))
-        )
+    def _named(self, block: Tensor, transfer: str) -> str:
+        own = "sum" if transfer in _ADDING else "result"
+        found = {self.known.get(v, own) for v in block.flatten().tolist() if v} or {own}
+        return own if own in found else "+".join(sorted(found))
 
     def developed(self) -> tuple[Frame, ...]:
         """Blocks of different operands travel in one step, until one of them moves again."""
@@ -261,19 +261,19 @@ class _Camera(Trace):
         steps: list[tuple[set[str], list[str], list[Sent], Fraction]] = []
         for (what, sent), event in zip(self.taken, moved, strict=True):
             operands = {letter for s in sent for letter in _operands(s)}
-            if (
-                not steps
-                or operands & steps[-1][0]
-                or ("sum" in operands) != ("sum" in steps[-1][0])
-            ):
+            if not steps or operands & steps[-1][0] or (operands | steps[-1][0]) & _OWN:
                 steps.append((set(), [], [], Fraction(0)))
             seen, whats, blocks, total = steps.pop()
             steps.append((seen | operands, [*whats, what], [*blocks, *sent], total + event.bytes))
         return tuple(Frame(tuple(s), tuple(w), n) for _, w, s, n in steps)
 
 
+_ADDING = ("psum", "psum_scatter", "preduce", "pmean")
+_OWN = {"sum", "result"}
+
+
 def _operands(sent: Sent) -> set[str]:
-    """The letters of the operands that a transfer carries, or "sum"."""
+    """The letters of the operands that a transfer carries; or "sum", or "result"."""
     return {part.rstrip("0123456789") for part in sent.block.split("+")}
 
 
@@ -496,7 +496,7 @@ def _label(
     return x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)
 
 
-def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> str:
+def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 84.0) -> str:
     """One step as a drawing that a page shows in its own ink."""
     left, low = min(x for x, _ in at) - 0.7, max(y for _, y in at) + 0.7
     width = (max(x for x, _ in at) + 0.7 - left) * scale
@@ -512,7 +512,7 @@ def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 64.0) -> st
             (ax, ay), (bx, by) = at[sender], at[to]
             middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
             length = math.hypot(bx - ax, by - ay) or 1.0
-            cut = 0.24 / length  # the arrow ends at the circle
+            cut = 0.19 / length  # the arrow ends at the circle
             tip = (bx + (middle[0] - bx) * 2 * cut, by + (middle[1] - by) * 2 * cut)
             (x0, y0), (xm, ym), (x1, y1) = spot(at[sender]), spot(middle), spot(tip)
             out.append(

@@ -316,6 +316,9 @@ class Timeline:
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
         panel = axes[0][0]
         zero = min((s.start for s in self.spans), default=0.0)
+        gap = (
+            0.0015 * 1e3 * self.seconds
+        )  # between bars, so that those of one colour are told apart
         shades = self._shades()
         used: dict[str, str] = {}
         for row, (_, _, spans) in enumerate(shown):
@@ -323,7 +326,8 @@ class Timeline:
                 key = _shade(s)
                 used[key] = shades[key]
                 at, width = 1e3 * (s.start - zero), 1e3 * s.seconds
-                panel.barh(row, width, left=at, height=0.8, color=shades[key], lw=0)
+                shown_width = max(width - gap, 0.5 * width)
+                panel.barh(row, shown_width, left=at, height=0.8, color=shades[key], lw=0)
                 if s.seconds > 0.012 * len(s.name) * self.seconds:
                     panel.text(
                         at + width / 2, row, s.name, ha="center", va="center", fontsize=6.5,

@@ -24,7 +24,24 @@ def test_where_nothing_fits_the_code_is_4(capsys: pytest.CaptureFixture[str]) ->
     (found,) = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["table"]
     assert main(["plan", *GPT, "--ranks", "2", "--memory", "1MiB", "--most", "1"]) == 4
-    assert "nothing fits into 0.00 GiB; the least is" in capsys.readouterr().out
+    assert "nothing fits into 1.00 MiB; the least is" in capsys.readouterr().out
+
+
+def test_a_files_micro_batches_are_those_of_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file's batch is a micro-batch's; links are said, and what they are is told."""
+    file = str(ROOT / "examples" / "demo.toml")
+    given = [file, "--set", "accumulate=4", "--recipe", "megatron1d"]
+    links = ["--inside", "5e-6,1e9", "--between", "1e-5,1e8", "--node", "4"]
+    assert main(["plan", *given, *links, "--ranks", "4", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["batch"] == 64 and found["table"][0]["accumulate"] == 4
+    assert found["links"]["node"] == 4 and found["links"]["source"] == "as given"
+    assert found["links"]["between"]["beta"] == pytest.approx(1e-8)
+    assert main(["plan", *given, "--ranks", "4", "--most", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "accumulate = 4" in said and "batch = 16" in said and "nothing was measured" in said
 
 
 @pytest.mark.parametrize(
@@ -36,8 +53,12 @@ def test_where_nothing_fits_the_code_is_4(capsys: pytest.CaptureFixture[str]) ->
         ([*GPT], "--ranks must be given"),
         ([*GPT, "--ranks", "two"], "a whole number"),
         ([*GPT, "--ranks", "2", "--cluster", "h10"], "there are a100"),
-        ([*GPT, "--ranks", "2", "--recipe", "megatron"], "there are megatron1d"),
+        ([*GPT, "--ranks", "2", "--recipe", "megatron"], "did you mean 'megatron1d'?"),
         ([*GPT, "--ranks", "2", "--memory", "much"], "write --memory 80GiB"),
+        ([*GPT, "--ranks", "2", "--inside", "fast"], "as --inside 5e-6,200e9"),
+        ([*GPT, "--ranks", "2", "--between", "1e-5,0"], "as --between 5e-6,200e9"),
+        ([*GPT, "--ranks", "2", "--node", "-1"], "1 at least"),
+        ([*GPT, "--ranks", "2", "--accumulate", "-2"], "1 at least"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -212,3 +212,37 @@ def test_state_on_paper_is_the_state(name: str) -> None:
         kept = [x for x in optree.tree_leaves(tx.init(params)) if isinstance(x, torch.Tensor)]
     here = (x.raw[0] if isinstance(x, sl.ShardedTensor) else x for x in kept)
     assert told == sum(x.numel() * x.element_size() for x in here)
+
+
+class _Refuses(nn.Module):
+    """Its forward asks for a value, or raises as a foreign module's own code does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "value":
+            return x if torch.ones(1, device=x.device).mul(2.5).item() > 1 else -x
+        raise KeyError("no such option")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("value", "asks for values"), ("error", "raised KeyError: 'no such option'")]
+)
+def test_a_forward_that_does_not_run_on_paper_is_told_by_its_module(how: str, said: str) -> None:
+    """And the fix runs: it raises what the module itself raises, or counts."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), _Refuses(how)))
+    inputs = (torch.ones(2, 4),)
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(net, [("*", "...")])
+        with pytest.raises(sl.errors.Unsupported, match=r"module '1\.1'") as caught:
+            sl.explain(apply, params, inputs)
+        assert said in caught.value.message and caught.value.__cause__ is not None
+        line = f"{caught.value.fix}\n"
+        names = {"sl": sl, "apply": apply, "params": params, "inputs": inputs}
+        if how == "value":
+            exec(line, names)
+        else:
+            with pytest.raises(KeyError):
+                exec(line, names)

@@ -1,13 +1,16 @@
 """A plan's figures are those of the whole model, and of the step that it is a plan of."""
 
+from dataclasses import replace
 from typing import Any
 
+import optree
 import pytest
 import torch
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.planning.plan import CLUSTERS, Way, _loss, _Study
+from shardlib.planning.cluster import CLUSTERS
+from shardlib.planning.plan import Way, _loss, _Study
 
 CONFIG = GPTConfig(vocab=64, ctx=16, layers=5, heads=4, embed=32)
 WAYS = [
@@ -80,6 +83,79 @@ def test_what_is_planned_is_what_a_run_of_it_moves() -> None:
     assert best.bytes == pytest.approx(float(t.bytes), rel=1e-12)
 
 
+ACCUMULATED = [
+    Way("ddp", {"data": 4}),
+    Way("megatron1d", {"data": 2, "x": 2}),
+    Way("fsdp", {"data": 2, "x": 2}),
+    Way("ring", {"data": 2, "s": 2}),
+]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("way", ACCUMULATED, ids=str)
+def test_micro_batches_are_priced_as_a_run_of_them_moves(way: Way, stage: int) -> None:
+    """Two of them, with ZeRO: its buckets are padded, and nothing else differs."""
+    torch.manual_seed(0)
+    study_, axes = study(), list(way.copies)
+    way = replace(way, stage=stage, accumulate=2)
+    planned = study_._staged(way, study_._measured(way, ""))
+    model, ids = GPT(CONFIG), torch.randint(64, (4, 16))
+    with sl.simulate(**way.mesh):
+        rules = getattr(sl.recipes, way.recipe)(model)
+        apply, params = sl.parallelize(model, rules, pad=True)
+        tx = sl.optim.zero(sl.optim.adamw(1e-3), axis=axes, stage=stage)
+        given = sl.shard(ids, rules.tokens), sl.shard(ids, rules.labels)
+        params = tx.shard(params) if stage == 3 else params
+        state = tx.init(params)
+        how: dict[str, Any] = {"pending": axes} if stage == 1 else {"into": tx}
+        step = sl.value_and_grad(lambda p: _loss(apply, p, *given), **how)
+        with sl.trace() as t:
+            _, grads = step(params)
+            _, more = step(params)
+            grads = optree.tree_map(torch.add, grads, more)
+            sl.optim.step(tx, params, grads, state)
+    assert planned.bytes == pytest.approx(float(t.bytes), rel=0.05)
+    once = study_._staged(
+        replace(way, accumulate=1), study_._measured(replace(way, accumulate=1), "")
+    )
+    assert once.saved == pytest.approx(2 * planned.saved, rel=0.05)
+    assert planned.state == once.state and planned.parameters == once.parameters
+
+
+def test_what_does_not_fit_whole_fits_in_micro_batches() -> None:
+    """Less memory, more of them; each plan that fits is one that its way's figures say fits."""
+    model = GPT(GPTConfig(vocab=64, ctx=64, layers=6, heads=4, embed=64))
+    counts = []
+    for memory in (2e8, 4e7, 1.5e7, 8e6):
+        found = sl.planning.plan(
+            model, 4, batch=256, sequence=64, memory=memory, recipe="megatron1d"
+        )
+        best = found.best
+        assert best is not None and best.peak <= memory, found
+        counts.append(best.way.accumulate)
+        assert (f"fits with {counts[-1]} micro-batches" in str(found)) is (counts[-1] > 1)
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 2
+    asked = sl.planning.plan(
+        model, 4, batch=256, sequence=64, memory=2e8, recipe="megatron1d", accumulate=3
+    )
+    assert asked.best is not None and asked.best.way.accumulate == 4  # 64 rows do not make three
+
+
+def test_more_micro_batches_than_rows_are_refused() -> None:
+    found = sl.planning.plan(GPT(CONFIG), 4, batch=8, sequence=16, recipe="ddp", accumulate=4)
+    assert not found.table and "no 4 micro-batches" in found.rejected[0][1]
+
+
+def test_the_links_that_are_given_are_those_that_count() -> None:
+    slow = replace(CLUSTERS["h100"], inside=sl.planning.Link(1e-5, 1e-6), source="as given")
+    fast, late = (
+        sl.planning.plan(GPT(CONFIG), 4, batch=8, sequence=16, recipe="megatron1d", cluster=c)
+        for c in ("h100", slow)
+    )
+    assert late.table[0].seconds > 10 * fast.table[0].seconds
+    assert "nothing was measured" in str(fast) and "(as given)" in str(late)
+
+
 def test_every_way_is_on_so_many_ranks() -> None:
     names = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
     for ranks in (1, 2, 8, 12):
@@ -91,7 +167,13 @@ def test_every_way_is_on_so_many_ranks() -> None:
 
 
 def test_mistakes_say_what_to_write() -> None:
-    for given in ({"ranks": 0}, {"batch": 0}, {"cluster": "h10"}):
+    for given in (
+        {"ranks": 0},
+        {"batch": 0},
+        {"cluster": "h10"},
+        {"accumulate": 0},
+        {"recipe": "megatron"},
+    ):
         how = {"ranks": 2, "batch": 8, "sequence": 16, **given}
         with pytest.raises(sl.errors.BadArgument):
             sl.planning.plan(GPT(CONFIG), **how)

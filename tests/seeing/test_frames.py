@@ -53,7 +53,7 @@ def test_a_cube_gathers_both_and_scatters_sums() -> None:
     assert {s.block for s in sums.sent} == {"sum"} and sums.what == ("psum_scatter over z",)
 
 
-def test_keys_and_values_go_round_a_ring_and_sums_come_back() -> None:
+def test_keys_and_values_go_round_a_ring_and_results_come_back() -> None:
     with sl.simulate(s=4):
         q, k, v = (sl.shard(torch.zeros(1, 4, 8, 4), ". . s .") for _ in "qkv")
         with sl.algorithm(attention="ring"):
@@ -62,7 +62,7 @@ def test_keys_and_values_go_round_a_ring_and_sums_come_back() -> None:
         with sl.algorithm(attention="ulysses"):
             film = sl.seeing.frames(sl.ring_attention, q, k, v)
         assert {s.block[0] for s in film[0].sent} == {"A", "B"}
-        assert {s.block for s in film[len(film) - 1].sent} == {"sum"}
+        assert {s.block for s in film[len(film) - 1].sent} == {"result"}
 
 
 def test_replicas_are_one_block_and_nothing_moves_where_all_is_local() -> None:

@@ -1,0 +1,122 @@
+"""What a rank has, and how ranks are joined: from data sheets, as said, or measured."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from shardlib.errors import BadArgument
+from shardlib.mesh import Link, make_mesh
+from shardlib.planning.links import probe
+
+__all__ = ["CLUSTERS", "Cluster", "cluster_of", "measured"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a rank has, and how ranks are joined.
+
+    ``memory``   bytes of one rank.     ``flops``    operations per second that its products reach.
+    ``node``     ranks that are joined by links ``inside``; others are by links ``between``.
+    ``source``   where the links' figures come from.
+
+    >>> Cluster(memory=80e9, flops=4e14).node
+    8
+    """
+
+    memory: float
+    flops: float
+    node: int = 8
+    inside: Link = field(default=Link(5e-6, 1 / 200e9))
+    between: Link = field(default=Link(1e-5, 1 / 40e9))
+    source: str = "as given"
+
+    def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
+        """The link of each axis, the last axis' ranks side by side."""
+        out, reach = {}, 1
+        for axis, n in reversed(list(mesh.items())):
+            reach *= n
+            out[axis] = self.inside if reach <= self.node else self.between
+        return out
+
+    def told(self) -> str:
+        """Say what the links are taken to be, and where that is from.
+
+        >>> CLUSTERS["h100"].told().split(" between")[0]
+        'links: 225 GB/s and 5 us a message within 8 ranks, 25 GB/s and 10 us'
+        """
+        inside, between = _told(self.inside), _told(self.between)
+        return (
+            f"links: {inside[0]} and {inside[1]} a message within {self.node} ranks, "
+            f"{between[0]} and {between[1]} between ({self.source})"
+        )
+
+
+def _told(link: Link) -> tuple[str, str]:
+    return f"{1e-9 / link.beta:.3g} GB/s", f"{1e6 * link.alpha:.3g} us"
+
+
+_SHEETS = "half of data sheets, nothing was measured"
+
+CLUSTERS = {  # data sheets' memory; half of the data sheets' operations and links
+    "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS),
+    "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
+    "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
+    "b200": Cluster(180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9), _SHEETS),
+}
+
+
+def cluster_of(given: str | Cluster) -> Cluster:
+    """The cluster of a name, or what is one.  Raises: BadArgument."""
+    if isinstance(given, Cluster):
+        return given
+    if given not in CLUSTERS:
+        raise BadArgument(
+            f"no cluster {given!r}; there are {', '.join(CLUSTERS)}",
+            op="plan",
+            fix="sl.planning.Cluster(memory=80e9, flops=4e14)",
+        )
+    return CLUSTERS[given]
+
+
+def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Cluster:
+    """Measure the links of the ranks that run, as ``probe`` does, in place of a cluster's own.
+
+    Called by all ranks of a job, under torchrun or in ``sl.launch``; those of one node stand side by
+    side.  Where there is one node, what joins nodes stays as it was; one rank measures nothing.
+
+    ``cluster``  whose memory and operations count.
+    ``ranks``    of one node; by default LOCAL_WORLD_SIZE as torchrun says it, else all.
+    Raises: BadArgument where the ranks make no whole nodes.
+
+    >>> measured("h100") == CLUSTERS["h100"]  # one rank has no links: nothing to measure
+    True
+    """
+    found = cluster_of(cluster)
+    if dist.is_available() and dist.is_initialized():
+        world = dist.get_world_size()
+    else:
+        world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    node = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % node:
+        raise BadArgument(
+            f"{world} ranks are no whole nodes of {node}",
+            op="measured",
+            fix=f"sl.planning.measured(ranks={world})",
+        )
+    if world == 1:
+        return found
+    links = probe(make_mesh(node=world // node, rank=node))
+    which, rest = f"{node} ranks of a node and {world // node} nodes", ""
+    if node == world:
+        which, rest = f"{node} ranks of a node", f"; between nodes {found.source}"
+    if node == 1:
+        which, rest = f"{world} nodes", f"; within a node {found.source}"
+    return replace(
+        found,
+        node=max(node, found.node) if node == world else node,
+        inside=links["rank"] if node > 1 else found.inside,
+        between=links["node"] if node < world else found.between,
+        source=f"measured between {which}{rest}",
+    )
