@@ -254,7 +254,6 @@ def _tables(w: Weighed, batch: int) -> str:
     lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
     lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
     lines += ["[data]", f"batch = {batch // count}"]
-    lines += ["[data]", f"batch = {batch // count}"]
     if w.way.stage:
         over = [f'"{a}"' for a in w.way.copies]
         axis = over[0] if len(over) == 1 else f"[{', '.join(over)}]"

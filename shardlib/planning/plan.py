@@ -186,7 +186,7 @@ def plan(
     most: int = 4,
     accumulate: int = 1,
 ) -> Plan:
-    """Find how to train a language model on so many ranks: mesh, recipe, ZeRO, remat, micro-batches.
+    """Find how to train a language model on so many ranks: mesh, recipe, ZeRO, micro-batches.
 
     ``model``     best on the meta device; its dtype counts.
     ``batch``     rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ def test_a_files_micro_batches_are_those_of_its_plan(
     assert found["links"]["between"]["beta"] == pytest.approx(1e-8)
     assert main(["plan", *given, "--ranks", "4", "--most", "1"]) == 0
     said = capsys.readouterr().out
-    assert "accumulate = 4" in said and "batch = 16" in said and "nothing was measured" in said
+    assert "nothing was measured" in said
+    written = tomllib.loads(said.partition("\nwrite\n")[2])
+    assert written["accumulate"] == 4 and written["data"] == {"batch": 16}
 
 
 @pytest.mark.parametrize(
