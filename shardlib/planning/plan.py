@@ -487,7 +487,7 @@ class _Study:
     def _staged(self, way: Way, found: Mapping[str, float]) -> Weighed:
         ways = math.prod(way.mesh[a] for a in way.copies)
         params = float(found["parameters"])
-        state = params / self.item * self.state
+        state = params / self.item * self.state / (ways if way.stage else 1)
         count, along = way.accumulate, {}
         gradients, temporary = params, float(found["temporary"])
         buckets = math.ceil(gradients / BUCKET)
