@@ -498,8 +498,15 @@ def _run(s: _Seen) -> str:
         return ""
     if unknown := [n for n in s.missing if n not in CALLER]:
         return f"the fix names what neither the error nor the caller has: {', '.join(unknown)}"
-    tried = [_tried(s, scope) for scope in s.scopes]
-    return "" if not all(tried) else tried[0]
+    tried = []
+    for meant in s.scopes:  # until one runs
+        tried.append(_tried(s, meant))
+        if tried[-1][1].startswith("run"):
+            break
+    wrong, done = min(tried, key=lambda one: (bool(one[0]), not one[1].startswith("run")))
+    if not wrong:
+        _note(done, s)
+    return tried[0][0] if wrong else ""
 
 
 def _launched(s: _Seen) -> str:
@@ -525,8 +532,8 @@ def _left_open(fix: str) -> bool:
     return any(isinstance(a, ast.Constant) and a.value is ... for call in calls for a in call.args)
 
 
-def _tried(s: _Seen, scope: dict[str, Any]) -> str:
-    """What is wrong with a fix when its names mean these values."""
+def _tried(s: _Seen, scope: dict[str, Any]) -> tuple[str, str]:
+    """What is wrong with a fix when its names mean these values, and what was done with it."""
     mesh = sl.simulate(x=2) if s.mesh is None and s.missing else s.mesh
     try:
         with nullcontext() if mesh is None else sl.use_mesh(mesh):
@@ -539,24 +546,18 @@ def _tried(s: _Seen, scope: dict[str, Any]) -> str:
             got = _answer(s.fix, MODULES | scope, mesh)
     except Exception as again:
         if isinstance(again, NotImplementedError) and _refused_whole(s, scope, again):
-            _note("of a call that torch refuses on whole tensors too", s)
-            return ""
+            return "", "of a call that torch refuses on whole tensors too"
         if _of_the_place(again):
-            _note(f"failed for where it is run: {type(again).__name__}", s)
-            return ""
-        return f"{type(again).__name__}: {str(again)[:300]}"
+            return "", f"failed for where it is run: {type(again).__name__}"
+        return f"{type(again).__name__}: {str(again)[:300]}", ""
     whole = isinstance(want, Tensor) and not isinstance(want, sl.ShardedTensor)
     if not whole or not isinstance(got, sl.ShardedTensor):
-        _note("run" if not s.missing else "run with a stand-in", s)
-        return ""
+        return "", "run" if not s.missing else "run with a stand-in"
     have = sl.unshard(got).detach()
     close = have.dtype == want.dtype and have.shape == want.shape
-    _note("run, and its value compared with dense", s)
-    return (
-        ""
-        if close and torch.allclose(have, want, equal_nan=True)
-        else "the value is not the dense one"
-    )
+    if close and torch.allclose(have, want, equal_nan=True):
+        return "", "run, and its value compared with dense"
+    return "the value is not the dense one", ""
 
 
 def _unsharded(scope: dict[str, Any]) -> dict[str, Any]:
