@@ -347,27 +347,28 @@ def brought(
     must be summed are given, not yet heeded.
     """
     mesh, moving = values[0].mesh, False
-    key = (_Plan, partial, *[(v.sharding, v.padded_shape) for v in values])
-    plan = mesh.plans.get(key)
+    key = tuple([(v.place.layout, v.place.shape) for v in values])
+    deferred = tuple([v.place.deferred for v in values])
+    known = (_Plan, partial, key, deferred)
+    plan = mesh.plans.get(known)
     if plan is None:
         for v in values:
             if v.sharding.partial not in ((), partial):
                 raise partial_escape(op, v)
-        plan = mesh.plans[key] = _planned(op, key[2:], mesh, partial)  # type: ignore[arg-type]
+        plan = mesh.plans[known] = _planned(op, key, mesh, partial, deferred)
     for i, moved in plan.moved:
         moving = True
         budget = implicit_budget()
         if moved and (budget is None or moved > budget):
-            raise _refused(op, i, moved, plan, key[2:], mesh)  # type: ignore[arg-type]
+            raise _refused(op, i, moved, plan, key, mesh)
     raws = [v.raw for v in values]
-    if not moving and not any([v.deferred for v in values]):
+    if not moving:
         overs = [
             over if over and raw.requires_grad else ()
             for over, raw in zip(plan.overs, raws, strict=True)
         ]
-        return raws, overs, plan.out, plan.shape, _NOWHERE
-    deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.out.axes)
-    meets, overs = {*plan.out.axes, *plan.out.partial, *deferred}, []
+        return raws, overs, plan.out, plan.shape, plan.deferred
+    meets, overs = {*plan.out.axes, *plan.out.partial, *plan.deferred}, []
     for i, (v, target) in enumerate(zip(values, plan.targets, strict=True)):
         if target is not None:
             v = reshard(v, target)
@@ -376,10 +377,7 @@ def brought(
             v.sharding.axes, v.sharding.partial, v.deferred
         )
         overs.append(real_axes(mesh, met) if met else ())
-    return raws, overs, plan.out, plan.shape, deferred
-
-
-_NOWHERE: frozenset[str] = frozenset()
+    return raws, overs, plan.out, plan.shape, plan.deferred
 
 
 class _Spread(Local):
@@ -415,8 +413,9 @@ _Key = tuple[tuple[Layout, torch.Size], ...]
 class _Plan(NamedTuple):
     """The result's place, and for each operand the layout to bring it to (None: as it is).
 
-    ``overs``  the axes over which its gradient is summed, if nothing moves and nothing is deferred.
-    ``moved``  (operand, bytes) of those that are brought elsewhere.
+    ``overs``     the axes over which its gradient is summed, if nothing moves.
+    ``moved``     (operand, bytes) of those that are brought elsewhere.
+    ``deferred``  the axes over which the result's gradient is left unsummed.
     """
 
     out: Layout
@@ -424,9 +423,12 @@ class _Plan(NamedTuple):
     targets: tuple[Layout | None, ...]
     overs: tuple[tuple[str, ...], ...]
     moved: tuple[tuple[int, Any], ...]
+    deferred: frozenset[str]
 
 
-def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
+def _planned(
+    op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...], defer: tuple[frozenset[str], ...]
+) -> _Plan:
     if len(mesh.plans) > 8192:
         mesh.plans.clear()
     try:
@@ -463,9 +465,14 @@ def _planned(op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...]) -> _Plan:
         targets.append(None if target == lay else target)
         if target != lay:
             moved.append((i, (lay >> target).bytes(tuple(s), mesh)))
-    meets = {*out.axes, *out.partial}  # a factor of parts has a part of its gradient on each rank
-    overs = tuple(real_axes(mesh, meets.difference(lay.axes, lay.partial)) for lay, _ in key)
-    return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved))
+    deferred = frozenset().union(*defer).difference(out.axes)
+    # a factor of parts has a part of its gradient on each rank
+    meets = {*out.axes, *out.partial, *deferred}
+    overs = tuple(
+        real_axes(mesh, meets.difference(lay.axes, lay.partial, own))
+        for (lay, _), own in zip(key, defer, strict=True)
+    )
+    return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved), deferred)
 
 
 def _refused(

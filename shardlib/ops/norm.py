@@ -275,7 +275,7 @@ def _normalised(
     width = len(shape)
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
     values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
-    x = values[0]
+    x, dtype = values[0], values[0].dtype
     if not width or tuple(x.padded_shape[-width:]) != shape:
         raise BadArgument(
             f"normalized_shape {list(shape)} is not the tail of the tensor's shape",
@@ -285,12 +285,9 @@ def _normalised(
             fix=f"F.{op}(x, {list(x.padded_shape[-1:])})",
         )
     for v in values:
-        mixed = centre and v.dtype != x.dtype and not (is_half(x) and v.dtype == torch.float32)
-        if (
-            mixed
-            or not v.dtype.is_floating_point
-            or (v is not x and tuple(v.padded_shape) != shape)
-        ):
+        given = v.dtype
+        mixed = centre and given != dtype and not (is_half(x) and given == torch.float32)
+        if mixed or not given.is_floating_point or (v is not x and tuple(v.padded_shape) != shape):
             raise BadArgument(
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
                 "is floating point",

@@ -50,12 +50,11 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")
     mesh = next(t.mesh for t in (q, k, v) if isinstance(t, ShardedTensor))
     q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
-    operands = {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.dtype.is_floating_point:
         raise BadArgument(
             "query, key and value have one dtype, which is floating point",
             op="scaled_dot_product_attention",
-            operands=operands,
+            operands=_named(q, k, v),
             mesh=mesh,
         )
     if (
@@ -66,14 +65,14 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         raise BadArgument(
             "queries and keys have one size, keys and values one length",
             op="scaled_dot_product_attention",
-            operands=operands,
+            operands=_named(q, k, v),
             mesh=mesh,
         )
     if not 0.0 <= given["dropout_p"] <= 1.0:
         raise BadArgument(
             f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
             op="scaled_dot_product_attention",
-            operands=operands,
+            operands=_named(q, k, v),
             mesh=mesh,
         )
     tokens = q.dims
@@ -90,7 +89,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
                 "attention is local where batch and heads are split alike and sequence and head "
                 "size are whole",
                 op="scaled_dot_product_attention",
-                operands=operands,
+                operands=_named(q, k, v),
                 mesh=mesh,
                 fix=f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
             )
@@ -98,7 +97,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         raise Unsupported(
             "dropout of the probabilities takes [batch, heads, sequence, size]",
             op="scaled_dot_product_attention",
-            operands=operands,
+            operands=_named(q, k, v),
             mesh=mesh,
             fix="F.scaled_dot_product_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
         )
@@ -122,6 +121,10 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             deferred=deferred,
         ),
     )
+
+
+def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, str]:
+    return {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
 
 
 def _round_a_ring(

@@ -5,8 +5,9 @@
 """
 
 import math
-from functools import lru_cache, reduce
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, reduce, wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
 from shardlib.ops.padding import last_only, padded_to
+from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -204,6 +206,61 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
 
+class _Seen(NamedTuple):
+    """How a value is seen otherwise: what torch does to its blocks, and where the result lies."""
+
+    run: Callable[..., Tensor]
+    how: tuple[Any, ...]
+    place: Place
+    dense: bool = False  # only of contiguous blocks; of others it may be a copy, or refused
+
+    def of(self, x: ShardedTensor) -> ShardedTensor:
+        return ShardedTensor(local_call(self.run, x.mesh, (x.raw, *self.how), {}), self.place)
+
+
+_Found = tuple[ShardedTensor, _Seen] | Tensor
+
+
+def _replayed(look: Callable[[Any, Any, Any], _Found]) -> Callable[[Any, Any, Any], Any]:
+    """Implement a view by what ``look(func, args, kwargs)`` finds, once for each place and shape.
+
+    ``look``  gives the operand and how it is seen, or the result where values decide.
+    """
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        key = None if kwargs else _key(func, args)
+        if key is not None:
+            x = args[0]
+            seen = x.place.mesh.plans.get(key)
+            if seen is not None and (not seen.dense or x.raw.is_contiguous()):
+                return seen.of(x)
+        found = look(func, args, kwargs)
+        if not isinstance(found, tuple):
+            return found
+        x, seen = found
+        if key is not None:
+            remember(x.mesh.plans, key, seen)
+        return seen.of(x)
+
+    return wraps(look)(run)
+
+
+def _key(func: Any, args: Any) -> tuple[Any, ...] | None:
+    """Tell calls on one value with ints apart; None for all others, which are bound first."""
+    if type(args[0]) is not ShardedTensor:
+        return None
+    rest = args[1:]
+    for a in rest:
+        if type(a) is int:
+            continue
+        if type(a) is not tuple and type(a) is not torch.Size:
+            return None
+        for n in a:  # 2.0 and True are equal to ints, and are none
+            if type(n) is not int:
+                return None
+    return func, args[0].place, rest
+
+
 @lru_cache(maxsize=4096)
 def _viewed(
     layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
@@ -212,7 +269,7 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
+def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> _Found:
     new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
@@ -234,13 +291,16 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> ShardedTensor:
             fix=f"sl.reshard(x, '...').view{tuple(new)}",
         )
     layout, local = found
-    raw = local_call(func, x.mesh, (x.raw, local), {})
-    if copied and raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
-        raw = raw.clone()  # the block alone could be seen so; the whole tensor could not
     place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
     if len(new) == 2 < len(x.padded_shape) and new[-1] == x.padded_shape[-1]:
         place = place._replace(merged_from=tuple(x.padded_shape[:-1]))
-    return ShardedTensor(raw, place)
+    seen = _Seen(func, (local,), place, dense=True)
+    if not copied:
+        return x, seen
+    out = seen.of(x)
+    if out.raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
+        out.raw = out.raw.clone()  # the block alone could be seen so; the whole tensor could not
+    return out
 
 
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
@@ -315,7 +375,8 @@ def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view)
-def view(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def view(func: Any, args: Any, kwargs: Any) -> _Found:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as torch, which gives views as a dtype no graph
@@ -328,7 +389,8 @@ _AS = binder("view_as(input, other: tensor)")
 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
-def view_as(func: Any, args: Any, kwargs: Any) -> Tensor:
+@_replayed
+def view_as(func: Any, args: Any, kwargs: Any) -> _Found:
     x, other = _AS(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     return (
@@ -340,7 +402,8 @@ _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
 @implements(Tensor.flatten, torch.flatten)
-def flatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def flatten(func: Any, args: Any, kwargs: Any) -> _Found:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
@@ -364,7 +427,8 @@ _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
 @implements(Tensor.unflatten, torch.unflatten)
-def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def unflatten(func: Any, args: Any, kwargs: Any) -> _Found:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
@@ -374,21 +438,22 @@ def unflatten(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 # ---------------------------------------------------------------- permutations
 
 
-def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> ShardedTensor:
+def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> tuple[ShardedTensor, _Seen]:
     layout = (
         x.sharding
         if order == tuple(range(len(order)))
         else x.sharding.resolve(len(order)).transpose(*order)
     )
-    raw = local_call(Tensor.permute, x.mesh, (x.raw, order), {})
-    return x.becomes(raw, layout, torch.Size([x.padded_shape[d] for d in order]))
+    shape = torch.Size([x.padded_shape[d] for d in order])
+    return x, _Seen(Tensor.permute, (order,), x.place.becomes(layout, shape))
 
 
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
 @implements(Tensor.permute, torch.permute, padded=_padded_dims)
-def permute(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def permute(func: Any, args: Any, kwargs: Any) -> _Found:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
         raise BadArgument(
@@ -411,7 +476,8 @@ _TRANSPOSE = binder("""
     Tensor.swapdims,
     padded=_padded_dims,
 )
-def transpose(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def transpose(func: Any, args: Any, kwargs: Any) -> _Found:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.padded_shape)))
     i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
@@ -424,7 +490,8 @@ _T = binder("t(input)")
 
 
 @implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=_padded_dims)
-def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def transposed(func: Any, args: Any, kwargs: Any) -> _Found:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
@@ -436,17 +503,18 @@ def transposed(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         if func == Tensor.mT.__get__
         else tuple(reversed(range(ndim)))
     )
-    out = _permuted(x, order)
+    _, seen = _permuted(x, order)
     if x.place.out_layout is None:
-        return out
-    return ShardedTensor(out.raw, out.place._replace(out_layout=x.place.out_layout))
+        return x, seen
+    return x, seen._replace(place=seen.place._replace(out_layout=x.place.out_layout))
 
 
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
 
 
 @implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis, padded=_padded_dims)
-def movedim(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def movedim(func: Any, args: Any, kwargs: Any) -> _Found:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
@@ -481,21 +549,23 @@ _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
 @implements(Tensor.unsqueeze, torch.unsqueeze, padded=_padded_dims)
-def unsqueeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def unsqueeze(func: Any, args: Any, kwargs: Any) -> _Found:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim + 1, "unsqueeze")
     dims = x.sharding.resolve(ndim).dims
     layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
-    raw = local_call(Tensor.unsqueeze, x.mesh, (x.raw, dim), {})
-    return x.becomes(raw, layout, torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:])))
+    shape = torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:]))
+    return x, _Seen(Tensor.unsqueeze, (dim,), x.place.becomes(layout, shape))
 
 
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
 @implements(Tensor.squeeze, torch.squeeze, padded=_padded_dims)
-def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+@_replayed
+def squeeze(func: Any, args: Any, kwargs: Any) -> _Found:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
@@ -505,15 +575,16 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial
     )
     new = torch.Size([x.padded_shape[d] for d in keep])
-    raw = local_call(Tensor.reshape, x.mesh, (x.raw, layout.local_shape(tuple(new), x.mesh)), {})
-    return x.becomes(raw, layout, new)
+    local = layout.local_shape(tuple(new), x.mesh)
+    return x, _Seen(Tensor.reshape, (local,), x.place.becomes(layout, new))
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
 @implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
-def expand(func: Any, args: Any, kwargs: Any) -> Tensor:
+@_replayed
+def expand(func: Any, args: Any, kwargs: Any) -> _Found:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
         sizes = tuple(other.shape)
@@ -537,8 +608,8 @@ def expand(func: Any, args: Any, kwargs: Any) -> Tensor:
             mesh=x.mesh,
         )
     layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
-    raw = local_call(Tensor.expand, x.mesh, (x.raw, layout.local_shape(new, x.mesh)), {})
-    return x.becomes(raw, layout, torch.Size(new))
+    local = layout.local_shape(new, x.mesh)
+    return x, _Seen(Tensor.expand, (local,), x.place.becomes(layout, torch.Size(new)))
 
 
 # ---------------------------------------------------------------- pieces

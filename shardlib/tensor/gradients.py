@@ -338,7 +338,7 @@ def vjp_again(
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
     """List the axes of more than one rank, in the mesh's order: the same one on every rank."""
-    return tuple(a for a in mesh.names if a in axes and mesh.axes[a] > 1) if axes else ()
+    return tuple([a for a, n in mesh.axes.items() if n > 1 and a in axes]) if axes else ()
 
 
 def settle(x: ShardedTensor) -> ShardedTensor:

@@ -52,3 +52,11 @@ class Place(NamedTuple):
     def partial(self) -> tuple[str, ...]:
         """The mesh axes over which a sum is pending."""
         return self.layout.partial
+
+    def becomes(self, layout: Layout, shape: torch.Size) -> "Place":
+        """Lie otherwise, with other sizes that are not padded.
+
+        What a weight says of its products (``out_layout``) and what was merged into its rows stay
+        behind; a value that lies elsewhere has neither.
+        """
+        return Place(layout, shape, self.mesh, None, self.deferred)

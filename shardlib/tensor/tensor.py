@@ -168,17 +168,12 @@ class ShardedTensor(torch.Tensor):
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """Make another block at the same place, or one whose layout or global sizes have changed.
-
-        What a weight says of its products (``out_layout``) and what was merged into its rows stay
-        with the place; a value that lies elsewhere has neither.
-        """
+        """Make another block at the same place, or one whose layout or global sizes have changed."""
         if layout is None and shape is None:
             return ShardedTensor(raw, self.place)
         old = self.place
         size = old.shape if shape is None else torch.Size(shape)
-        new = Place(layout or old.layout, size, old.mesh, None, old.deferred)
-        return ShardedTensor(raw, new)
+        return ShardedTensor(raw, old.becomes(layout or old.layout, size))
 
     @property
     def local(self) -> Tensor:

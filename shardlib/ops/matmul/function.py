@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
@@ -92,7 +92,7 @@ class Product(Local):
             with bind(mesh):
                 y, *saved = schedule.forward(x, w, bias)
             ctx.save_for_backward(*saved)
-            return y
+            return owned(y)
         found = None if region is None else region.given()
         with bind(mesh):
             bias = None if bias is None else wrap(bias, mesh)
@@ -103,8 +103,8 @@ class Product(Local):
                 (y,), saved = found, _without_product(schedule, *local)
         ctx.save_for_backward(*map(unwrap, saved))
         if found is not None:
-            return y
-        y = unwrap(y)
+            return owned(y)
+        y = owned(unwrap(y))
         if region is not None:
             blocks = saved[0] is local[0] and saved[1] is local[1]
             region.keep(*([y] if blocks or getattr(schedule, "saves_blocks", False) else []))

@@ -205,76 +205,83 @@ def product_of(
     now = scope()
     more = None if now.prefetch is None else now.prefetch.again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
+    of_bias = None if bias is None else bias.place
     key = (
         "matmul",
         of_x.layout,
         of_w.layout,
         of_x.shape,
         of_w.shape,
+        of_x.deferred,
+        of_w.deferred,
+        of_bias,
         dtype,
         out,
         held,
         more,
         asked,
     )
-    plan = known(key, lambda: _planned(case(x, w, out, held, more), asked, mesh), mesh.plans, now)
+    plan = known(
+        key,
+        lambda: _planned(case(x, w, out, held, more), asked, (of_x, of_w), of_bias, dtype),
+        mesh.plans,
+        now,
+    )
     if not isinstance(plan, _Plan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
-    match, over, place = plan
+    match, over, place, adds = plan
     if (watcher := now.watcher) is not None:
         watcher.chose(match, product=True)
-    out, deferred = place.layout, of_x.deferred
-    if deferred or of_w.deferred:
-        deferred = (deferred | of_w.deferred) - set(out.axes)
-        meets = {*out.axes, *deferred}
-        over = (
-            real_axes(mesh, meets.difference(of_x.layout.axes, of_x.deferred)),
-            real_axes(mesh, meets.difference(of_w.layout.axes, of_w.deferred)),
-        )
-        place = place._replace(deferred=deferred)
     if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
         w, over = ShardedTensor(marked, of_w), (over[0], ())
-    added: Tensor | None = None
-    met: Axes | None = None  # where the bias's gradient is summed, if it is computed here
-    inside = bias is not None and _may_add(bias, x, place, match)
-    if bias is not None and inside:
-        of_bias = bias.place
-        meets = {*out.axes, *deferred}.difference(of_bias.layout.axes, of_bias.deferred)
-        met = real_axes(mesh, meets)
-        own = match.adds and not lead(mesh) and not over[1] and not (over[0] and is_half(x.raw))
-        added = vary(bias.raw, mesh, met) if own else bias.raw.detach()
-        # torch's own function gives its gradient
-        met = None if own or not bias.raw.requires_grad else met
+    added, own = None, False
+    if bias is not None and adds is not None:
+        own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
+        added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
     if match.call is None:
         raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
     else:
         raw = match.call(x, w, over, added)
-    if bias is not None and met is not None:
-        if met and together_of(bias.raw) is not None:
-            raw = _Biased.apply(raw, vary(bias.raw, mesh, met), mesh, ())
+    if bias is not None and adds is not None and not own and bias.raw.requires_grad:
+        if adds.met and together_of(bias.raw) is not None:
+            raw = _Biased.apply(raw, vary(bias.raw, mesh, adds.met), mesh, ())
         else:
-            raw = _Biased.apply(raw, bias.raw, mesh, met)
-    raw = owned(raw)
+            raw = _Biased.apply(raw, bias.raw, mesh, adds.met)
     if more is False:
         let_go(x)
     y = ShardedTensor(raw, place)
-    return y if bias is None or inside else elementwise(torch.add, (y, bias), {})
+    return y if bias is None or adds is not None else elementwise(torch.add, (y, bias), {})
+
+
+class _Adds(NamedTuple):
+    """How an algorithm adds the bias.
+
+    ``torchs``  may torch's own function do it, which gives the bias's gradient as well?
+    ``met``     the axes over which that gradient is summed.
+    """
+
+    torchs: bool
+    met: Axes
 
 
 class _Plan(NamedTuple):
-    """What runs, where gradients of X and of W are summed,
-    and where Y lies: all that is not values.
+    """What runs, where gradients of X and of W are summed, where Y lies, and who adds a bias.
 
-    Of operands whose gradients are deferred the last two are found anew.
+    All that is not values; ``adds`` is None where the bias is added to Y afterwards.
     """
 
     match: Match
     over: tuple[Axes, Axes]
     place: Place
+    adds: _Adds | None
 
 
 def _planned(
-    case: MatmulCase, asked: bool, mesh: Mesh
+    case: MatmulCase,
+    asked: bool,
+    operands: tuple[Place, Place],
+    bias: Place | None,
+    dtype: torch.dtype,
 ) -> _Plan | tuple[Layout, Layout, Layout | None]:
     """The plan of a product, or the layouts to which operands
     are cut before they are multiplied.
@@ -287,9 +294,17 @@ def _planned(
         if cut is None:
             raise
         return cut
+    of_x, of_w = operands
+    mesh, axes = of_x.mesh, match.out.axes
+    deferred = (of_x.deferred | of_w.deferred).difference(axes)
     over_x, over_w = match.over or case.over(match.out)
+    if of_x.deferred or of_w.deferred:
+        meets = {*axes, *deferred}
+        over_x, over_w = (meets.difference(p.layout.axes, p.deferred) for p in operands)
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
-    return _Plan(match, over, Place(match.out, torch.Size(case.y_shape), mesh))
+    place = Place(match.out, torch.Size(case.y_shape), mesh, deferred=deferred)
+    adds = None if bias is None else _adds(bias, place, match, dtype)
+    return _Plan(match, over, place, adds)
 
 
 _NOTHING: frozenset[Any] = frozenset()
@@ -311,17 +326,17 @@ def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
     return vary(leaf, w.mesh, axes).mT if same and raw.data_ptr() == leaf.data_ptr() else None
 
 
-def _may_add(bias: ShardedTensor, x: ShardedTensor, of_y: Place, match: Match) -> bool:
+def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds | None:
     """May the algorithm add this bias: before a half precision
     result is rounded, or by torch's own function?
     """
-    able = is_half(x.raw) or (match.adds and not lead(x.mesh))
-    alike = (
-        bias.raw.dtype == x.raw.dtype
-        and len(bias.padded_shape) == 1
-        and bias.dims == of_y.layout.dims[-1:]
-    )
-    return able and alike and bias.deferred <= {*of_y.layout.axes, *of_y.deferred}
+    mesh, half = of_y.mesh, dtype in (torch.bfloat16, torch.float16)
+    torchs = match.adds and not lead(mesh)
+    alike = bias.mesh is mesh and len(bias.shape) == 1 and bias.dims == of_y.dims[-1:]
+    meets = {*of_y.layout.axes, *of_y.deferred}
+    if not ((half or torchs) and alike and bias.deferred <= meets):
+        return None
+    return _Adds(torchs, real_axes(mesh, meets.difference(bias.layout.axes, bias.deferred)))
 
 
 class _Biased(Local):
@@ -332,7 +347,7 @@ class _Biased(Local):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
         ctx.place = mesh, axes, bias.dtype
-        return y.view_as(y)
+        return owned(y.view_as(y))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
