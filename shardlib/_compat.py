@@ -5,13 +5,15 @@ in 2.11, 2.13 and 2.15, with which the tests were run.
 """
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import Context
+from contextvars import Context, copy_context
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
+from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -461,8 +463,9 @@ def intercept_functions(
 
     ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``,
     sees the arguments after defaults are bound and leaves ``Function.apply`` itself, which
-    torch.compile knows by name, alone.  Seen in 2.11 to 2.15.  When it goes: replace
-    ``torch.autograd.Function.apply``.
+    torch.compile knows by name, alone.  Seen in 2.11 and 2.13.  In 2.15
+    ``Function.apply`` is C's own entry, which binds defaults and asks functorch: ``whole``, put in
+    its place, does both for a wrapper.
     """
     base = torch.autograd.function._SingleLevelFunction
     inherited = _FunctionBase.__dict__["apply"].__get__
@@ -480,7 +483,23 @@ def intercept_functions(
             return inherited(None, cls)(*args, **kwargs)
         return instead(cls, args)
 
-    base.apply = classmethod(apply)
+    function = torch.autograd.Function
+    if function.__dict__["apply"] is not _FunctionBase.__dict__["apply"]:
+        base.apply = classmethod(apply)
+        return
+
+    def whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            if cls.setup_context is not NO_SETUP and not wrappers.isdisjoint(
+                map(type, [*args, *kwargs.values()])
+            ):
+                bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
+            return apply(cls, *args, **kwargs)
+        return inherited(None, cls)(*args, **kwargs)
+
+    function.apply = classmethod(whole)  # type: ignore[assignment]
 
 
 def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -654,15 +673,48 @@ def backward_now() -> int:
     return torch._C._current_graph_task_id()
 
 
+_CALLERS: dict[int, Context] = {}  # by thread
+
+
+def _keep_callers() -> bool:
+    """Note who calls backward where torch does not tell its own threads; whether that is so.
+
+    2.11: ``torch.autograd.backward`` and ``grad`` go through ``_engine_run_backward``.
+    """
+    module: Any = torch.autograd
+    run = module._engine_run_backward
+    if "_stash_obj_in_tls" in run.__code__.co_names:
+        return False
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if backward_now() != -1:  # one backward inside another: whoever called the outer
+            return run(*args, **kwargs)
+        _CALLERS[get_ident()] = copy_context()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            del _CALLERS[get_ident()]
+
+    module._engine_run_backward = noted
+    return True
+
+
+_KEPT = _keep_callers()
+
+
 def backward_context() -> Context | None:
     """Give the context variables of whoever called the backward pass that runs.
 
     Also on autograd's own threads.
 
     ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state that the engine
-    hands to its threads.  Seen in 2.11 to 2.15.  When it goes: what runs on a GPU's thread is
+    hands to its threads.  Seen in 2.13 and 2.15; in 2.11 they are noted here, and of two threads
+    that call backward at once neither is told.  When it goes: what runs on a GPU's thread is
     counted by no trace.
     """
+    if _KEPT:
+        found = list(_CALLERS.values()) if backward_now() != -1 else []
+        return found[0] if len(found) == 1 else None
     return torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
 
 
