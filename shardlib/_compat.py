@@ -1,7 +1,7 @@
 """The only file that touches private torch API, or papers over a rename.
 
 Each entry: what it is, the versions it was seen in, and what to do when it goes.  "2.11 to 2.15":
-in 2.11, 2.13 and 2.15, with which the tests were run.
+looked at in 2.11, 2.13 and 2.15.
 """
 
 import importlib.util

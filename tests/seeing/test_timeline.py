@@ -162,6 +162,8 @@ def test_rows_sum_layers_and_are_sorted() -> None:
     assert len(ElementTree.fromstring(svg).findall(".//{*}rect")) == len(line.spans)
 
 
+# which 2.11 says of every profile
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_torch_profiler_shows_the_names() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
         step()
