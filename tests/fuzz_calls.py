@@ -295,6 +295,7 @@ class Draw:
         self.base: tuple[tuple[int, ...], list[str]] | None = None
         self.strided = True  # whether other strides than a contiguous tensor's are
         self.odd = True  # whether NaN, infinities and ties are drawn
+        self.regular = False  # whether rows or columns that are one are not: rounding decides then
         self.axes = self._mesh()
 
     def chance(self, p: float) -> bool:
@@ -392,10 +393,10 @@ class Draw:
         n, kind = value.shape[d], self.r.randrange(4)
         if kind == 0 or not n:
             return f"v.flip({d})", value.flip(d)
-        if kind == 1:  # every position along d the first
+        if kind == 1 and not (self.regular and d >= value.ndim - 2):  # each position is the first
             sizes = [n if k == d else -1 for k in range(value.ndim)]
             return f"v.expand({sizes})", value.narrow(d, 0, 1).clone()
-        if kind == 2:
+        if kind < 3:
             more = value.flip(d)
             return f"v.narrow({d}, {n}, {n})", torch.cat([more, value], d)
         twice = value.repeat_interleave(2, d)
@@ -443,6 +444,7 @@ class ByName:
         square = home == "torch.linalg" or name in _SQUARE
         d.odd = not square and name.rstrip("_") not in _UNEVEN
         d.strided = not name.startswith("native_") and name != "kron"
+        d.regular = square
         self.shape = d.shape(2 if square else _LEAST.get(name, 0))
         if square and d.chance(0.85):
             self.shape = (*self.shape[:-1], self.shape[-2])
@@ -659,7 +661,7 @@ _SQUARE = frozenset(
 )
 # kernels that differ in what NaN and infinity do: a factor of zero hides them, or does not
 _UNEVEN = frozenset(
-    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d celu elu selu".split()
+    "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk batch_norm lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d celu elu selu".split()
 )
 _LEAST = {
     n: k

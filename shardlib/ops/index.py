@@ -361,6 +361,7 @@ def choice(func: Any, args: Any, kwargs: Any) -> Any:
     """Give the positions where the one argument is true; of three, choose element by element."""
     if len(args) + len(kwargs) == 1:
         (condition,) = (*args, *kwargs.values())
+        condition = condition if condition.ndim else condition.unsqueeze(0)  # as torch answers
         return condition.nonzero().unbind(1)
     return elementwise(func, args, kwargs)
 

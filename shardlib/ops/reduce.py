@@ -1,6 +1,7 @@
 """Reductions: over whole dimensions on the blocks, over split ones with a psum or pmax."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -264,15 +265,56 @@ def merged(
     return x.becomes(run(whole, keepdim), layout, shape)
 
 
-class _Norm(Local):
-    """apply(x, norm, p, mesh, axes): ``norm``, that of order p of x, which lies over ``axes``.
+def _written(
+    node: type[Local],
+    x: ShardedTensor,
+    dim: Any,
+    keepdim: bool,
+    op: str,
+    value: Callable[[Any, bool, bool], Any],
+    *how: Any,
+) -> Any:
+    """Reduce x, over split dimensions with the gradient that ``node`` writes as torch does: it is
+    finite, and is not, where torch's is, which that of several steps is not.
 
-    The gradient is written as torch writes it, so that it is finite, and is not, where torch's is.
+    ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
+    """
+    gone, split, layout, shape = reduced_layout(x, dim, keepdim, op)
+    axes = real_axes(x.mesh, split)
+    if not (axes and x.raw.requires_grad and torch.is_grad_enabled()):
+        return value(gone, keepdim, False)
+    with torch.no_grad():
+        out = value(gone, True, True)
+    raw: Any = node.apply(x.raw, out.raw, x.mesh, axes, *how)
+    raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+    return x.becomes(raw, layout, shape)
+
+
+class _LogSum(Local):
+    """apply(x, out, mesh, axes): ``out``, the logarithm of the sum of exp(x), which lies over
+    ``axes``.
     """
 
     @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        out = out.clone()
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        g, out = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], out))
+        return g * (x - out).exp(), None, None, None
+
+
+class _Norm(Local):
+    """apply(x, norm, mesh, axes, p): ``norm``, that of order p of x, which lies over ``axes``."""
+
+    @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, p: float, mesh: Mesh, axes: tuple[str, ...]
+        ctx: Any, x: Tensor, norm: Tensor, mesh: Mesh, axes: tuple[str, ...], p: float
     ) -> Tensor:
         ctx.p, ctx.mesh, ctx.axes = p, mesh, axes
         out = norm.clone()
@@ -345,21 +387,15 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
         out = (x.float() if half else x).abs().sum(dim, keepdim)
         return out.to(x.dtype) if half else out
     wide: Any = x.float() if half else x
-    gone, split, layout, shape = reduced_layout(x, dim, keepdim, "vector_norm")
-    axes = real_axes(x.mesh, split)
-    tracked = bool(axes) and wide.raw.requires_grad and torch.is_grad_enabled()
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not tracked):
-        if ord_ == 2 and tracked:  # a sum of squares is fewer bytes than every block's norm
-            squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
-            out = squares.sum(gone, True).sqrt()
-        else:
-            out = merged(
-                torch.linalg.vector_norm, wide, gone, keepdim or tracked, {"args": (ord_,)}
-            )
-    if tracked:
-        raw = _Norm.apply(wide.raw, out.raw, ord_, x.mesh, axes)
-        raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
-        out = x.becomes(raw, layout, shape)
+
+    def value(gone: Any, keep: bool, tracked: bool) -> Any:
+        if ord_ != 2 or not tracked:
+            return merged(torch.linalg.vector_norm, wide, gone, keep, {"args": (ord_,)})
+        # a sum of squares is fewer bytes than every block's norm
+        squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
+        return squares.sum(gone, keep).sqrt()
+
+    out = _written(_Norm, wide, dim, keepdim, "vector_norm", value, ord_)
     return out.to(x.dtype) if half else out
 
 
@@ -436,7 +472,11 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
     wide: Any = _wide(x, x.dtype)
-    return merged(torch.logsumexp, wide, dim, keepdim, {}).to(x.dtype)
+
+    def value(gone: Any, keep: bool, _: bool) -> ShardedTensor:
+        return merged(torch.logsumexp, wide, gone, keep, {})
+
+    return _written(_LogSum, wide, dim, keepdim, "logsumexp", value).to(x.dtype)
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)

@@ -105,3 +105,11 @@ def test_a_number_picks_from_the_rank_that_has_it(index: tuple[Any, ...]) -> Non
             z = sl.shard(dense, "x . zigzag(y)")
             with pytest.raises(sl.errors.Unsupported, match="would share memory in torch"):
                 z[index].zero_()
+
+
+@pytest.mark.parametrize("number", [True, False])
+def test_one_number_has_its_position_in_a_list_of_one(number: bool) -> None:
+    t = torch.tensor(number)
+    with sl.simulate(x=2):
+        (found,) = torch.where(sl.shard(t, "..."))
+        assert torch.equal(sl.unshard(found), *torch.where(t))

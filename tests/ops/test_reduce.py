@@ -24,23 +24,16 @@ def _derivatives(f, x, cotangent):  # type: ignore[no-untyped-def]
     return [out.detach(), first.detach(), second]
 
 
-@pytest.mark.parametrize("p", [-1, 0.5, 1.5, 2, 2.5, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize(
+NUMBERS = pytest.mark.parametrize(
     "numbers",
     [[1, -2, 3, 4], [0, 0, 0, 0], [0, 0, 1, 2], [1, -2, INF, 3], [1, -2, -INF, 0], [1, NAN, 2, 3]],
     ids=str,
 )
-def test_norms_beside_zeros_and_infinities_have_the_derivatives_of_torch(
-    p: float, dtype: torch.dtype, numbers: list[float]
-) -> None:
-    """Where they are finite too, whichever block holds what is not."""
-    t = torch.tensor(numbers, dtype=dtype)
+
+
+def _beside_numbers_that_are_not_finite(f, t: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+    """f and its derivatives are finite where torch's are, whichever block holds what is not."""
     ones = torch.ones_like(t)
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(x, p)
-
     want = _derivatives(f, t.clone().requires_grad_(), ones)
     for ranks in (2, 4):
         with sl.simulate(x=ranks):
@@ -49,6 +42,22 @@ def test_norms_beside_zeros_and_infinities_have_the_derivatives_of_torch(
             for a, b in zip(map(sl.unshard, got), want, strict=True):
                 assert torch.equal(a.isfinite(), b.isfinite())
                 assert torch.allclose(a[a.isfinite()], b[b.isfinite()])
+
+
+@pytest.mark.parametrize("p", [-1, 0.5, 1.5, 2, 2.5, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@NUMBERS
+def test_norms_beside_zeros_and_infinities_have_the_derivatives_of_torch(
+    p: float, dtype: torch.dtype, numbers: list[float]
+) -> None:
+    t = torch.tensor(numbers, dtype=dtype)
+    _beside_numbers_that_are_not_finite(lambda x: torch.linalg.vector_norm(x, p), t)
+
+
+@NUMBERS
+def test_logsumexp_beside_infinities_has_the_derivatives_of_torch(numbers: list[float]) -> None:
+    t = torch.tensor(numbers, dtype=torch.float64)
+    _beside_numbers_that_are_not_finite(lambda x: torch.logsumexp(x, 0), t)
 
 
 @pytest.mark.parametrize("correction", [0, 1])

@@ -81,6 +81,7 @@ def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or (bias is not None and bias.dtype != x.dtype):
         raise Unfit("a weight has two dimensions, and a bias the dtype of the tensor")
+    _check_bias(x, w, bias)
     out = _padded_product(run, torch.matmul, (x, w.mT), {})
     return out if bias is None else out + bias
 
@@ -132,6 +133,23 @@ def _transposed(w: ShardedTensor) -> Any:
     return found[key]
 
 
+def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+    """Refuse a bias with which the result would have another shape; sizes that do not fit are
+    refused where they are added.
+    """
+    if bias is None or len(bias.shape) == 1:
+        return
+    of_y = (*x.shape[:-1], w.shape[0])
+    lead = len(bias.shape) - len(of_y)
+    if lead > 0 or any(n == 1 != m for m, n in zip(bias.shape[::-1], of_y[::-1], strict=False)):
+        raise BadArgument(
+            f"a bias of {list(bias.shape)} would enlarge a result of {list(of_y)}",
+            op="linear",
+            operands={"x": typeof(x), "weight": typeof(w), "bias": typeof(bias)},
+            fix="F.linear(x, weight) + bias",
+        )
+
+
 @implements(F.linear, padded=_padded_linear)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
@@ -143,6 +161,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
     if bias is not None and bias.dtype != x.dtype:
         raise BadArgument("the bias has another dtype than the tensor", op="linear",
                           operands={"x": typeof(x), "bias": typeof(bias)})  # fmt: skip
+    _check_bias(x, w, bias)
     if x.ndim < 2:
         out = contract(product_of, "...k,ok->...o", x, w)
         return out if bias is None else out + bias

@@ -98,6 +98,15 @@ def test_a_bias_whose_gradient_is_deferred_is_added_inside(pool: Pool) -> None:
     assert pool.run(deferred_biases, data=2, x=2) == [[True, True, False]] * 4
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 4), (1, 1, 1, 4)])
+def test_a_bias_does_not_enlarge_the_result(shape: tuple[int, ...]) -> None:
+    x, w, bias = torch.ones(1, 6), torch.ones(4, 6), torch.ones(shape)
+    with pytest.raises(RuntimeError):
+        F.linear(x, w, bias)
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="would enlarge a result"):
+        F.linear(sl.shard(x, ". ."), sl.shard(w, "x ."), sl.shard(bias, "..."))
+
+
 def test_a_product_without_bias_is_changed_in_place() -> None:
     with sl.simulate(x=2, y=2):
         x, w = (
