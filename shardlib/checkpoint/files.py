@@ -217,13 +217,23 @@ class Sums:
             return [checksum(memory(x[where].contiguous())) for where in whole]
         lanes = self._lanes(torch.view_as_real(x) if x.is_complex() else x)
         tiles, columns = list(itertools.product(*pieces[: self.last])), ends[self.last]
-        sums = torch.empty(len(tiles), lanes.shape[-1], dtype=torch.int32)
+        width = lanes.shape[-1]
+        sums = torch.zeros(len(tiles), width, dtype=torch.int32)
+        some = max(1, _PIECE // (4 * width))  # rows that stay near the processor
+        room = torch.empty(some, width, dtype=torch.int32)
         for where, row in zip(tiles, sums, strict=True):
             block = lanes[where]
             if block.ndim != 2:
-                block = block.reshape(-1, lanes.shape[-1])
-            mixed = (block >> 16).add_(block) if self.in_words else block.to(torch.int32)
-            torch.mv(mixed.t(), _distinct(len(mixed)), out=row)
+                block = block.reshape(-1, width)
+            for part, factors in zip(
+                block.split(some), _distinct(len(block)).split(some), strict=True
+            ):
+                mixed = room[: len(part)]
+                if self.in_words:
+                    torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
+                else:
+                    mixed.copy_(part)
+                row.addmv_(mixed.t(), factors)
         data, step = memory(sums), sums.shape[1] * sums.itemsize // columns[-1]
         cuts = [(a * step, b * step) for a, b in itertools.pairwise(columns)]
         begins, crc32 = range(0, len(data), columns[-1] * step), zlib.crc32
