@@ -1,8 +1,8 @@
 """Gradients of functions of sharded parameters, as values."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from operator import is_
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import optree
@@ -122,7 +122,6 @@ def value_and_grad(
         _check_into(into, axes, argnums)
     several = not isinstance(argnums, int)
     numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
-    spare: list[_Hooked] = []  # of the last call; a call that runs beside another one finds none
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         at = [_position(n, len(args)) for n in numbers]
@@ -131,46 +130,39 @@ def value_and_grad(
         frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
         sink = None if into is None or into.sink is None else into.sink(given[0])
         over = axes if sink is None else sink.pending
-        hooked = None if sink is None else _hooked(spare, leaves, frozen_at, over)
-        asked = (
-            [_leaf(x, over) for x, f in zip(leaves, frozen_at, strict=True) if not f]
-            if hooked is None
-            else hooked.leaves
-        )
-        together = None if hooked is not None else Together(asked)
-        mine = iter(asked)
-        ours = [_held(x) if f else next(mine) for x, f in zip(leaves, frozen_at, strict=True)]
+        ours = [_held(x) if f else _leaf(x, over) for x, f in zip(leaves, frozen_at, strict=True)]
+        asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
+        wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
         inner = list(args)
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
-        with torch.enable_grad():
-            out: Any = f(*inner, **kwargs)
-            loss, aux = out if has_aux else (out, None)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ShardError(
-                    f"the loss is {typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__}, not a scalar",
-                    op="value_and_grad",
-                    fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
-                )
-            raw = _ready(loss)
-        wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
-        if hooked is not None:
-            hooked.take = sink.take
-        if together is not None:
-            together.open = True
-        found: Sequence[Tensor | None] = (
-            torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
-            if raw.requires_grad
-            else [None] * len(wanted)
-        )
+        with ExitStack() as stack:
+            together = stack.enter_context(Together(wanted)) if sink is None else None
+            with torch.enable_grad():
+                out: Any = f(*inner, **kwargs)
+                loss, aux = out if has_aux else (out, None)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    kind = typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ShardError(
+                        f"the loss is {kind}, not a scalar",
+                        op="value_and_grad",
+                        fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
+                    )
+                raw = _ready(loss)
+            for i, r in enumerate(wanted if sink is not None else ()):
+                stack.callback(r.register_hook(partial(sink.take, i)).remove)
+            if together is not None:
+                together.open = True
+            found: Sequence[Tensor | None] = (
+                torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
+                if raw.requires_grad
+                else [None] * len(wanted)
+            )
+            if together is not None:
+                found = _with_sums(found, together.finish())
         value = loss.detach()
         if sink is not None:
-            if hooked is not None:
-                spare[:] = [hooked] if hooked.rests() else []
             return ((value, aux) if has_aux else value), sink.finish()
-        assert together is not None
-        together.open = False
-        found = _with_sums(found, together.finish())
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
         by_argument = optree.tree_unflatten(tree, grads)
@@ -179,48 +171,6 @@ def value_and_grad(
         ]
 
     return run
-
-
-class _Hooked:
-    """Leaves whose gradients go to a sink: they serve again while the blocks are the same.
-
-    Steps in place keep the blocks, so the leaves and their hooks are made once and not once a step.
-    """
-
-    def __init__(self, leaves: Sequence[ShardedTensor], axes: tuple[str, ...]) -> None:
-        self.raws, self.places = [x.raw for x in leaves], [x.place for x in leaves]
-        self.axes = axes
-        self.leaves = [_leaf(x, axes) for x in leaves]
-        self.take: Callable[[int, Tensor], Tensor] | None = None
-        for i, leaf in enumerate(self.leaves):
-            leaf.raw.register_hook(partial(self._took, i))
-
-    def fits(self, leaves: Sequence[ShardedTensor], axes: tuple[str, ...]) -> bool:
-        return (
-            axes == self.axes
-            and len(leaves) == len(self.raws)
-            and all(map(is_, [x.raw for x in leaves], self.raws))
-            and all(map(is_, [x.place for x in leaves], self.places))
-        )
-
-    def rests(self) -> bool:
-        """Forget the call; False where the function left something of its own on a leaf."""
-        self.take = None
-        for leaf in self.leaves:
-            leaf.made = None
-        raws = [leaf.raw for leaf in self.leaves]
-        return all(r.requires_grad and len(r._backward_hooks or ()) == 1 for r in raws)
-
-    def _took(self, i: int, g: Tensor) -> Tensor | None:
-        return None if self.take is None else self.take(i, g)
-
-
-def _hooked(
-    spare: list[_Hooked], leaves: Sequence[Any], held: Sequence[bool], axes: tuple[str, ...]
-) -> _Hooked:
-    asked = [x for x, f in zip(leaves, held, strict=True) if not f]
-    last = spare.pop() if spare else None
-    return last if last is not None and last.fits(asked, axes) else _Hooked(asked, axes)
 
 
 def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: Any) -> None:

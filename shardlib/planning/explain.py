@@ -323,12 +323,12 @@ def _explained(
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _Watch(t, paper.size, backward, paths)
         leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
-        together = _Together([x for x in leaves if x.raw.requires_grad], t) if backward else None
-        with known, Live() as live:
+        together = _Together([x.raw for x in leaves if x.raw.requires_grad], t)
+        with known, together, Live() as live:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             saved = live.now
-            if together is not None:
+            if backward:
                 watch.back(out, leaves, together)
         state = 0 if tx is None else _bytes(tx.init(ours))
     return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
@@ -447,8 +447,8 @@ class _Watch:
 class _Together(Together):
     """The gradients that a step sums together, as ``value_and_grad`` has them."""
 
-    def __init__(self, leaves: list[ShardedTensor], t: Trace) -> None:
-        super().__init__(leaves)
+    def __init__(self, raws: list[Tensor], t: Trace) -> None:
+        super().__init__(raws)
         self.t = t
         self.events: list[Event] = []
 

@@ -1,20 +1,18 @@
 """Gradients of many leaves, summed over mesh axes in few transfers while backward goes on.
 
-A leaf that ``value_and_grad`` made knows of the ``Together`` of its call.  Where the gradient of such
-a leaf would be summed by itself, it is handed over instead and autograd gets none; what has the same
-axes and dtype travels in one psum as soon as there is a bucket of it.  Every rank hands over in the
-same order, that of its backward, so that all post the same transfers.
+A leaf that ``value_and_grad`` made knows of the ``Together`` of its call, as long as that lasts.
+Where the gradient of such a leaf would be summed by itself, it is handed over instead and autograd
+gets none; what has the same axes and dtype travels in one psum as soon as there is a bucket of it.
+Every rank hands over in the same order, that of its backward, so that all post the same transfers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.collectives import lead, psum, start, unwrap, wrap
 from shardlib.mesh import Mesh, bind
-from shardlib.tensor.tensor import ShardedTensor
 
 __all__ = ["LEAST", "MOST", "Together", "together_of"]
 
@@ -25,20 +23,31 @@ _Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None]
 
 
 class Together:
-    """The sums of one backward: leaves' gradients are taken while it is ``open``.
+    """The sums of one call: its leaves know of them within ``with``, in which forward is run, and
+    their gradients are taken while it is ``open``.
 
+    ``raws``  storages of the leaves.
     ``most``  bytes from which what waits is posted: a fifth of the leaves', so that small models
               have several transfers too.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.raws = [x.raw if isinstance(x, ShardedTensor) else x for x in leaves]
+    def __init__(self, raws: Sequence[Tensor]) -> None:
+        self.raws = list(raws)
         self.most = min(max(sum(r.nbytes for r in self.raws) // 5, LEAST), MOST)
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
         self.flying: list[tuple[list[tuple[int, torch.Size]], int, Callable[[], Tensor]]] = []
+
+    def __enter__(self) -> "Together":
         for i, raw in enumerate(self.raws):
             raw.together = self, i  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+        for raw in self.raws:
+            del raw.together  # type: ignore[attr-defined]
+        self.raws = []  # nothing here keeps a block alive
 
     def takes(self, i: int) -> bool:
         """Whether a gradient of leaf ``i`` may come later: backward is ours, and no hook hears it."""
