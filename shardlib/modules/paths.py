@@ -12,6 +12,9 @@ from torch.nn.modules.module import (
 
 __all__ = ["Paths"]
 
+_FROM = "_shardlib_module"
+"""Of an error, the submodule that it came out of."""
+
 
 class Paths:
     """While it is open, ``now()`` is the name of the submodule whose forward runs.
@@ -35,7 +38,6 @@ class Paths:
         self.roots: list[nn.Module] = []  # held, so that no module takes another's place
         self.here = threading.local()
         self.hooks: list[Any] = []
-        self.failed: tuple[BaseException, str] | None = None
 
     def __enter__(self) -> "Paths":
         self.hooks = [
@@ -56,7 +58,7 @@ class Paths:
 
     def where(self, error: BaseException) -> str:
         """Name the innermost submodule that an error came out of."""
-        return self.failed[1] if self.failed is not None and self.failed[0] is error else ""
+        return error.__dict__.get(_FROM, "")
 
     def _stack(self) -> list[str]:
         if not hasattr(self.here, "stack"):
@@ -77,6 +79,6 @@ class Paths:
     def _leave(self, *_: Any) -> None:
         if stack := self._stack():
             error = sys.exc_info()[1]  # torch calls this while it passes an error on
-            if error is not None and (self.failed is None or self.failed[0] is not error):
-                self.failed = error, stack[-1]
+            if error is not None:  # kept with it: whoever keeps an error keeps its frames' tensors
+                error.__dict__.setdefault(_FROM, stack[-1])
             stack.pop()
