@@ -562,6 +562,8 @@ def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     if input.is_complex():
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
+    if known.sharding.partial:  # a part that is NaN makes the sum so, whatever the others are
+        raise partial_escape("nansum", known)
     if input.dtype.is_floating_point:
         nan: Any = input.isnan()
         known = known.becomes(_Cleared.apply(known.raw, nan.raw))

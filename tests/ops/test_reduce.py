@@ -79,3 +79,14 @@ def test_a_sum_of_one_number_is_another_tensor(dtype: torch.dtype) -> None:
         assert not y.requires_grad
         y += 1
         assert torch.equal(sl.unshard(x), t)
+
+
+@pytest.mark.parametrize("name", ["nansum", "nanmean"])
+def test_a_pending_sum_is_summed_before_its_nans_are_left_out(name: str) -> None:
+    t = torch.tensor([1.0, NAN, 3.0, 4.0])
+    with sl.simulate(x=2, y=2):
+        x = sl.reshard(sl.shard(t, "y"), "y + sum(x)")
+        with pytest.raises(sl.errors.PartialEscape):
+            getattr(x, name)()
+        with sl.implicit():
+            assert torch.equal(sl.unshard(getattr(x, name)()), getattr(t, name)())
