@@ -158,7 +158,7 @@ def _stream(mesh: Mesh) -> _Stream:
 def _shared(mesh: Mesh) -> _Stream:
     if mesh.device_mesh is None:
         return _HERE
-    ranks = tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))
+    ranks = tuple(sorted(mesh.ranks))
     return _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
 
 

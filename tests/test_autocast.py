@@ -38,6 +38,8 @@ FUNCTIONS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "layer_norm": lambda d: F.layer_norm(F.linear(d["x"], d["w"]), (32,)),
     "mse": lambda d: F.mse_loss(F.linear(d["x"], d["w"]), F.linear(d["x"], d["w"]) * 0),
     "conv2d": lambda d: F.conv2d(d["img"], d["k"]),
+    "pad": lambda d: F.pad(d["img"].bfloat16(), (1, 2, 1, 1)),
+    "pad by the nearest": lambda d: F.pad(d["img"].bfloat16(), (1, 2, 1, 1), mode="replicate"),
     "attention": lambda d: F.scaled_dot_product_attention(d["q"], d["q"], d["q"]),
     "add": lambda d: F.linear(d["x"], d["w"]) + d["c"],
     "gelu": lambda d: F.gelu(F.linear(d["x"], d["w"])),

@@ -160,10 +160,8 @@ def place_of(x: Tensor, world: int) -> Place:
     if not isinstance(x, ShardedTensor):
         return Place.of_plain(tuple(x.shape), world)
     mesh = x.mesh
-    ranks = tuple(range(mesh.size))
-    if mesh.device_mesh is not None:
-        ranks = tuple(mesh.device_mesh.mesh.flatten().tolist())
-    return Place(tuple(x.shape), x.sharding, tuple(x.padded_shape), tuple(mesh.axes.items()), ranks)
+    axes = tuple(mesh.axes.items())
+    return Place(tuple(x.shape), x.sharding, tuple(x.padded_shape), axes, mesh.ranks)
 
 
 def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -111,6 +112,13 @@ class Mesh(Mapping[str, int]):
     @coord.setter
     def coord(self, value: dict[str, int] | None) -> None:
         self._coord = value
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The job's ranks of which it is made, in its order; 0, 1, ... where one process plays them."""
+        if self.device_mesh is None:
+            return tuple(range(self.size))
+        return tuple(self.device_mesh.mesh.flatten().tolist())  # torch makes it anew when asked
 
     @property
     def forked(self) -> bool:

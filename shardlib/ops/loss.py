@@ -492,8 +492,9 @@ class _Loss:
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.bind(*args, **kwargs)
-        if self.of is F.l1_loss and given["weight"] is None:
-            given["weight"] = l1_weight()
+        if self.of is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
+            # anew: who refuses this call, or runs it on whole tensors, must see the weight
+            return ShardedTensor.__torch_function__(func, (), (), given | {"weight": w})
         how = _how(given)
         if how == "batchmean" and self.of is not F.kl_div:
             raise BadArgument("batchmean is a reduction of kl_div alone", op=self.of.__name__)

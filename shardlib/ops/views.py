@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.autocast import DECLARED, casting
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
@@ -825,6 +826,9 @@ def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor
 _PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
 
 
+DECLARED.add(F.pad)  # autocast tells its modes apart
+
+
 @implements(F.pad)
 def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Run where the padded dimensions are whole."""
@@ -848,7 +852,8 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             mesh=x.mesh,
             fix=f"sl.reshard(x, {_with(x, split_at, '.')!r})",
         )
-    raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
+    with casting(func):
+        raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
     size = list(x.padded_shape)
     for i, w in enumerate(widths):
         size[ndim - 1 - i // 2] += w

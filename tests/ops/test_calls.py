@@ -367,6 +367,10 @@ def test_a_weight_that_torch_does_not_hand_on_counts() -> None:
         for how in ("mean", "sum", "none"):
             got = sl.unshard(F.l1_loss(x, y, reduction=how, weight=w))
             assert torch.allclose(got, F.l1_loss(X, Y, reduction=how, weight=weight))
+        w = sl.shard(weight[:3], "x .", pad=True)  # refused by the implementation, and run whole
+        with sl.implicit():
+            got = F.l1_loss(sl.shard(X[:3], ". y"), sl.shard(Y[:3], ". y"), weight=w)
+        assert torch.allclose(sl.unshard(got), F.l1_loss(X[:3], Y[:3], weight=weight[:3]))
 
 
 def test_inference_mode_computes_what_no_grad_does() -> None:
