@@ -361,7 +361,7 @@ class Draw:
         if able and self.odd and value.numel() and self.chance(0.06):
             value = self._odd(value)
         # torch.gather reads expanded ones as int64
-        strided = self.strided and value.dtype is not torch.int32
+        strided = self.strided and value.dtype not in (torch.int32, torch.complex32)
         prep, value = self._prepared(value) if strided else ("v", value)
         layout, pad = self.place(tuple(value.shape))
         if able and layout is not None and "sum(" in layout:
@@ -663,6 +663,8 @@ _SQUARE = frozenset(
 _UNEVEN = frozenset(
     "softshrink addmm addmv addr addbmm baddbmm median nanmedian mode topk batch_norm lu lu_factor lu_unpack lu_solve cholesky_solve cholesky_inverse geqrf ormqr qr svd grid_sample grid_sampler grid_sampler_2d grid_sampler_3d celu elu selu".split()
 )
+# which write to ``out=`` as if its elements lay side by side, beyond its memory too
+_OUT_DENSE = frozenset("lu_unpack tril triu linear".split())
 _LEAST = {
     n: k
     for k, names in {
@@ -1240,8 +1242,8 @@ def _with_out(d: Draw, case: Case) -> Case:
     for t in wanted:
         dtype = d.dtype() if d.chance(0.1) else t.dtype
         outs.append(name := d.operand(torch.zeros_like(t, dtype=dtype), grad=False))
-        # some kernels write to one element for many, and lu_unpack past the end of what is strided
-        if "expand" in d.operands[name].prep or "lu_unpack" in case.name:
+        # some kernels write to one element for many, and some past the end of what is strided
+        if "expand" in d.operands[name].prep or case.name.rpartition(".")[2] in _OUT_DENSE:
             d.operands[name].value, d.operands[name].prep = torch.zeros_like(t, dtype=dtype), "v"
     for o in tracked:
         o.grad = False
