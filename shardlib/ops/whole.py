@@ -130,6 +130,8 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
         elif isinstance(values[0], Tensor):
             blocks = [leaves[i] for i in at]
             same = _block_view(values, blocks)
+            if same is not None and not values[0].requires_grad:  # as of views as another dtype
+                same = same.detach()
             joined.append(torch.stack(values) if same is None else same)
             for raw in (
                 blocks if same is None else ()

@@ -81,3 +81,13 @@ def test_an_empty_piece_stays_in_the_graph(where: str, count: int) -> None:
     ours = torch.autograd.grad(out.sum(), (empty, x))
     for g, e in zip(ours, torch.autograd.grad(expected.sum(), (empty, x)), strict=True):
         assert g.dtype == e.dtype and torch.equal(g, e)
+
+
+def test_a_view_as_another_dtype_has_no_graph() -> None:
+    t = torch.ones(6, 2, dtype=torch.float64, requires_grad=True)
+    assert not t.view(torch.complex128).requires_grad
+    with sl.simulate(x=3):
+        x = sl.shard(t.detach(), "...").requires_grad_()
+        for y in (x.view(torch.complex128), x.view(dtype=torch.complex128)):
+            assert not y.requires_grad
+            assert torch.equal(sl.unshard(y), t.view(torch.complex128))
