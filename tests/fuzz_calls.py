@@ -137,6 +137,7 @@ _SKIPPED = (
     sparse_resize sparse_resize_and_clear smm sspaddmm hspmm sparse_coo_tensor to_dense
     to_padded_tensor qscheme q_scale q_zero_point int_repr quantize_per_tensor quantize_per_channel
     quantize_per_tensor_dynamic quantized_batch_norm quantized_lstm_cell quantized_gru_cell
+    batch_norm_update_stats
     choose_qparams_optimized dequantize fake_quantize_per_tensor_affine
     fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant q_per_channel_scales
     q_per_channel_zero_points q_per_channel_axis is_quantized get_num_threads typename type

@@ -471,7 +471,8 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
-    wide: Any = _wide(x, x.dtype)
+    _, split, *_ = reduced_layout(x, dim, keepdim, "logsumexp")
+    wide: Any = _wide(x, x.dtype) if real_axes(x.mesh, split) else x
 
     def value(gone: Any, keep: bool, _: bool) -> ShardedTensor:
         return merged(torch.logsumexp, wide, gone, keep, {})
