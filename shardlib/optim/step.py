@@ -1,5 +1,6 @@
 """One step of an optimizer on memory that its caller gives up."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import optree
@@ -109,20 +110,32 @@ def _alike(params: Any, grads: Any) -> None:
 
 def _parted(grads: Any) -> Any:
     """Autograd may give one tensor as the gradient of two, or repeat one element: such are copied."""
-    seen: dict[int, list[Tensor]] = {}  # gradients that were summed together are parts of a vector
+    leaves, tree = optree.tree_flatten(grads)
+    raws = [g.raw if isinstance(g, ShardedTensor) else g for g in leaves]
+    held: dict[int, list[int]] = {}  # gradients that were summed together are parts of a vector
+    for i, raw in enumerate(raws):
+        if isinstance(raw, Tensor) and raw.numel():
+            held.setdefault(raw.untyped_storage().data_ptr(), []).append(i)
+    for some in held.values():
+        for i in _shared(some, raws):
+            raw = raws[i].detach().clone(memory_format=torch.contiguous_format)
+            leaves[i] = leaves[i].becomes(raw) if isinstance(leaves[i], ShardedTensor) else raw
+    return optree.tree_unflatten(tree, leaves)
 
-    def apart(g: Any) -> Any:
-        if not isinstance(g, Tensor) or not g.numel():
-            return g
-        raw = g.raw if isinstance(g, ShardedTensor) else g
-        others = seen.setdefault(raw.untyped_storage().data_ptr(), [])
-        if 0 in raw.stride() or any(_overlap(raw, x) for x in others):
-            raw = raw.detach().clone(memory_format=torch.contiguous_format)
-            return g.becomes(raw) if isinstance(g, ShardedTensor) else raw
-        others.append(raw)
-        return g
 
-    return optree.tree_map(apart, grads)
+def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
+    """Those of the tensors in one storage that repeat an element, or share some with an earlier one."""
+    ends = sorted((raws[i].storage_offset(), _end(raws[i])) for i in some)
+    apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    kept: list[Tensor] = []
+    found = []
+    for i in some:
+        raw = raws[i]
+        if 0 in raw.stride() or (not apart and any(_overlap(raw, x) for x in kept)):
+            found.append(i)
+        else:
+            kept.append(raw)
+    return found
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
