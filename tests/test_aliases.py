@@ -101,3 +101,12 @@ def test_a_flat_copy_is_not_what_it_was_made_of() -> None:
         assert not flat.requires_grad
         flat.mul_(3)
         assert torch.equal(sl.unshard(x), torch.ones(1))
+
+
+def test_a_piece_of_a_split_tensor_keeps_its_strides() -> None:
+    """Each block has one row, and ``contiguous`` copies what is not contiguous as a whole."""
+    t = torch.arange(4.0).reshape(2, 1, 2)
+    with sl.simulate(y=2):
+        x = sl.shard(t.clone(), "y . .")
+        x.unbind(-1)[0].contiguous().zero_()
+        assert torch.equal(sl.unshard(x), t)

@@ -213,7 +213,7 @@ class _Seen(NamedTuple):
     run: Callable[..., Tensor]
     how: tuple[Any, ...]
     place: Place
-    dense: bool = False  # only of contiguous blocks; of others it may be a copy, or refused
+    dense: bool = False  # only of dense values; of others it may be a copy, or refused
 
     def of(self, x: ShardedTensor) -> ShardedTensor:
         return ShardedTensor(local_call(self.run, x.mesh, (x.raw, *self.how), {}), self.place)
@@ -233,7 +233,7 @@ def _replayed(look: Callable[[Any, Any, Any], _Found]) -> Callable[[Any, Any, An
         if key is not None:
             x = args[0]
             seen = x.place.mesh.plans.get(key)
-            if seen is not None and (not seen.dense or x.raw.is_contiguous()):
+            if seen is not None and (not seen.dense or is_dense(x)):
                 return seen.of(x)
         found = look(func, args, kwargs)
         if not isinstance(found, tuple):
@@ -576,8 +576,8 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> _Found:
         dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial
     )
     new = torch.Size([x.padded_shape[d] for d in keep])
-    local = layout.local_shape(tuple(new), x.mesh)
-    return x, _Seen(Tensor.reshape, (local,), x.place.becomes(layout, new))
+    at = tuple(d - ndim for d in sorted(gone))  # not by reshape, which makes up other strides
+    return x, _Seen(Tensor.squeeze, (at,), x.place.becomes(layout, new))
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
