@@ -22,7 +22,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.padding import inside, padded_to
-from shardlib.ops.registry import implicit_budget
+from shardlib.ops.registry import implicit_budget, remember
 from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -355,7 +355,7 @@ def brought(
         for v in values:
             if v.sharding.partial not in ((), partial):
                 raise partial_escape(op, v)
-        plan = mesh.plans[known] = _planned(op, key, mesh, partial, deferred)
+        plan = remember(mesh.plans, known, _planned(op, key, mesh, partial, deferred))
     for i, moved in plan.moved:
         moving = True
         budget = implicit_budget()
@@ -429,8 +429,6 @@ class _Plan(NamedTuple):
 def _planned(
     op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...], defer: tuple[frozenset[str], ...]
 ) -> _Plan:
-    if len(mesh.plans) > 8192:
-        mesh.plans.clear()
     try:
         shape = torch.broadcast_shapes(*(s for _, s in key))
     except RuntimeError:

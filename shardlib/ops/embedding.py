@@ -23,6 +23,7 @@ from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsu
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.ranges import in_range
+from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder
 from shardlib.tensor import (
     Place,
@@ -127,7 +128,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     key = (_Plan, ids.sharding, ids.padded_shape, table.sharding, table.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
-        plan = mesh.plans[key] = _planned(ids, table)
+        plan = remember(mesh.plans, key, _planned(ids, table))
     if plan.axes or padded:  # else torch's own kernel looks
         in_range(ids.raw, count, "embedding", "id")
     out, raw_table, deferred = plan.out, table.raw, _NONE

@@ -38,6 +38,7 @@ from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
+from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -306,7 +307,7 @@ def _split_cross_entropy(
     key = (_Plan, logits.sharding, logits.padded_shape, target.sharding, target.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
-        plan = mesh.plans[key] = _planned(logits, target)
+        plan = remember(mesh.plans, key, _planned(logits, target))
     known = given.get("weight") is None and reduction in ("mean", "sum", "none")
     if not known or target.is_floating_point():
         raise _unsupported(logits, target)

@@ -290,17 +290,21 @@ def _written(
     return x.becomes(raw, layout, shape)
 
 
-class _LogSum(Local):
-    """apply(x, out, mesh, axes): ``out``, the logarithm of the sum of exp(x), which lies over
-    ``axes``.
-    """
+class _Reduced(Local):
+    """apply(x, out, mesh, axes, *how): ``out``, what x that lies over ``axes`` was reduced to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
+    def forward(
+        ctx: Any, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...], *how: Any
+    ) -> Tensor:
+        ctx.mesh, ctx.axes, ctx.how = mesh, axes, how
         out = out.clone()
         ctx.save_for_backward(x, out)
         return out
+
+
+class _LogSum(_Reduced):
+    """The logarithm of the sum of exp(x)."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -309,23 +313,14 @@ class _LogSum(Local):
         return g * (x - out).exp(), None, None, None
 
 
-class _Norm(Local):
-    """apply(x, norm, mesh, axes, p): ``norm``, that of order p of x, which lies over ``axes``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm: Tensor, mesh: Mesh, axes: tuple[str, ...], p: float
-    ) -> Tensor:
-        ctx.p, ctx.mesh, ctx.axes = p, mesh, axes
-        out = norm.clone()
-        ctx.save_for_backward(x, out)
-        return out
+class _Norm(_Reduced):
+    """The norm of an order: apply(x, norm, mesh, axes, order)."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, norm = ctx.saved_tensors
         g, norm = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], norm))
-        p, zero = ctx.p, norm == 0
+        (p,), zero = ctx.how, norm == 0
         if p == 2:
             found = g * (x / norm).masked_fill(zero, 0)
         elif p < 1:
