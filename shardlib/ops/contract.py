@@ -73,6 +73,9 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
             raise Unfit("torch rounds such factors of integers")
         if a.dtype == torch.bool:
             raise Unfit("factors of what is true or false")
+        known = (int, float, complex) if a.dtype.is_complex else (int, float)
+        if any(isinstance(k, bool) or not isinstance(k, known) for k in (beta, alpha)):
+            raise Unfit("torch decides what factors of other types mean")
         out = (
             torch.matmul(a, b)
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")

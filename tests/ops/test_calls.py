@@ -410,6 +410,24 @@ def test_an_argument_that_is_not_understood_is_refused() -> None:
                 call()
 
 
+def test_factors_that_torch_refuses_are_refused() -> None:
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, v: torch.addmm(x, x, x, beta=1j),
+        lambda x, v: torch.baddbmm(x[None], x[None], x[None], alpha=2j),
+        lambda x, v: torch.addr(x, v, v, alpha=True),
+    ]
+    x, v = r(4, 4), r(4)
+    for call in calls:
+        with pytest.raises(RuntimeError):
+            call(x, v)
+        with (
+            sl.simulate(x=2),
+            sl.implicit(2**20),
+            pytest.raises((sl.ShardError, RuntimeError), match=r"converted|Boolean"),
+        ):
+            call(sl.shard(x, "x ."), sl.shard(v, "."))
+
+
 REPEATED: list[Callable[..., Any]] = [
     lambda x, y: torch.cumsum(x, 1),
     lambda x, y: torch.cumsum(x, 1, dtype=torch.float32).double(),
