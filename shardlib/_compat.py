@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from shardlib.errors import Unsupported
 
@@ -48,6 +48,7 @@ __all__ = [
     "reduce_scatter_single",
     "seeded",
     "set_timeout",
+    "watched",
 ]
 
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
@@ -73,6 +74,15 @@ StorageWeakRef: Any = reductions.StorageWeakRef
 # name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations,
 # and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
+
+
+def watched() -> bool:
+    """Whether another such context sees the aten calls made now.
+
+    Seen in 2.11 to 2.15.  When it goes: True, and every operation on paper runs each time.
+    """
+    return _get_current_dispatch_mode() is not None
+
 
 # What torch's attention runs below autograd where it does not fall to its math form; each gives the
 # output first, then what its backward needs.  Seen in 2.11 to 2.15.  When one goes: a region that

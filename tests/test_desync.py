@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
-from shardlib.__main__ import main
+from shardlib.command.main import main
 from shardlib.desync import desync
 
 

@@ -91,6 +91,7 @@ ORDER = [  # each may import from those before it
     "planning.bounds",
     "planning.links",
     "planning.cluster",
+    "planning.shapes",
     "planning.known",
     "planning.outline",
     "planning.products",

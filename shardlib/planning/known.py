@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import DispatchMode
+from shardlib.planning.shapes import on_shapes
 
 __all__ = ["Known"]
 
@@ -45,7 +46,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
             return self.values[id(args[0])].item()
-        out = func(*args, **kwargs)
+        out = on_shapes(func, args, kwargs)
         if not isinstance(out, Tensor) or not out.is_meta or out.is_floating_point():
             return out
         if name in ("fill_", "zero_"):  # whatever was there before
@@ -58,10 +59,39 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         if alike and not blank and out.numel() <= MOST and (given or "device" in kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
             beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
-            self._keep(out, func(*beside[0], **beside[1]))
+            self._keep(out, _computed(func, *beside))
         else:
             self.values.pop(id(out), None)  # written to in place with what nobody knows
         return out
 
     def _twin(self, x: Any) -> Any:
         return self.values.get(id(x), x) if isinstance(x, Tensor) else x
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation gives; where all rows are one row expanded, of that row alone.
+
+    Positions of a batch are one row expanded, a thousand times in a large one.
+    """
+    rows = args[0] if args and isinstance(args[0], list | tuple) else args
+    given = [x for x in rows if isinstance(x, Tensor)]
+    most = max((x.ndim for x in given), default=0)
+    count = max((x.shape[0] for x in given if x.ndim == most), default=0) if most > 1 else 0
+    one = count > 1 and _by_row(func, args, most) and not func._schema.is_mutable
+    if not one or not all(x.stride(0) == 0 or x.shape[0] == 1 for x in given if x.ndim == most):
+        return func(*args, **kwargs)
+    tree: Any = args
+    first: Any = optree.tree_map(
+        lambda x: x[:1] if isinstance(x, Tensor) and x.ndim == most else x, tree
+    )
+    out = func(*first, **kwargs)
+    return out.expand(count, *out.shape[1:])
+
+
+def _by_row(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
+    """Whether each row of the result comes from the same row of what is given."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    along = args[1] if len(args) > 1 else 0
+    name = func.overloadpacket.__name__
+    return name in ("cat", "cumsum") and isinstance(along, int) and along % ndim > 0

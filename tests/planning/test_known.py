@@ -19,6 +19,32 @@ def test_what_comes_from_constants_is_what_the_host_computes() -> None:
         assert asked("meta") == asked("cpu")
 
 
+def test_rows_that_are_one_row_are_computed_once() -> None:
+    """The same values as of rows that lie one by one, and as much memory as one row."""
+
+    def asked(x: torch.Tensor) -> list[torch.Tensor]:
+        first = torch.cat([x[:, :1] - 1, x], 1)
+        steps = first.diff() != 1
+        table = torch.arange(x.shape[1], device=x.device)
+        return [
+            first,
+            steps.cumsum(-1),
+            x + table,
+            x * x,
+            x.cumsum(0),
+            torch.cat([x, x]),
+            x[1:] + 1,
+        ]
+
+    with Known() as known:
+        one = torch.arange(5, device="meta") // 2
+        found = [known.values[id(y)] for y in asked(one.expand(3, 5))]
+    want = asked((torch.arange(5) // 2).repeat(3, 1))
+    for got, y in zip(found, want, strict=True):
+        assert got.dtype == y.dtype and got.equal(y)
+    assert [got.stride(0) for got in found[:4]] == [0] * 4
+
+
 def test_of_data_nothing_is_known() -> None:
     with Known():
         ids = torch.empty(4, dtype=torch.int64, device="meta")
