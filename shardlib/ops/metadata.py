@@ -236,6 +236,14 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
             mesh=x.mesh,
             fix="x.sum().backward()",
         )
+    if x.is_complex() and x.raw.requires_grad:
+        raise ShardError(
+            "backward of a complex number needs its cotangent",
+            op="backward",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="x.abs().backward()",
+        )
     return torch.ones_like(x.raw)
 
 

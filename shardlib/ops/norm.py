@@ -284,10 +284,10 @@ def _normalised(
             mesh=mesh,
             fix=f"F.{op}(x, {list(x.padded_shape[-1:])})",
         )
-    for v in values:
+    for k, v in enumerate(values):
         given = v.dtype
         mixed = centre and given != dtype and not (is_half(x) and given == torch.float32)
-        if mixed or not given.is_floating_point or (v is not x and tuple(v.padded_shape) != shape):
+        if mixed or not given.is_floating_point or (k and tuple(v.padded_shape) != shape):
             raise BadArgument(
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
                 "is floating point",
@@ -337,6 +337,9 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     others = (given["weight"], given.get("bias"))
     if not x.is_padded or has_padding(others) or x.shape[-width:] != x.padded_shape[-width:]:
         raise Unfit("the padding would be normalised")
+    eps = given["eps"]
+    if eps is not None and eps <= (0 if "bias" in given else -1):
+        raise Unfit("what is made of the padding would not be finite")
     out = padded_to(run(func, (), given | {"input": filled(x, 1)}), tuple(x.shape))
     return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
 

@@ -5,13 +5,14 @@ trailing dimensions are in norm.py.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardlib.aliases import refuse_overlap
 from shardlib.errors import BadArgument
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import Slot, binder
-from shardlib.tensor import Unfit, implements, is_half, typeof
+from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, typeof
 
 
 def _samples(b: Bound) -> Labels:
@@ -35,10 +36,10 @@ declare(
 def _instances(b: Bound) -> Labels:
     """Each channel of each sample is normalised apart."""
     x, stats = b["input"], [b["running_mean"], b["running_var"]]
-    if any(isinstance(s, Slot) for s in stats):
+    if b["use_input_stats"] and any(isinstance(s, Slot) for s in stats):
         raise Unfit("running statistics of instances are means over the batch")
     out: Labels = {x.at: ("b", "c") + (None,) * (x.ndim - 2)}
-    return out | {s.at: ("c",) for s in (b["weight"], b["bias"]) if isinstance(s, Slot)}
+    return out | {s.at: ("c",) for s in (b["weight"], b["bias"], *stats) if isinstance(s, Slot)}
 
 
 declare(
@@ -61,6 +62,10 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():
         raise Unfit("no batch of channels")
+    if g["training"] and any(
+        isinstance(t, Tensor) and not isinstance(t, ShardedTensor) for t in (mean, var)
+    ):
+        raise Unfit("plain running statistics are written to by torch")
     if not x.is_floating_point():
         raise BadArgument("only floating point is normalised", op="batch_norm",
                           operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip

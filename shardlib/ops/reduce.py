@@ -201,24 +201,27 @@ def extreme(
             share = ties / total(
                 local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes
             )
-        raw = _Shared.apply(x.raw, raw, share)
+        raw = _Shared.apply(x.raw, raw, share, x.mesh, axes)
     raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
     return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
 class _Shared(Local):
-    """apply(x, value, share): ``value``, a reduction of x
-    whose gradient each element has its share of.
+    """apply(x, value, share, mesh, axes): ``value``, a reduction of x, which lies over ``axes``;
+    each element has its share of the gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, value: Tensor, share: Tensor, mesh: Mesh, axes: tuple[str, ...]
+    ) -> Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
         ctx.save_for_backward(share)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * ctx.saved_tensors[0], None, None
+        return vary(grads[0], ctx.mesh, ctx.axes) * ctx.saved_tensors[0], *[None] * 4
 
 
 def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> Tensor:
@@ -279,6 +282,8 @@ def _written(
 
     ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
     """
+    if x.sharding.partial:
+        raise partial_escape(op, x)
     gone, split, layout, shape = reduced_layout(x, dim, keepdim, op)
     axes = real_axes(x.mesh, split)
     if not (axes and x.raw.requires_grad and torch.is_grad_enabled()):
@@ -555,7 +560,7 @@ _NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
 
 
 def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
-    if input.is_complex():
+    if input.is_complex() or (dtype is not None and dtype.is_complex):
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
     if known.sharding.partial:  # a part that is NaN makes the sum so, whatever the others are

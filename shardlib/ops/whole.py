@@ -13,6 +13,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
@@ -130,8 +131,8 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
         elif isinstance(values[0], Tensor):
             blocks = [leaves[i] for i in at]
             same = _block_view(values, blocks)
-            if same is not None and not values[0].requires_grad:  # as of views as another dtype
-                same = same.detach()
+            if same is not None and same.requires_grad and not values[0].requires_grad:
+                same = same.detach()  # as of views as another dtype
             joined.append(torch.stack(values) if same is None else same)
             for raw in (
                 blocks if same is None else ()
@@ -202,7 +203,7 @@ def on_whole(
         return _into(func, args, kwargs)
     if any(
         isinstance(t, Tensor) and not isinstance(t, ShardedTensor)
-        for t in (*written(func, args, kwargs), *_statistics(name, args, kwargs))
+        for t in (*written(func, args, kwargs), *_statistics(func, args, kwargs))
     ):
         return _on_plain(func, args, kwargs)
     if (
@@ -299,7 +300,7 @@ def on_whole(
     deferred = frozenset().union(*(v.deferred for v in moved))
     per_rank = bool(deferred) and lead(mesh) > 0
     raws: list[Any] = []
-    stats = _statistics(name, args, kwargs)
+    stats = _statistics(func, args, kwargs)
     targets = [*written(func, args, kwargs), *stats]
     for i, v, w in zip(at, moved, wholes, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
@@ -338,7 +339,7 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
     become: its operands are plain and whole.
     """
     name = func.__name__
-    stats = [t for t in _statistics(name, args, kwargs) if isinstance(t, Tensor)]
+    stats = [t for t in _statistics(func, args, kwargs) if isinstance(t, Tensor)]
     targets = [*written(func, args, kwargs), *stats]
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -527,20 +528,27 @@ def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
 # position of the flag in torch.embedding_bag and F.embedding
 _SPARSE = {"embedding": 6, "embedding_bag": 5}
 
-_STATISTICS = {
-    "native_batch_norm": 3,
-    "batch_norm": 3,
-    "batch_norm_update_stats": 1,
-    "instance_norm": 3,
+_STATISTICS: dict[Any, int] = {
+    F.batch_norm: 1,
+    F.instance_norm: 1,
+    torch.batch_norm: 3,
+    torch.instance_norm: 3,
+    torch.native_batch_norm: 3,
+    torch.batch_norm_update_stats: 1,
 }
 """Position of the running statistics of functions that write
 to them and do not count it as a change.
 """
 
 
-def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
-    at = _STATISTICS.get(name)
+def _statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The running statistics that a call writes to."""
+    at = _STATISTICS.get(func)
     if at is None:
+        return []
+    flag = "use_input_stats" if "instance" in func.__name__ else "training"
+    default = func is not F.batch_norm
+    if not (args[5] if len(args) > 5 else kwargs.get(flag, default)):
         return []
     return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
 

@@ -407,7 +407,7 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             func(*a, **k)
-    except (NotImplementedError, RecursionError):
+    except (NotImplementedError, RecursionError, ArithmeticError):  # some divide by a count of 0
         return None
     except (*_MISTAKES, ValueError, RuntimeError) as e:
         text = str(e).partition("\n")[0]

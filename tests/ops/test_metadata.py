@@ -53,3 +53,17 @@ def test_contiguous_copies_where_torch_copies(layout: str) -> None:
             except sl.ShardError:
                 continue
             assert torch.equal(sl.unshard(base), dense)
+
+
+def test_a_complex_number_has_no_implicit_cotangent() -> None:
+    t = torch.tensor([1 + 2j, 3j])
+    with sl.simulate(x=2):
+        x = sl.shard(t, "x").requires_grad_()
+        for backward in (
+            lambda: x.sum().backward(),
+            lambda: torch.autograd.backward(x.sum()),
+            lambda: torch.autograd.grad(x.sum(), x),
+        ):
+            with pytest.raises(sl.ShardError, match="complex"):
+                backward()
+        assert x.grad is None

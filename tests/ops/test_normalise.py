@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
+from shardlib.tensor import promoting
 from tests.ops.cases import r
 
 X = r(4, 6)
@@ -39,3 +40,35 @@ def test_running_statistics_that_share_memory_are_refused_and_unchanged(name: st
             F.batch_norm(x, stats[1], stats[2], training=True)
         assert torch.equal(sl.unshard(once), torch.full((1,), 3.0, dtype=X.dtype))
         assert torch.equal(sl.unshard(stats[3 - at]), r(6, seed=3 - at).abs())
+
+
+STATISTICS = {
+    "F.batch_norm": lambda x, m, v, on: F.batch_norm(x, m, v, training=on, momentum=0.5),
+    "torch.batch_norm": lambda x, m, v, on: torch.batch_norm(
+        x, None, None, m, v, on, 0.5, 1e-5, False
+    ),
+    "F.instance_norm": lambda x, m, v, on: F.instance_norm(x, m, v, None, None, on, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_plain_running_statistics_are_written_to_in_a_module(name: str) -> None:
+    """Where plain tensors count as the same on every rank, as in a parallelized module's forward."""
+    f, t = STATISTICS[name], r(4, 6, 3)
+    dense = r(6, seed=1), r(6, seed=2).abs()
+    want = f(t, *dense, True)
+    plain = r(6, seed=1), r(6, seed=2).abs()
+    with sl.simulate(x=2), promoting(), sl.implicit():
+        assert torch.allclose(f(sl.shard(t, "x . ."), *plain, True), want)
+    for a, b in zip(plain, dense, strict=True):
+        assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_that_are_only_read_move_nothing(name: str) -> None:
+    f, t = STATISTICS[name], r(4, 6, 3)
+    stats = r(6, seed=1), r(6, seed=2).abs()
+    with sl.simulate(x=2, y=3):
+        placed = (sl.shard(s, "y") for s in stats)
+        got = f(sl.shard(t, "x y ."), *placed, False)
+    assert torch.allclose(sl.unshard(got), f(t, *stats, False))

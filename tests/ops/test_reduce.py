@@ -90,3 +90,42 @@ def test_a_pending_sum_is_summed_before_its_nans_are_left_out(name: str) -> None
             getattr(x, name)()
         with sl.implicit():
             assert torch.equal(sl.unshard(getattr(x, name)()), getattr(t, name)())
+
+
+@pytest.mark.parametrize("name", ["vector_norm", "matrix_norm"])
+def test_a_norm_of_pending_sums_is_that_of_the_sums(name: str) -> None:
+    """Refused, or summed where that is allowed; its gradient as well."""
+    t = torch.tensor([[1.0, -2.0], [3.0, 4.0]], dtype=torch.float64)
+    dense = t.clone().requires_grad_()
+    f = getattr(torch.linalg, name)
+    f(dense).backward()
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(t, "x . + sum(y)").requires_grad_()
+        with pytest.raises(sl.errors.PartialEscape):
+            f(x)
+        with sl.implicit():
+            out = f(x)
+            assert torch.allclose(sl.unshard(out), f(t))
+            out.backward()
+        for part in sl.unshard(x.grad), sl.unshard(sl.grad(lambda x: f(sl.reshard(x, "x .")))(x)):
+            assert torch.allclose(part, dense.grad)
+
+
+def _penalty(f, x):  # type: ignore[no-untyped-def]
+    """The gradient of the gradient's square."""
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("p", [math.inf, -math.inf, 1, 2, 3])
+def test_a_penalty_on_the_gradient_of_a_norm_reaches_every_rank(p: float) -> None:
+    t = torch.tensor([3.0, -1.0, 2.0, 0.5, -2.5, 1.5], dtype=torch.float64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (torch.linalg.vector_norm(x, p, keepdim=True) * x).square().sum()
+
+    want = _penalty(f, t.clone().requires_grad_())
+    for ranks in (2, 3):
+        with sl.simulate(x=ranks):
+            got = _penalty(f, sl.shard(t, "x").requires_grad_())
+            assert torch.allclose(sl.unshard(got), want)

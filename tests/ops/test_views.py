@@ -91,3 +91,19 @@ def test_a_view_as_another_dtype_has_no_graph() -> None:
         for y in (x.view(torch.complex128), x.view(dtype=torch.complex128)):
             assert not y.requires_grad
             assert torch.equal(sl.unshard(y), t.view(torch.complex128))
+
+
+@pytest.mark.parametrize("layout", ["x", "."])
+def test_a_write_with_a_gradient_reaches_the_base_through_a_piece_of_a_view(layout: str) -> None:
+    """Also where an axis of one rank splits what is cut, and nothing had a gradient before."""
+    t, v = torch.arange(4.0), torch.tensor(2.0)
+
+    def f(t: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        b = t * 1
+        b.unsqueeze(0)[:, 0].add_(v)
+        return b.sum()
+
+    with sl.simulate(x=1):
+        w = sl.shard(v, "").requires_grad_()
+        f(sl.shard(t, layout), w).backward()
+        assert sl.unshard(w.grad) == 1
