@@ -6,12 +6,14 @@ from shardlib.mesh.mesh import (
     Link,
     Mesh,
     MeshLike,
+    Registered,
     as_mesh,
     coordinates,
     current_mesh,
     make_mesh,
     rank_along,
     record,
+    remember,
     simulate,
     unknown_axis,
     use_mesh,
@@ -19,7 +21,8 @@ from shardlib.mesh.mesh import (
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 
 __all__ = [
-    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Scope", "as_mesh", "bind", "coordinates",
-    "current_job", "current_mesh", "enter", "launch", "leave", "lost", "make_mesh", "number",
-    "rank_along", "record", "scope", "simulate", "spelled", "unknown_axis", "use_mesh", "within",
+    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope", "as_mesh", "bind",
+    "coordinates", "current_job", "current_mesh", "enter", "launch", "leave", "lost", "make_mesh",
+    "number", "rank_along", "record", "remember", "scope", "simulate", "spelled", "unknown_axis",
+    "use_mesh", "within",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from shardlib.mesh.failures import join_job
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "MeshLike", "as_mesh", "coordinates", "current_mesh", "make_mesh",
-    "rank_along", "record", "simulate", "use_mesh",
+    "Link", "Mesh", "MeshLike", "Registered", "as_mesh", "coordinates", "current_mesh", "make_mesh",
+    "rank_along", "record", "remember", "simulate", "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record", "forked"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class Link:
 
     alpha: float = 2e-5
     beta: float = 1e-9
+
+
+def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
+    """Keep a value in a table that begins anew when it has ``most`` entries, as ``mesh.plans``."""
+    if len(table) >= most:
+        table.clear()
+    table[key] = value
+    return value
+
+
+class Registered:
+    """``changes``  how often algorithms were registered or
+    taken out; what was chosen before is void.
+    """
+
+    changes = 0
 
 
 class Mesh(Mapping[str, int]):
@@ -160,11 +177,8 @@ class Mesh(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self.axes)
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    __hash__ = object.__hash__  # as values are compared, not as mappings are
+    __eq__ = object.__eq__
 
     def __str__(self) -> str:
         return " ".join(f"{n}={s}" for n, s in self.axes.items())

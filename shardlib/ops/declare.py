@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardlib import autocast
 from shardlib._compat import builtin_homes
+from shardlib.mesh import remember
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.registry import remember
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.whole import flat
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses

@@ -32,9 +32,9 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, remember
 from shardlib.ops.padding import filled, padded_to
-from shardlib.ops.registry import implicit_budget, remember
+from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import Slot
 from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run
 from shardlib.placing import reshard

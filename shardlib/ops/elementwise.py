@@ -18,17 +18,18 @@ from shardlib.aliases import written
 from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, remember
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.padding import inside, padded_to
-from shardlib.ops.registry import implicit_budget, remember
+from shardlib.ops.registry import implicit_budget
 from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    blockwise,
     implements,
     is_half,
     lift,
@@ -184,7 +185,7 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
     )
 
 
-@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike)
+@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, repeats=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any function that acts on each element alone."""
     if kwargs:
@@ -192,22 +193,22 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if kwargs.get("out") is not None:
             raise Unfit("out")  # ops/whole.py writes it
     x = args[0]
-    if len(args) == 1 and not kwargs and type(x) is ShardedTensor and not x.sharding.partial:
-        return _made(x, local_call(func, x.mesh, (x.raw,), kwargs))
     if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
         y, mesh = args[1], x.mesh
         if _same_place(x, y):
-            return x.becomes(local_call(func, mesh, (x.raw, y.raw), {}))
+            return blockwise(func, args, kwargs, x.place)
         if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
             raws, out, shape, deferred = aligned(func.__name__, [x, y])
-            return _laid(local_call(func, mesh, tuple(raws), {}), (x, y), out, shape, deferred)
+            place = _place_of((x, y), out, shape, deferred)
+            if raws[0] is x.raw and raws[1] is y.raw:
+                return blockwise(func, args, kwargs, place)
+            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), place)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
-            raw = local_call(func, x.mesh, (x.raw, *args[1:]), kwargs)
-            return raw if raw is NotImplemented else _made(x, raw)
+            return blockwise(func, args, kwargs, x.place)
         if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
-            return x.becomes(local_call(func, x.mesh, (x.raw, args[1].raw), kwargs))
+            return blockwise(func, args, kwargs, x.place)
     return _general(func, args, kwargs)
 
 
@@ -274,22 +275,19 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
     new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     raw = local_call(func, mesh, new_args, new_kwargs)
-    return _laid(to_pending(raw, mesh, scaled) if scaled else raw, values, out, shape, deferred)
+    raw = to_pending(raw, mesh, scaled) if scaled else raw
+    return ShardedTensor(raw, _place_of(values, out, shape, deferred))
 
 
-def _laid(
-    raw: Tensor,
-    values: Sequence[ShardedTensor],
-    out: Layout,
-    shape: torch.Size,
-    deferred: frozenset[str],
-) -> ShardedTensor:
-    """Return the result; rows that were merged in an operand of its shape are merged in it."""
+def _place_of(
+    values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
+) -> Place:
+    """Where the result lies; rows that were merged in an operand of its shape are merged in it."""
     merged: tuple[int, ...] = ()
     for v in values:
         if v.place.merged_from and v.place.shape == shape:
             merged = v.place.merged_from
-    return ShardedTensor(raw, Place(out, shape, values[0].mesh, None, deferred, None, merged))
+    return Place(out, shape, values[0].mesh, None, deferred, None, merged)
 
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, remember
 from shardlib.ops.ranges import in_range
-from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    blockwise,
     has_padding,
     implements,
     lift,
@@ -93,7 +93,7 @@ _EMBEDDING = binder(
 )
 
 
-@implements(F.embedding, padded=True)
+@implements(F.embedding, padded=True, repeats=True)
 def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Look ids up: they are split or not, the table's rows and columns over any axes.
 
@@ -139,6 +139,9 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         )
     elif plan.meets:
         raw_table = vary(raw_table, mesh, plan.meets)
+    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded or lead(mesh))
+    if own and len(args) == 2 and args[0] is ids and args[1] is table:
+        return blockwise(func, args, kwargs, Place(out, plan.shape, mesh, deferred=deferred))
     if plan.gathered:
         with bind(mesh):
             raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))

@@ -10,13 +10,12 @@ from shardlib.aliases import link
 from shardlib.collectives import blocks, holds_values, lead
 from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, remember
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
 from shardlib.ops.padding import last_only, padded_to
 from shardlib.ops.ranges import in_range
-from shardlib.ops.registry import remember
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
 from shardlib.ops.whole import each, flat, is_whole, on_whole

@@ -33,12 +33,11 @@ from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsu
 from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.mesh import Mesh, bind, rank_along, remember
 from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
-from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (

@@ -7,6 +7,7 @@ Source: Chan, Golub and LeVeque 1983 for the merge; arXiv 2104.05343, section 3.
 """
 
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    blockwise,
     has_padding,
     implements,
     is_half,
@@ -269,10 +271,23 @@ def _whole(
     return out.to(raw.dtype)
 
 
+def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs: Any) -> bool:
+    """Whether torch's own kernel on the blocks is all there is to a normalisation of whole rows."""
+    x, args = values[0], call[1]
+    if not args or args[0] is not x or lead(x.mesh) or any(overs):
+        return False
+    given = [v for v in (*args, *call[2].values()) if isinstance(v, Tensor)]
+    same = len(given) == len(values) and all(map(operator.is_, given, values))
+    kept = all(raw is v.raw for raw, v in zip(raws, values, strict=True))
+    plain = all(v.dtype == x.dtype for v in values) and not is_half(x)
+    return same and kept and plain and x.raw.is_cpu and not active.cpu
+
+
 def _normalised(
-    op: str, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
+    call: Any, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
 ) -> ShardedTensor:
-    width = len(shape)
+    """``call``  torch's, (func, args, kwargs)."""
+    op, width = "layer_norm" if centre else "rms_norm", len(shape)
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
     values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
     x, dtype = values[0], values[0].dtype
@@ -303,6 +318,8 @@ def _normalised(
         next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias)
     )
     axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
+    if centre and not axes and _is_torchs(call, values, raws, overs):
+        return blockwise(*call, Place(out, size, x.mesh, deferred=deferred))
     if centre and not axes:
         whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
         return ShardedTensor(whole, Place(out, size, x.mesh, deferred=deferred))
@@ -344,11 +361,11 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
 
 
-@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows)
+@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, repeats=True)
 def layer_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
-    return _normalised("layer_norm", x, tuple(shape), w, b, eps, True)
+    return _normalised((func, args, kwargs), x, tuple(shape), w, b, eps, True)
 
 
 @implements(F.rms_norm, torch.rms_norm, padded=_padded_rows)
@@ -358,4 +375,4 @@ def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
     # as torch: of what it computes in
     eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps
-    return _normalised("rms_norm", x, tuple(shape), w, None, eps, False)
+    return _normalised((func, args, kwargs), x, tuple(shape), w, None, eps, False)

@@ -14,8 +14,7 @@ from torch import Tensor
 from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh
-from shardlib.ops.registry import remember
+from shardlib.mesh import Mesh, remember
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["filled", "inside", "last_only", "masked", "padded_to"]

@@ -20,7 +20,7 @@ from shardlib.cost import Cost
 from shardlib.errors import NoImplementation, ShardError
 from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
-from shardlib.mesh import Entered, Mesh, Scope, scope
+from shardlib.mesh import Entered, Mesh, Registered, Scope, remember, scope
 
 __all__ = [
     "Match",
@@ -34,7 +34,6 @@ __all__ = [
     "implicit_budget",
     "known",
     "pinned",
-    "remember",
     "saving",
     "why",
 ]
@@ -61,6 +60,7 @@ class Match:
     ``shared``    of those, bytes that further products will read.
     ``saved``     bytes saved for backward beyond the operands' own blocks.
     ``adds``      may be given a bias of any dtype.
+    ``local``     where no gradient is to be summed it is torch's own product of the blocks.
     ``call``      runs it instead of ``run`` where operands are looked at first: moved once for
                   several products, or gathered early; matmul only.
     ``algorithm`` the name it was chosen under.
@@ -84,6 +84,7 @@ class Match:
     shared: int = 0
     saved: int = 0
     adds: bool = False
+    local: bool = False
     call: Callable[..., Any] | None = None
     algorithm: str = ""
 
@@ -272,17 +273,9 @@ def known(
     ``mesh.plans`` as the table goes with its mesh; ``now`` is ``scope()``, for those that have it.
     """
     now = scope() if now is None else now
-    full = (key, now.pins, now.saving, _Registered.changes)
+    full = (key, now.pins, now.saving, Registered.changes)
     found = table.get(full)
     return remember(table, full, make()) if found is None else found
-
-
-def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
-    """Keep a value in a table that begins anew when it has ``most`` entries."""
-    if len(table) >= most:
-        table.clear()
-    table[key] = value
-    return value
 
 
 def fitting(op: str, case: Any) -> Match | None:
@@ -291,17 +284,9 @@ def fitting(op: str, case: Any) -> Match | None:
     return best and best[1]
 
 
-class _Registered:
-    """``changes``  how often algorithms were registered or
-    taken out; what was chosen before is void.
-    """
-
-    changes = 0
-
-
 def _renew() -> None:
     _CHOSEN.clear()
-    _Registered.changes += 1
+    Registered.changes += 1
 
 
 def forget(mesh: Mesh) -> None:

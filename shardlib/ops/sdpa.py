@@ -4,6 +4,7 @@ Where there are fewer heads of keys than ranks, keys and values are whole and ea
 heads that its queries use.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from shardlib.collectives import holds_values
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.mesh import scope
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.attention.kernels import on_paper
 from shardlib.ops.attention.masks import Causal, Full
@@ -22,6 +24,7 @@ from shardlib.recompute import once
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    blockwise,
     implements,
     lift,
     local_call,
@@ -39,7 +42,7 @@ _SDPA = binder(
 )
 
 
-@implements(F.scaled_dot_product_attention)
+@implements(F.scaled_dot_product_attention, repeats=True)
 def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 
@@ -110,17 +113,13 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         )
         (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
     run = on_paper if q.raw.is_meta and not holds_values(mesh) else func
+    size = torch.Size((*q.padded_shape[:-1], v.padded_shape[-1]))
+    place = Place(q.sharding, size, mesh, deferred=q.deferred | k.deferred | v.deferred)
+    alike = len(args) == 3 and all(map(operator.is_, args, (q, k, v)))
+    if mask is None and alike and scope().region is None:
+        return blockwise(func, args, kwargs, place, run)
     raw = once(lambda: local_call(run, mesh, (q.raw, k.raw, v.raw), given))
-    deferred = q.deferred | k.deferred | v.deferred
-    return ShardedTensor(
-        raw,
-        Place(
-            q.sharding,
-            torch.Size((*q.padded_shape[:-1], v.padded_shape[-1])),
-            mesh,
-            deferred=deferred,
-        ),
-    )
+    return ShardedTensor(raw, place)
 
 
 def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, str]:

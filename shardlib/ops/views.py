@@ -5,8 +5,7 @@
 """
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, reduce, wraps
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
 from shardlib.ops.padding import last_only, padded_to
-from shardlib.ops.registry import remember
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -33,6 +31,7 @@ from shardlib.tensor import (
     ShardedTensor,
     Unfit,
     block_strides,
+    blockwise,
     implements,
     is_dense,
     lift,
@@ -207,59 +206,20 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
 
-class _Seen(NamedTuple):
-    """How a value is seen otherwise: what torch does to its blocks, and where the result lies."""
+class _Call(NamedTuple):
+    """A call of a view, as it was made."""
 
-    run: Callable[..., Tensor]
-    how: tuple[Any, ...]
-    place: Place
-    dense: bool = False  # only of dense values; of others it may be a copy, or refused
+    func: Any
+    args: Any
+    kwargs: Any
 
-    def of(self, x: ShardedTensor) -> ShardedTensor:
-        return ShardedTensor(local_call(self.run, x.mesh, (x.raw, *self.how), {}), self.place)
-
-
-_Found = tuple[ShardedTensor, _Seen] | Tensor
-
-
-def _replayed(look: Callable[[Any, Any, Any], _Found]) -> Callable[[Any, Any, Any], Any]:
-    """Implement a view by what ``look(func, args, kwargs)`` finds, once for each place and shape.
-
-    ``look``  gives the operand and how it is seen, or the result where values decide.
-    """
-
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        key = None if kwargs else _key(func, args)
-        if key is not None:
-            x = args[0]
-            seen = x.place.mesh.plans.get(key)
-            if seen is not None and (not seen.dense or is_dense(x)):
-                return seen.of(x)
-        found = look(func, args, kwargs)
-        if not isinstance(found, tuple):
-            return found
-        x, seen = found
-        if key is not None:
-            remember(x.mesh.plans, key, seen)
-        return seen.of(x)
-
-    return wraps(look)(run)
-
-
-def _key(func: Any, args: Any) -> tuple[Any, ...] | None:
-    """Tell calls on one value with ints apart; None for all others, which are bound first."""
-    if type(args[0]) is not ShardedTensor:
-        return None
-    rest = args[1:]
-    for a in rest:
-        if type(a) is int:
-            continue
-        if type(a) is not tuple and type(a) is not torch.Size:
-            return None
-        for n in a:  # 2.0 and True are equal to ints, and are none
-            if type(n) is not int:
-                return None
-    return func, args[0].place, rest
+    def seen(
+        self, x: ShardedTensor, run: Any, how: tuple[Any, ...], place: Place, strided: bool = False
+    ) -> Any:
+        """``x`` seen otherwise: what torch does to its blocks, and where the result lies."""
+        if self.args and self.args[0] is x:
+            return blockwise(*self, place, run, how, strided)
+        return ShardedTensor(local_call(run, x.mesh, (x.raw, *how), {}), place)
 
 
 @lru_cache(maxsize=4096)
@@ -270,7 +230,7 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> _Found:
+def _view(call: _Call, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any:
     new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
@@ -295,10 +255,9 @@ def _view(func: Any, x: ShardedTensor, new: tuple[int, ...]) -> _Found:
     place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
     if len(new) == 2 < len(x.padded_shape) and new[-1] == x.padded_shape[-1]:
         place = place._replace(merged_from=tuple(x.padded_shape[:-1]))
-    seen = _Seen(func, (local,), place, dense=True)
     if not copied:
-        return x, seen
-    out = seen.of(x)
+        return call.seen(x, func, (local,), place, strided=True)
+    out = ShardedTensor(local_call(func, x.mesh, (x.raw, local), {}), place)
     if out.raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
         out.raw = out.raw.clone()  # the block alone could be seen so; the whole tensor could not
     return out
@@ -375,36 +334,34 @@ def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return padded_to(out, tuple(true))
 
 
-@implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view)
-@_replayed
-def view(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
+def view(func: Any, args: Any, kwargs: Any) -> Any:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as torch, which gives views as a dtype no graph
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
-    return _view(Tensor.view if func is Tensor.view else Tensor.reshape, x, new)
+    run = Tensor.view if func is Tensor.view else Tensor.reshape
+    return _view(_Call(func, args, kwargs), run, x, new)
 
 
 _AS = binder("view_as(input, other: tensor)")
 
 
-@implements(Tensor.view_as, Tensor.reshape_as)
-@_replayed
-def view_as(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.view_as, Tensor.reshape_as, repeats=True)
+def view_as(func: Any, args: Any, kwargs: Any) -> Any:
     x, other = _AS(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
-    return (
-        _view(run, x, tuple(other.shape)) if isinstance(x, ShardedTensor) else run(x, other.shape)
-    )
+    if not isinstance(x, ShardedTensor):
+        return run(x, other.shape)
+    return _view(_Call(func, args, kwargs), run, x, tuple(other.shape))
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-@implements(Tensor.flatten, torch.flatten)
-@_replayed
-def flatten(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.flatten, torch.flatten, repeats=True)
+def flatten(func: Any, args: Any, kwargs: Any) -> Any:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
@@ -413,54 +370,51 @@ def flatten(func: Any, args: Any, kwargs: Any) -> _Found:
         )
     if x.padded_shape and start == end:
         return x
-    return _view(
-        Tensor.reshape,
-        x,
-        (
-            *x.padded_shape[:start],
-            x.padded_shape[start : end + 1].numel(),
-            *x.padded_shape[end + 1 :],
-        ),
-    )
+    size = x.padded_shape
+    new = (*size[:start], size[start : end + 1].numel(), *size[end + 1 :])
+    return _view(_Call(func, args, kwargs), Tensor.reshape, x, new)
 
 
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@implements(Tensor.unflatten, torch.unflatten)
-@_replayed
-def unflatten(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.unflatten, torch.unflatten, repeats=True)
+def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
-    return _view(Tensor.reshape, x, (*x.padded_shape[:dim], *sizes, *x.padded_shape[dim + 1 :]))
+    new = (*x.padded_shape[:dim], *sizes, *x.padded_shape[dim + 1 :])
+    return _view(_Call(func, args, kwargs), Tensor.reshape, x, new)
 
 
 # ---------------------------------------------------------------- permutations
 
 
-def _permuted(x: ShardedTensor, order: tuple[int, ...]) -> tuple[ShardedTensor, _Seen]:
+def _permuted(call: _Call, x: ShardedTensor, order: tuple[int, ...]) -> Any:
+    return call.seen(x, Tensor.permute, (order,), _permuted_place(x, order))
+
+
+def _permuted_place(x: ShardedTensor, order: tuple[int, ...]) -> Place:
     layout = (
         x.sharding
         if order == tuple(range(len(order)))
         else x.sharding.resolve(len(order)).transpose(*order)
     )
     shape = torch.Size([x.padded_shape[d] for d in order])
-    return x, _Seen(Tensor.permute, (order,), x.place.becomes(layout, shape))
+    return x.place.becomes(layout, shape)
 
 
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
-@implements(Tensor.permute, torch.permute, padded=_padded_dims)
-@_replayed
-def permute(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.permute, torch.permute, padded=_padded_dims, repeats=True)
+def permute(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
         raise BadArgument(
             f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute"
         )
-    return _permuted(x, dims_of(order, len(x.padded_shape), "permute"))
+    return _permuted(_Call(func, args, kwargs), x, dims_of(order, len(x.padded_shape), "permute"))
 
 
 _TRANSPOSE = binder("""
@@ -476,23 +430,24 @@ _TRANSPOSE = binder("""
     torch.swapaxes,
     Tensor.swapdims,
     padded=_padded_dims,
+    repeats=True,
 )
-@_replayed
-def transpose(func: Any, args: Any, kwargs: Any) -> _Found:
+def transpose(func: Any, args: Any, kwargs: Any) -> Any:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.padded_shape)))
     i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
     if order:
         order[i], order[j] = order[j], order[i]
-    return _permuted(x, tuple(order))
+    return _permuted(_Call(func, args, kwargs), x, tuple(order))
 
 
 _T = binder("t(input)")
 
 
-@implements(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=_padded_dims)
-@_replayed
-def transposed(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(
+    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=_padded_dims, repeats=True
+)
+def transposed(func: Any, args: Any, kwargs: Any) -> Any:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
@@ -504,22 +459,28 @@ def transposed(func: Any, args: Any, kwargs: Any) -> _Found:
         if func == Tensor.mT.__get__
         else tuple(reversed(range(ndim)))
     )
-    _, seen = _permuted(x, order)
-    if x.place.out_layout is None:
-        return x, seen
-    return x, seen._replace(place=seen.place._replace(out_layout=x.place.out_layout))
+    place = _permuted_place(x, order)._replace(out_layout=x.place.out_layout)
+    return _Call(func, args, kwargs).seen(x, Tensor.permute, (order,), place)
 
 
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
 
 
-@implements(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis, padded=_padded_dims)
-@_replayed
-def movedim(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(
+    Tensor.movedim,
+    torch.movedim,
+    Tensor.moveaxis,
+    torch.moveaxis,
+    padded=_padded_dims,
+    repeats=True,
+)
+def movedim(func: Any, args: Any, kwargs: Any) -> Any:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
-    return _permuted(x, tuple(torch.movedim(frame, source, target).stride()))
+    return _permuted(
+        _Call(func, args, kwargs), x, tuple(torch.movedim(frame, source, target).stride())
+    )
 
 
 @implements(
@@ -549,24 +510,24 @@ def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze, padded=_padded_dims)
-@_replayed
-def unsqueeze(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.unsqueeze, torch.unsqueeze, padded=_padded_dims, repeats=True)
+def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim + 1, "unsqueeze")
     dims = x.sharding.resolve(ndim).dims
     layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
     shape = torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:]))
-    return x, _Seen(Tensor.unsqueeze, (dim,), x.place.becomes(layout, shape))
+    return _Call(func, args, kwargs).seen(
+        x, Tensor.unsqueeze, (dim,), x.place.becomes(layout, shape)
+    )
 
 
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
-@implements(Tensor.squeeze, torch.squeeze, padded=_padded_dims)
-@_replayed
-def squeeze(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.squeeze, torch.squeeze, padded=_padded_dims, repeats=True)
+def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
@@ -577,15 +538,14 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> _Found:
     )
     new = torch.Size([x.padded_shape[d] for d in keep])
     at = tuple(d - ndim for d in sorted(gone))  # not by reshape, which makes up other strides
-    return x, _Seen(Tensor.squeeze, (at,), x.place.becomes(layout, new))
+    return _Call(func, args, kwargs).seen(x, Tensor.squeeze, (at,), x.place.becomes(layout, new))
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
-@_replayed
-def expand(func: Any, args: Any, kwargs: Any) -> _Found:
+@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as, repeats=True)
+def expand(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
         sizes = tuple(other.shape)
@@ -610,7 +570,9 @@ def expand(func: Any, args: Any, kwargs: Any) -> _Found:
         )
     layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
     local = layout.local_shape(new, x.mesh)
-    return x, _Seen(Tensor.expand, (local,), x.place.becomes(layout, torch.Size(new)))
+    return _Call(func, args, kwargs).seen(
+        x, Tensor.expand, (local,), x.place.becomes(layout, torch.Size(new))
+    )
 
 
 # ---------------------------------------------------------------- pieces

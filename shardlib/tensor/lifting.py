@@ -1,39 +1,18 @@
-"""Plain tensors among sharded ones, and torch functions on the blocks."""
+"""Plain tensors among sharded ones."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlib._compat import Local, under_transform
-from shardlib.collectives import Stacked, holds_values, lead, unwrap, wrap
+from shardlib.collectives import holds_values, lead
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, scope, within
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, no_transform, typeof
 
-__all__ = ["check_met", "lift", "local_call", "promoting", "replicated"]
-
-
-def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function on the local blocks: ``args`` hold raw tensors, so does the result."""
-    if not lead(mesh):
-        return func(*args, **kwargs)
-    out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
-    return _lower(out)
-
-
-def _lift(x: Any, mesh: Mesh) -> Any:
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        return wrap(x, mesh)
-    return type(x)(_lift(v, mesh) for v in x) if type(x) in (tuple, list) else x
-
-
-def _lower(x: Any) -> Any:
-    if isinstance(x, Stacked):
-        return unwrap(x)
-    return type(x)(_lower(v) for v in x) if type(x) in (tuple, list) else x
+__all__ = ["check_met", "lift", "promoting", "replicated"]
 
 
 def promoting() -> within:

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -23,7 +23,7 @@ from shardlib._compat import (
 )
 from shardlib.aliases import LINKS, WRITERS, refuse_write, written
 from shardlib.autocast import cast
-from shardlib.collectives import holds_values, lead, wrap
+from shardlib.collectives import Stacked, holds_values, lead, unwrap, wrap
 from shardlib.errors import (
     BadArgument,
     NoImplementation,
@@ -36,13 +36,13 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, scope
+from shardlib.mesh import Mesh, Registered, remember, scope
 from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
-    "has_padding", "heard", "implements", "is_dense", "layout_of", "no_implementation", "no_transform",
-    "on_shapes", "partial_escape", "torch_refuses", "typeof",
+    "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
+    "no_implementation", "no_transform", "on_shapes", "partial_escape", "torch_refuses", "typeof",
 ]  # fmt: skip
 
 Implementation = Callable[..., Any]
@@ -56,6 +56,11 @@ Filled by ``implements`` in the files of ops/.
 TAKES_PADDING: set[Any] = set()
 """The functions whose implementation takes padded operands;
 calls of others are refused, or gathered.
+"""
+
+REPEATS: set[Any] = set()
+"""The functions of whose calls some need their blocks alone; such a call is remembered, see
+``blockwise``.
 """
 
 FALLBACK: list[Implementation] = []
@@ -75,13 +80,14 @@ class Unfit(Exception):
 
 
 def implements(
-    *funcs: Any, padded: bool | Padded = False
+    *funcs: Any, padded: bool | Padded = False, repeats: bool = False
 ) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one are an error.
 
     ``padded``  what becomes of padded operands.  True: the implementation reads their place
                 itself.  A function: it serves such calls, ``padded(implementation, func, args,
                 kwargs)``.  False: they are refused, or gathered within ``sl.implicit``.
+    ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
 
     def enter(implementation: Implementation) -> Implementation:
@@ -92,6 +98,8 @@ def implements(
             TABLE[func] = run
             if padded:
                 TAKES_PADDING.add(func)
+            if repeats:
+                REPEATS.add(func)
         return run
 
     return enter
@@ -241,6 +249,8 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in REPEATS and (done := _repeated(func, args, kwargs or {})) is not None:
+            return done
         implementation = TABLE.get(func, _unknown)
         if func not in TAKES_PADDING and (
             has_padding(args) or (kwargs and has_padding(kwargs.values()))
@@ -318,6 +328,141 @@ def _from_a_worker(text: str) -> None:
         operands={"tensor": text},
         fix="batches = [sl.shard(x, '...') for x in DataLoader(data, num_workers=2)]",
     )
+
+
+# ---------------------------------------------------------------- calls that need blocks alone
+
+
+def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on the local blocks: ``args`` hold raw tensors, so does the result."""
+    return _of_stacks(func, mesh, *args, **kwargs) if lead(mesh) else func(*args, **kwargs)
+
+
+def _of_stacks(func: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
+    """Run it on blocks that one process plays."""
+    out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
+    return _lower(out)
+
+
+def _lift(x: Any, mesh: Mesh) -> Any:
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return wrap(x, mesh)
+    return type(x)(_lift(v, mesh) for v in x) if type(x) in (tuple, list) else x
+
+
+def _lower(x: Any) -> Any:
+    if isinstance(x, Stacked):
+        return unwrap(x)
+    return type(x)(_lower(v) for v in x) if type(x) in (tuple, list) else x
+
+
+class _Repeat(NamedTuple):
+    """How a call runs once more: a torch function of the blocks, and where the result lies.
+
+    ``rest``     what follows the first block, where it is not what follows the first operand.
+    ``strides``  the first block's, where what runs hangs on them.
+    """
+
+    run: Callable[..., Any]
+    place: Place
+    rest: tuple[Any, ...] | None
+    strides: tuple[int, ...] | None
+
+
+def blockwise(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    place: Place,
+    run: Callable[..., Any] | None = None,
+    rest: tuple[Any, ...] | None = None,
+    strided: bool = False,
+) -> Any:
+    """End a call whose result is ``func`` of the blocks, and lies at ``place``.
+
+    The next call that differs in the operands' values alone runs so at once, without its
+    implementation.  ``args[0]`` is sharded and so is every other tensor of the call; what is
+    decided hangs on the operands' places and dtypes, on whether they require grad, on the other
+    arguments and on pinned algorithms, and on nothing else.
+    ``run``      the function for the blocks, where it is another than ``func``.
+    ``rest``     its arguments after the first block, where they are not the call's own.
+    ``strided``  whether it hangs on the first block's strides too.
+    """
+    run = run or func
+    run = partial(_of_stacks, run, place.mesh) if lead(place.mesh) else run
+    repeat = _Repeat(run, place, rest, args[0].raw.stride() if strided else None)
+    out = _run(repeat, args, kwargs)
+    if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
+        key = _call_key(func, args, kwargs)
+        if key is not None:
+            remember(place.mesh.plans, key, repeat)
+    return out
+
+
+def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a call like one that ended in ``blockwise``; None of any other."""
+    key = _call_key(func, args, kwargs)
+    if key is None:
+        return None
+    repeat = args[0].place.mesh.plans.get(key)
+    if repeat is None or (repeat.strides is not None and args[0].raw.stride() != repeat.strides):
+        return None
+    try:
+        return _run(repeat, args, kwargs)
+    except RuntimeError:  # the implementation says what is wrong
+        return None
+
+
+def _run(repeat: _Repeat, args: Any, kwargs: dict[str, Any]) -> Any:
+    run, place, rest, _ = repeat
+    first = args[0].raw
+    if rest is not None:
+        out = run(first, *rest)
+    elif len(args) == 1 and not kwargs:
+        out = run(first)
+    else:
+        given = [first, *[a.raw if type(a) is ShardedTensor else a for a in args[1:]]]
+        if kwargs:
+            named = {k: a.raw if type(a) is ShardedTensor else a for k, a in kwargs.items()}
+            out = run(*given, **named)
+        else:
+            out = run(*given)
+    if out is first:
+        return args[0]  # as torch's function gave its operand back
+    return ShardedTensor(out, place) if isinstance(out, Tensor) else out
+
+
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
+
+
+def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What tells a call from others but its operands' values; None where anything else may count,
+    and where somebody listens.
+    """
+    if not args or type(args[0]) is not ShardedTensor or any_autocast():
+        return None
+    now = scope()
+    if not (now.watcher is now.region is now.budget is None and now.backend == "auto"):
+        return None
+    key = [func, now.pins, Registered.changes]
+    for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+        kind = type(a)
+        if kind is ShardedTensor:
+            if a.read is None:
+                raw = a.raw
+                key += (a.place, raw.dtype, raw.requires_grad)
+            else:
+                key += (a.place, a.dtype, True)
+        elif kind in _NUMBERS:
+            key += (kind, a)
+        elif kind is tuple or kind is torch.Size:
+            for n in a:  # 2.0 and True are equal to ints, and are none
+                if type(n) is not int:
+                    return None
+            key.append(a)
+        else:
+            return None
+    return tuple(key)
 
 
 def has_padding(values: Iterable[Any]) -> bool:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.mesh import remember
 from shardlib.ops import registry
-from shardlib.ops.registry import remember
 
 PAIRS = [
     (". tp", "tp ."),

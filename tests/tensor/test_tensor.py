@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
+from shardlib.mesh import within
+from shardlib.tensor import tensor
 
 LAYOUTS = ["x y", "y x", ". y", "x .", "(x y) .", ". .", "(2 x) y"]
 
@@ -151,3 +153,117 @@ def test_out_takes_the_result_where_it_lies(out: str) -> None:
         )
         with pytest.raises(sl.ShardError, match="plain tensor cannot take"):
             torch.exp(sl.shard(a, "x y"), out=into)
+
+
+# ---------------------------------------------------------------- calls that need blocks alone
+
+CALLS: dict[str, Any] = {
+    "gelu": lambda x, w: F.gelu(x, approximate="tanh"),
+    "sum": lambda x, w: x + x,
+    "number": lambda x, w: x * 2.5,
+    "linear": lambda x, w: F.linear(x, w, w[0]),
+    "product": lambda x, w: x @ w,
+    "layer_norm": lambda x, w: F.layer_norm(x, (8,), w[0], w[1]),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "views": lambda x, w: x.unflatten(-1, (2, 4)).flatten(2).mT.permute(2, 0, 1),
+}
+
+
+class Counted(dict[Any, Any]):
+    """The table of implementations, which counts how often one is looked up."""
+
+    looked = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.looked += key in self
+        return super().get(key, default)
+
+
+def called_thrice(name: str, axis: str) -> list[tuple[bool, int]]:
+    """Of three calls of one kind on other values: is it dense's, and how many implementations ran."""
+    mesh, draw, out = sl.current_mesh(), torch.Generator().manual_seed(3), []
+    table, tensor.TABLE = tensor.TABLE, Counted(tensor.TABLE)
+    try:
+        for _ in range(3):
+            x, w = (
+                torch.randn(s, dtype=torch.float64, generator=draw) for s in ((4, 6, 8), (8, 8))
+            )
+            w.requires_grad_()
+            want = CALLS[name](x, w)
+            dense = torch.autograd.grad(want.square().sum() + w.sum(), w)[0]
+            placed, before = sl.shard(x, f"{axis} . ."), tensor.TABLE.looked
+            made = []
+
+            def loss(w: Any, placed: Any = placed, made: list[Any] = made) -> Any:
+                made.append(CALLS[name](placed, w))
+                made.append(tensor.TABLE.looked)
+                return made[0].square().sum() + w.sum()
+
+            _, g = sl.value_and_grad(loss, pending=axis)(sl.shard(w.detach(), "...", mesh=mesh))
+            alike = torch.allclose(sl.unshard(made[0]), want, rtol=1e-12, atol=1e-12)
+            alike = alike and torch.allclose(sl.unshard(g), dense, rtol=1e-12, atol=1e-12)
+            out.append((alike, made[1] - before))
+    finally:
+        tensor.TABLE = table
+    return out
+
+
+PIECES = {"linear": 1, "layer_norm": 2}  # w[0] and w[1], which are cut anew
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_needs_its_blocks_alone_runs_at_once_from_the_second_call_on(
+    name: str, pool: Any
+) -> None:
+    with sl.simulate(d=2):
+        assert [alike for alike, _ in called_thrice(name, "d")] == [True] * 3
+    for answer in pool.run(called_thrice, name, "x", x=4):
+        assert [alike for alike, _ in answer] == [True] * 3
+        assert [ran for _, ran in answer][1:] == [PIECES.get(name, 0)] * 2 < [answer[0][1]] * 2
+
+
+def test_equal_numbers_of_other_types_are_other_calls() -> None:
+    with sl.simulate(x=2):
+        n = sl.shard(torch.tensor([1, 2]), "x")
+        for by in (2, 2.0, True, 2, 2.0, True):
+            assert (n * by).dtype == (torch.tensor([1, 2]) * by).dtype
+
+
+def test_a_call_that_asks_for_gradients_is_another_one() -> None:
+    with sl.simulate(x=2):
+        x, w = sl.shard(torch.arange(8.0).view(2, 4), "x ."), sl.shard(torch.ones(4), "...")
+        for _ in range(2):
+            x * w
+            asked = w.detach().requires_grad_()
+            (g,) = torch.autograd.grad((x * asked).sum(), asked)
+            assert sl.unshard(g).tolist() == [4.0, 6.0, 8.0, 10.0]
+
+
+def test_who_listens_hears_every_call() -> None:
+    with sl.simulate(x=2):
+        x = sl.shard(torch.ones(4, 4), "x .")
+        F.gelu(x), x @ sl.shard(torch.ones(4, 4), "...")
+        heard = []
+
+        class Watcher:
+            def __call__(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+                heard.append(func.__name__)
+                return run(func, args, kwargs)
+
+        for _ in range(2):
+            with within(watcher=Watcher()):
+                F.gelu(x)
+        assert heard == ["gelu"] * 2
+
+
+def test_an_algorithm_that_comes_later_is_heard() -> None:
+    with sl.simulate(x=2):
+        x, w = sl.shard(torch.ones(4, 4), "x ."), sl.shard(torch.ones(4, 4), "...")
+        x @ w
+        asked: list[Any] = []
+        sl.extend.algorithm("matmul", "listens")(lambda case: asked.append(case) or "never fits")
+        try:
+            x @ w
+        finally:
+            sl.extend.remove("matmul", "listens")
+        assert len(asked) == 1

@@ -100,4 +100,5 @@ def oned(case: MatmulCase) -> Match | str:
 
     summed = tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)
     adds = not summed and len(case.w_shape) == 2
-    return Match(out, Matmul1D(summed), forward, backward, kind, adds=adds, call=call)
+    run, local = Matmul1D(summed), not summed
+    return Match(out, run, forward, backward, kind, adds=adds, local=local, call=call)

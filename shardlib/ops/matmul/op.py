@@ -32,6 +32,7 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    blockwise,
     heard,
     implements,
     is_half,
@@ -89,6 +90,7 @@ def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 @implements(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.linalg.matmul,
     torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot, padded=_padded_product,
+    repeats=True,
 )  # fmt: skip
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
@@ -110,7 +112,7 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
         )
     if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
-            return product_of(x, w)
+            return product_of(x, w, call=None if kwargs else (func, args, kwargs))
         except ShardError as e:
             refusal = e
         if len(left) == len(right) == 2:
@@ -150,7 +152,7 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         )
 
 
-@implements(F.linear, padded=_padded_linear)
+@implements(F.linear, padded=_padded_linear, repeats=True)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
@@ -166,8 +168,10 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
         out = contract(product_of, "...k,ok->...o", x, w)
         return out if bias is None else out + bias
     wide = _transposed(w) if type(w) is ShardedTensor else w.mT
+    if bias is None and type(x) is ShardedTensor and not lead(x.mesh):
+        return product_of(x, wide, call=(func, args, kwargs))
     if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
-        return product_of(x, wide, bias=bias)
+        return product_of(x, wide, bias=bias, call=(func, args, kwargs))
     out = product_of(x, wide)
     return out if bias is None else out + bias  # type: ignore[return-value]
 
@@ -192,14 +196,20 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
 
 
 def product_of(
-    x: Any, w: Any, out: Layout | str | None = None, bias: ShardedTensor | None = None
+    x: Any,
+    w: Any,
+    out: Layout | str | None = None,
+    bias: ShardedTensor | None = None,
+    call: tuple[Any, Any, Any] | None = None,
 ) -> ShardedTensor:
     """Compute x @ w by the cheapest or the pinned algorithm; the result must lie as ``out``.
 
     ``bias`` [N] is added; in half precision before the result is
              rounded, where it lies as the columns do.
+    ``call``  torch's call (func, args, kwargs) that this product is, if it is one.
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
+        call = None
         mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
         x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
     of_x, of_w = x.place, w.place
@@ -222,7 +232,9 @@ def product_of(
     asked = out is not None
     out = out or of_w.out_layout
     now = scope()
-    more = None if now.prefetch is None else now.prefetch.again(x)
+    more = None
+    if now.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
+        more = now.prefetch.again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
     of_bias = None if bias is None else bias.place
     key = (
@@ -248,9 +260,11 @@ def product_of(
     )
     if not isinstance(plan, _Plan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
-    match, over, place, adds = plan
+    match, over, place, adds, own = plan
     if (watcher := now.watcher) is not None:
         watcher.chose(match, product=True)
+    if own and call is not None and now.region is None:
+        return blockwise(*call, place, None if call[0] is F.linear else torch.matmul)
     if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
         w, over = ShardedTensor(marked, of_w), (over[0], ())
     added, own = None, False
@@ -287,12 +301,14 @@ class _Plan(NamedTuple):
     """What runs, where gradients of X and of W are summed, where Y lies, and who adds a bias.
 
     All that is not values; ``adds`` is None where the bias is added to Y afterwards.
+    ``own``     whether torch's own function of the blocks is all there is.
     """
 
     match: Match
     over: tuple[Axes, Axes]
     place: Place
     adds: _Adds | None
+    own: bool
 
 
 def _planned(
@@ -323,7 +339,17 @@ def _planned(
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
     place = Place(match.out, torch.Size(case.y_shape), mesh, deferred=deferred)
     adds = None if bias is None else _adds(bias, place, match, dtype)
-    return _Plan(match, over, place, adds)
+    own = match.local and not (over[0] or over[1])
+    if bias is not None:
+        own = own and adds is not None and adds.torchs and not adds.met
+    return _Plan(match, over, place, adds, own)
+
+
+def _stays(x: Place, w: Place) -> bool:
+    """Whether W is whole and so are X's rows: for their product nothing is moved."""
+    sizes = x.mesh.axes
+    axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
+    return not any(sizes[a] > 1 for a in axes)
 
 
 _NOTHING: frozenset[Any] = frozenset()
