@@ -33,8 +33,17 @@ from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Un
 from shardlib.kernels import active
 from shardlib.kernels.pack import copy_box, packable
 from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout
-from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along
-from shardlib.tensor import Place, ShardedTensor, _First, heard, implements, settle, typeof
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along, scope
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    _First,
+    heard,
+    implements,
+    replicated,
+    settle,
+    typeof,
+)
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
 
@@ -363,6 +372,8 @@ def reshard(x: object, layout: LayoutLike) -> object:
         return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), tree)
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
+    if not isinstance(x, ShardedTensor) and scope().promoting and scope().mesh is not None:
+        x = replicated(x, scope().mesh)  # as an operator would take it
     if not isinstance(x, ShardedTensor):
         raise PlainTensor(
             "a plain tensor has no layout to leave",

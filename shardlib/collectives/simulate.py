@@ -413,8 +413,8 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 @_enter(Tensor.squeeze, torch.squeeze)
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *dim = (*args, *kwargs.values())
-    if x.ndim == 0:
-        return Stacked(x.ranks.clone(), x.mesh)
+    if not x.ndim:
+        return Stacked(x.ranks.squeeze(()), x.mesh)  # a view, as of other tensors
     dims = range(x.ndim) if not dim else dim[0] if isinstance(dim[0], tuple) else (dim[0],)
     return Stacked(x.ranks.squeeze(tuple(_negative(d, x.ndim) for d in dims)), x.mesh)
 

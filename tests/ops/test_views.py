@@ -107,3 +107,14 @@ def test_a_write_with_a_gradient_reaches_the_base_through_a_piece_of_a_view(layo
         w = sl.shard(v, "").requires_grad_()
         f(sl.shard(t, layout), w).backward()
         assert sl.unshard(w.grad) == 1
+
+
+def test_a_number_squeezed_is_a_view_and_one_cut_from_a_split_tensor_takes_no_write() -> None:
+    with sl.simulate(x=2), sl.implicit():
+        b = sl.shard(torch.arange(4.0), "x") * 1
+        s = sl.shard(torch.tensor(1.0), "") * 1
+        s.squeeze().add_(1)
+        assert sl.unshard(s) == 2
+        with pytest.raises(sl.errors.Unsupported, match="share memory"):
+            b[0].squeeze().add_(1)
+        assert torch.equal(sl.unshard(b), torch.arange(4.0))
