@@ -24,7 +24,7 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e ".[$*]"
 	touch $@
 
-demo: $(VENV)/bench.stamp
+demo: $(VENV)/demo.stamp
 	$(PY) -m examples.train_gpt $(ARGS)
 
 test: $(VENV)/test.stamp

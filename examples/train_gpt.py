@@ -6,9 +6,10 @@
     python -m examples.train_gpt --mesh data=2,s=4 --recipe ring
     torchrun --nproc-per-node 8 -m examples.train_gpt
 
-Then the same steps run in one process without shardlib's layouts, and both curves are compared.  At
-last the second half is trained once more, from the checkpoint that the run wrote half-way, on
-another number of processes and under another recipe: the losses are those of the run.
+Then the second half is trained once more, from the checkpoint that the run wrote half-way, on half
+the processes and under another recipe.  One of those processes is killed on the way (kill -9), and
+they start again from the checkpoint: the losses are those of the run.  At last the same steps run in
+one process without shardlib's layouts, and both curves are compared.
 
 Where a weight's blocks lie is on screen before anything runs, the losses' curve and what to run
 next at the end.
@@ -17,6 +18,7 @@ next at the end.
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ import torch.distributed as dist
 import shardlib as sl
 from examples.corpus import Windows, load
 from examples.gpt import GPT, GPTConfig, generate
+from shardlib.errors import RankFailed
 from shardlib.seeing import draw
 
 Report = dict[str, Any]
@@ -80,8 +83,11 @@ def optimizer(args: argparse.Namespace) -> sl.optim.Transform:
     return sl.optim.chain(sl.optim.clip_by_global_norm(1.0), adamw)
 
 
-def train(args: argparse.Namespace, resume: int | None = None) -> Report:
-    """The sharded run, on every rank of the mesh in scope; from step ``resume`` on if it is given."""
+def train(args: argparse.Namespace, resume: int | None = None, kill: int | None = None) -> Report:
+    """The sharded run, on every rank of the mesh in scope; from step ``resume`` on if it is given.
+
+    ``kill``  the step before which the last rank dies, as of kill -9.
+    """
     out, rank = Path(args.out), dist.get_rank() if dist.is_initialized() else 0
     rules = getattr(sl.recipes, args.recipe)(model(args))
     apply, params = sl.parallelize(model(args), rules)
@@ -106,6 +112,8 @@ def train(args: argparse.Namespace, resume: int | None = None) -> Report:
     losses, kinds, total, saving = [], {}, 0, None
     began = time.perf_counter()
     for step, (ids, targets) in zip(range(first, args.steps), forever(rows), strict=False):
+        if step == kill and rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         with sl.trace() as t:
             loss, grads = step_fn(params, ids, targets)
             updates, state = tx.update(grads, state, params)
@@ -119,8 +127,8 @@ def train(args: argparse.Namespace, resume: int | None = None) -> Report:
             _bar(
                 step + 1,
                 args.steps,
-                f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  {float(total) / 2**20:.2f} "
-                "MiB/step/rank",
+                f"loss {losses[-1]:.4f}  {speed:,.0f} tokens/s  "
+                f"{float(total) / 2**20:.2f} MiB received per rank and step",
             )
         if resume is None and step + 1 in (args.steps // 2, args.steps):
             saving = sl.save(out / "checkpoint", everything(), step=step + 1, wait=False)
@@ -179,6 +187,7 @@ def _bar(done: int, steps: int, text: str) -> None:
 
 def train_alone(args: argparse.Namespace) -> Report:
     """The same steps in one process: plain tensors, plain autograd."""
+    torch.set_num_threads(1)  # of so small a model's products each waits longer than it computes
     m = model(args).to(args.device or "cpu")
     params = dict(m.named_parameters())
     tx = optimizer(args)
@@ -212,7 +221,11 @@ def layout_of(args: argparse.Namespace, axes: dict[str, int]) -> str:
     with sl.record(**axes) as mesh:
         rules = getattr(sl.recipes, args.recipe)(m, mesh)
         weight = sl.parallelize(m, rules, mesh=mesh)[1]["h.0.mlp.c_fc.weight"]
-    return f"h.0.mlp.c_fc.weight is {sl.typeof(weight)}, held by ranks\n{sl.visualize(weight)}"
+    return (
+        f"one weight under {args.recipe}: h.0.mlp.c_fc.weight is {sl.typeof(weight)},\n"
+        f"each size with the mesh axes it is split over after @; in each block: its ranks, and where they are\n"
+        f"{sl.visualize(weight)}"
+    )
 
 
 def curve(losses: list[float], width: int = 60, height: int = 9) -> str:
@@ -247,13 +260,13 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     worst = max(abs(a - b) for a, b in zip(ours["losses"], alone["losses"], strict=True))
     print(
         f"largest difference over {args.steps} steps: {worst:.2e}"
-        + ("" if args.dropout else "  (bar: 1e-4)")
+        + ("" if args.dropout else "  (at most 1e-4)")
     )
     print(f"\nmemory per rank, MiB       sharded   one process   (mesh {args.mesh})")
     for what in ("params", "state"):
         label = {"params": "parameters", "state": "optimizer state"}[what]
         print(f"  {label:<22} {ours[what] / 2**20:9.3f}  {alone[what] / 2**20:12.3f}")
-    print("\ncommunicated per step and rank, MiB")
+    print("\nreceived per step and rank, MiB, by collective")
     for kind, n in sorted(ours["kinds"].items(), key=lambda kv: -kv[1]):
         print(f"  {kind:<22} {n / args.steps / 2**20:9.3f}")
     print(f"  {'all':<22} {ours['bytes'] / 2**20:9.3f}")
@@ -264,10 +277,13 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     text = generate(m.eval(), b"The ", 200, args.ctx)
     print(f"\nsample after {args.steps} steps, read back from {args.out}/checkpoint:")
     print(repr(text.decode(errors="replace")))
-    print(f"\nloss, steps 1 to {args.steps}")
+    print(f"\nloss of the sharded run, steps 1 to {args.steps}")
     print(curve(ours["losses"]))
     _plot(args, ours["losses"], alone["losses"])
-    print(f"\nwrote {args.out}/loss.png, {args.out}/layouts.png, {args.out}/checkpoint")
+    print(
+        f"\nwrote {args.out}/loss.png (both curves), {args.out}/layouts.png (which rank holds what)"
+    )
+    print(f"and {args.out}/checkpoint (steps {args.steps // 2} and {args.steps})")
     return worst
 
 
@@ -302,7 +318,7 @@ def compare(args: argparse.Namespace, ours: Report, again: Report, axes: dict[st
     worst = max(abs(a - b) for a, b in zip(ours["losses"][first:], again["losses"], strict=True))
     mesh = " ".join(f"{n}={s}" for n, s in axes.items())
     print(
-        f"resumed at step {first} on {mesh}: largest difference to the run {worst:.2e} (bar: 1e-4)"
+        f"resumed at step {first} on {mesh}: largest difference to the run's losses {worst:.2e}  (at most 1e-4)"
     )
     return worst
 
@@ -342,12 +358,25 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     else:
         count = math.prod(axes.values())
-        print(f"training on {count} local processes, mesh {args.mesh}", flush=True)
+        print(
+            f"\ntraining on {count} local processes, mesh {args.mesh}; they start in some seconds",
+            flush=True,
+        )
         ours = sl.launch(train, args, device=device, timeout=3600, **axes)[0]
         other, there = elsewhere(args, max(1, count // 2))
-        print("the second half again, on half the processes", flush=True)
+        kill = half + min(5, (args.steps - half) // 2)
+        on = f"{math.prod(there.values())} processes"
+        print(
+            f"\nthe second half again, on {on}; the last of them is killed after step {kill}",
+            flush=True,
+        )
+        try:
+            sl.launch(train, other, half, kill, device=device, timeout=3600, **there)
+        except RankFailed as e:
+            print(f"  {str(e).splitlines()[0]}")
+        print(f"so they start again, from the checkpoint of step {half}", flush=True)
         again = sl.launch(train, other, half, device=device, timeout=3600, **there)[0]
-    print("the same steps in one process", flush=True)
+    print("\nthe same steps in one process, without shards", flush=True)
     worst = report(args, ours, train_alone(args))
     resumed = compare(args, ours, again, there)
     print(f"\n{what_next()}")

@@ -88,8 +88,11 @@ def test_the_demo_trains_to_the_single_process_loss(
         and "pbroadcast" in said
     )
     assert (
-        said.index("held by ranks") < said.index("training on") and "\nloss, steps 1 to 6" in said
+        said.index("one weight under optimus2d") < said.index("training on")
+        and "\nloss of the sharded run, steps 1 to 6" in said
     )
+    assert said.index("rank 1 was ended by SIGKILL") < said.index("so they start again")
+    assert "resumed at step 3 on data=1 x=2: largest difference" in said
     commands = [line.split("#")[0] for line in said.partition("\nnext\n")[2].splitlines()]
     assert len(commands) == 3
     for command in commands:  # each is one that the parser takes, of a file that is there

@@ -79,6 +79,7 @@ ORDER = [  # each may import from those before it
     "modules",
     "optim.memory",
     "optim.buckets",
+    "optim.ranges",
     "optim.transform",
     "optim.trees",
     "optim.schedules",

@@ -21,6 +21,7 @@ from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.owners import Laid, Spread, laid
+from shardlib.optim.ranges import AMOUNT, Range, ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import merged, named, one_each, only
 from shardlib.optim.spans import SPAN, spans, writable
@@ -43,6 +44,12 @@ class FactoredState(NamedTuple):
     full: Any
 
 
+@ranged(
+    decay=Range("0 or less, and finite", lambda n: -math.inf < n <= 0),
+    eps1=AMOUNT,
+    eps2=AMOUNT,
+    clip=Range("1 or more", lambda n: n >= 1),
+)
 def adafactor(
     lr: float | Schedule = 1e-2,
     decay: float = -0.8,

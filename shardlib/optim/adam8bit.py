@@ -23,9 +23,10 @@ from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.buckets import ALIGN, Buckets
+from shardlib.optim.ranges import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.spans import SPAN
-from shardlib.optim.transform import Step, Transform, divide, ranged
+from shardlib.optim.transform import Step, Transform, divide
 from shardlib.optim.trees import each, moments, need, ready
 from shardlib.tensor import Place, ShardedTensor
 
@@ -46,7 +47,7 @@ class CodedState(NamedTuple):
     made_for: int
 
 
-@ranged
+@ranged()
 def adam8bit(
     lr: float | Schedule,
     b1: float = 0.9,

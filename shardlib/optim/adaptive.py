@@ -12,6 +12,7 @@ from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
 from shardlib.optim.buckets import Pieces
 from shardlib.optim.groups import by_mask
+from shardlib.optim.ranges import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.spans import spans
@@ -21,7 +22,6 @@ from shardlib.optim.transform import (
     divide,
     fused,
     pieces,
-    ranged,
     run_in_place,
     under,
 )
@@ -38,7 +38,7 @@ class MomentState(NamedTuple):
     nu: Any
 
 
-@ranged
+@ranged()
 def adamw(
     lr: float | Schedule,
     b1: float = 0.9,
@@ -158,7 +158,7 @@ class SumState(NamedTuple):
     total: Any
 
 
-@ranged
+@ranged()
 def adagrad(
     lr: float | Schedule,
     eps: float = 1e-10,
@@ -216,7 +216,7 @@ class RmsState(NamedTuple):
     trace: Any
 
 
-@ranged
+@ranged()
 def rmsprop(
     lr: float | Schedule,
     decay: float = 0.99,

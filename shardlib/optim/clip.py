@@ -13,6 +13,7 @@ from shardlib.collectives import holds_values
 from shardlib.errors import ShardError
 from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
+from shardlib.optim.ranges import POSITIVE, ranged
 from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform, under
 from shardlib.optim.trees import EmptyState, each, ready
@@ -78,6 +79,7 @@ def is_finite(tree: Any) -> Tensor:
     return torch.isfinite(global_norm(tree))
 
 
+@ranged("sl.optim.clip_by_global_norm(1.0)", max_norm=POSITIVE, p=POSITIVE)
 def clip_by_global_norm(
     max_norm: float, p: float = 2.0, *, check: bool = True, backend: Backend = "auto"
 ) -> Transform:
@@ -93,12 +95,6 @@ def clip_by_global_norm(
     >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(None))[0]
     tensor([0.6000, 0.8000])
     """
-    if not max_norm > 0:
-        raise ShardError(
-            f"max_norm={max_norm}: a norm is clipped to more than 0",
-            op="clip_by_global_norm",
-            fix="sl.optim.clip_by_global_norm(1.0)",
-        )
 
     def over(norm: Tensor) -> Tensor:
         return ((norm + 1e-6) / max_norm).clamp(min=1.0)
@@ -148,6 +144,7 @@ def _raw(x: Tensor) -> Tensor:
     return x.raw if isinstance(x, ShardedTensor) else x
 
 
+@ranged("sl.optim.clip_by_value(1.0)", limit=POSITIVE)
 def clip_by_value(limit: float) -> Transform:
     """Bound every element of the updates by ``limit`` in size; torch.nn.utils.clip_grad_value_.
 
@@ -155,12 +152,6 @@ def clip_by_value(limit: float) -> Transform:
     >>> tx.update(torch.tensor([-3.0, 0.5]), tx.init(None))[0]
     tensor([-1.0000,  0.5000])
     """
-    if not limit > 0:
-        raise ShardError(
-            f"limit={limit}: values are clipped to more than 0",
-            op="clip_by_value",
-            fix="sl.optim.clip_by_value(1.0)",
-        )
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         ready(grads, "clip_by_value")
@@ -169,6 +160,7 @@ def clip_by_value(limit: float) -> Transform:
     return Transform(lambda params: EmptyState(), update)
 
 
+@ranged("sl.optim.clip_by_parameter_norm(1.0)", max_norm=POSITIVE)
 def clip_by_parameter_norm(max_norm: float) -> Transform:
     """Scale each tensor of the updates so that its own norm is at most ``max_norm``.
 
@@ -178,12 +170,6 @@ def clip_by_parameter_norm(max_norm: float) -> Transform:
     >>> tx.update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, tx.init(None))[0]
     {'a': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
-    if not max_norm > 0:
-        raise ShardError(
-            f"max_norm={max_norm}: a norm is clipped to more than 0",
-            op="clip_by_parameter_norm",
-            fix="sl.optim.clip_by_parameter_norm(1.0)",
-        )
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         ready(grads, "clip_by_parameter_norm")

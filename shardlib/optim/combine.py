@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from shardlib.errors import BadArgument
+from shardlib.optim.ranges import NUMBER, ranged
 from shardlib.optim.schedules import Schedule
 from shardlib.optim.transform import (
     TRAITS,
@@ -82,6 +84,7 @@ def identity() -> Transform:
     return Transform(lambda params: EmptyState(), lambda grads, state, params=None: (grads, state))
 
 
+@ranged("sl.optim.scale(0.1)", factor=NUMBER)
 def scale(factor: float) -> Transform:
     """Multiply updates by a number.
 
@@ -106,6 +109,12 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     >>> updates["w"], state
     (tensor([0.3333, 0.3333]), 3)
     """
+    if not callable(schedule):
+        raise BadArgument(
+            f"a schedule is a function of the step, not {schedule!r}",
+            op="scale_by_schedule",
+            fix="sl.optim.scale_by_schedule(sl.optim.linear(1.0, 0.0, 1000))",
+        )
     return Transform(
         lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1)
     )

@@ -7,6 +7,7 @@ import torch
 
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
+from shardlib.optim.ranges import COUNT, STEPS, Range, ranged
 from shardlib.optim.transform import Step, Transform, handed_on, run_in_place
 from shardlib.optim.trees import each, settled, wide
 
@@ -21,6 +22,7 @@ class SkipState(NamedTuple):
     inner: Any
 
 
+@ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
 def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
     """Update nothing where a gradient is NaN or infinite: parameters and state stay as they are.
 
@@ -79,6 +81,13 @@ class ScaleState(NamedTuple):
     inner: Any
 
 
+@ranged(
+    "tx = sl.optim.loss_scale(sl.optim.adamw(1e-3))",
+    start=Range("more than 0, and finite", lambda n: 0 < n < math.inf),
+    growth=Range("more than 1, and finite", lambda n: 1 < n < math.inf),
+    backoff=Range("more than 0 and less than 1", lambda n: 0 < n < 1),
+    interval=COUNT,
+)
 def loss_scale(
     tx: Transform,
     start: float = 2.0**16,

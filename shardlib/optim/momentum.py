@@ -2,11 +2,13 @@
 
 from typing import Any, NamedTuple
 
+from shardlib.errors import BadArgument
 from shardlib.optim.groups import by_mask
+from shardlib.optim.ranges import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.spans import spans
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, ranged, run_in_place
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
 from shardlib.optim.trees import each, moments, need, ready
 
 __all__ = ["lion", "sgd"]
@@ -19,7 +21,7 @@ class TraceState(NamedTuple):
     trace: Any
 
 
-@ranged
+@ranged()
 def sgd(
     lr: float | Schedule,
     momentum: float = 0.0,
@@ -34,6 +36,13 @@ def sgd(
     >>> tx.update({"w": torch.tensor([1.0, 2.0])}, tx.init(params))[0]
     {'w': tensor([-0.5000, -1.0000])}
     """
+
+    if nesterov and not momentum:
+        raise BadArgument(
+            "nesterov looks ahead along the momentum, and there is none",
+            op="sgd",
+            fix="sl.optim.sgd(0.1, momentum=0.9, nesterov=True)",
+        )
 
     def init(params: Any) -> TraceState:
         return TraceState(0, moments(params) if momentum else ())
@@ -72,7 +81,7 @@ def sgd(
     return Transform(init, update, donate=donate)
 
 
-@ranged
+@ranged()
 def lion(
     lr: float | Schedule,
     b1: float = 0.9,

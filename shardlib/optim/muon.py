@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import optree
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from shardlib.collectives import blocks, played, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, within
 from shardlib.modules.patterns import Pattern, matches
@@ -47,11 +47,12 @@ from shardlib.optim.owners import (
     only_matrices,
     through_owners,
 )
+from shardlib.optim.ranges import COUNT, POSITIVE, ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask, one_each
 from shardlib.optim.spans import spans, writable
 from shardlib.optim.sums import scale_in_place, scaled
-from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
+from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready, wide
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
@@ -68,7 +69,7 @@ class MuonState(NamedTuple):
     trace: Any
 
 
-@ranged
+@ranged(steps=COUNT, most_mb=POSITIVE)
 def muon(
     lr: float | Schedule,
     momentum: float = 0.95,
@@ -106,6 +107,13 @@ def muon(
     >>> updates["a.weight"].diagonal().round(decimals=3), round(updates["a.bias"][0].item(), 3)
     (tensor([-0.1110, -0.1110]), -0.101)
     """
+    if adjust not in get_args(Adjust) or len(coefficients) != 3:
+        raise BadArgument(
+            f"adjust={adjust!r} of {len(coefficients)} coefficients: one of "
+            f"{', '.join(map(repr, get_args(Adjust)))}, and three",
+            op="muon",
+            fix="sl.optim.muon(0.02, adjust='match_rms_adamw')",
+        )
     how = _How(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side))
 
     def init(params: Any) -> MuonState:

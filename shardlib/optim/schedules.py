@@ -6,9 +6,11 @@ per update: its value at step i is the rate of the update i + 1.
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Literal
 
-from shardlib.errors import ShardError
+from shardlib.errors import BadArgument, ShardError
+from shardlib.optim.ranges import AMOUNT, STEPS, ranged
 
 __all__ = ["Schedule", "at_step", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
 
@@ -17,6 +19,7 @@ Schedule = Callable[[int], float]
 Shape = Literal["linear", "cosine", "sqrt"]
 
 
+@ranged("sl.optim.constant(1e-3)", value=AMOUNT)
 def constant(value: float) -> Schedule:
     """Give the same value at every step.
 
@@ -26,18 +29,18 @@ def constant(value: float) -> Schedule:
     return lambda step: value
 
 
+@ranged("sl.optim.linear(0.0, 1e-3, 100)", end=AMOUNT, steps=STEPS)
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Go from ``start`` at step 0 to ``end`` at step ``steps`` in a line, and stay there.
-
-    Raises: ShardError where ``steps`` is negative.
 
     >>> f = linear(0.0, 1.0, 4)
     >>> [f(i) for i in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    return _fall("linear", start, end, steps, lambda t: 1 - t)
+    return _fall(start, end, steps, lambda t: 1 - t)
 
 
+@ranged("sl.optim.cosine(1e-3, 0.0, 1000)", end=AMOUNT, steps=STEPS)
 def cosine(start: float, end: float, steps: int) -> Schedule:
     """Go from ``start`` to ``end`` in half a period of a cosine, and stay there.
 
@@ -47,9 +50,12 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     >>> [round(f(i), 4) for i in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    return _fall("cosine", start, end, steps, _FALLS["cosine"])
+    return _fall(start, end, steps, _FALLS["cosine"])
 
 
+@ranged(
+    "sl.optim.warmup_cosine(1e-3, 100, 1000)", peak=AMOUNT, warmup=STEPS, steps=STEPS, end=AMOUNT
+)
 def warmup_cosine(
     peak: float, warmup: int, steps: int, *, start: float = 0.0, end: float = 0.0
 ) -> Schedule:
@@ -61,15 +67,19 @@ def warmup_cosine(
     >>> [round(f(i), 4) for i in range(8)]
     [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0, 0.0]
     """
-    if not 0 <= warmup <= steps:
+    if warmup > steps:
         raise ShardError(
             f"a warmup of {warmup} steps in a schedule of {steps}",
             op="warmup_cosine",
-            fix=f"sl.optim.warmup_cosine({peak}, {max(steps // 20, 0)}, {max(steps, 0)})",
+            fix=f"sl.optim.warmup_cosine({peak}, {steps // 20}, {steps})",
         )
     return joined([linear(start, peak, warmup), cosine(peak, end, steps - warmup)], [warmup])
 
 
+@ranged(
+    "sl.optim.wsd(1e-3, 100, 1000, 200)",
+    peak=AMOUNT, warmup=STEPS, steps=STEPS, decay=STEPS, end=AMOUNT,
+)  # fmt: skip
 def wsd(
     peak: float,
     warmup: int,
@@ -90,12 +100,11 @@ def wsd(
     >>> [f(i) for i in range(10)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    if min(warmup, decay) < 0 or warmup + decay > steps:
+    if warmup + decay > steps:
         raise ShardError(
             f"{warmup} steps of warmup and {decay} of decay in a schedule of {steps}",
             op="wsd",
-            fix=f"sl.optim.wsd({peak}, {max(steps // 20, 0)}, {max(steps, 0)}, "
-            f"{max(steps // 5, 0)})",
+            fix=f"sl.optim.wsd({peak}, {steps // 20}, {steps}, {steps // 5})",
         )
     if shape not in _FALLS:
         raise ShardError(
@@ -103,7 +112,7 @@ def wsd(
             op="wsd",
             fix=f"sl.optim.wsd({peak}, {warmup}, {steps}, {decay}, shape='sqrt')",
         )
-    fall = _fall("wsd", peak, end, decay, _FALLS[shape])
+    fall = _fall(peak, end, decay, _FALLS[shape])
     return joined(
         [linear(start, peak, warmup), constant(peak), fall], [warmup, max(steps - decay, warmup)]
     )
@@ -136,8 +145,20 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 def at_step(lr: float | Schedule, count: int) -> float:
-    """The rate at step ``count``, from 0, of a number or a schedule."""
-    return lr(count) if callable(lr) else lr
+    """The rate at step ``count``, from 0, of a number or a schedule.
+
+    Raises: BadArgument where a schedule gives what is no rate.
+    """
+    if not callable(lr):
+        return lr
+    rate = lr(count)
+    if isinstance(rate, Real) and not AMOUNT.fits(rate):
+        raise BadArgument(
+            f"the schedule gives {rate} at step {count}: a rate is {AMOUNT.said}",
+            op="schedule",
+            fix="sl.optim.warmup_cosine(1e-3, 100, 1000)",
+        )
+    return rate
 
 
 _FALLS: dict[str, Callable[[float], float]] = {  # from 1 at 0 to 0 at 1
@@ -147,14 +168,7 @@ _FALLS: dict[str, Callable[[float], float]] = {  # from 1 at 0 to 0 at 1
 }
 
 
-def _fall(
-    op: str, start: float, end: float, steps: int, shape: Callable[[float], float]
-) -> Schedule:
-    if steps < 0:
-        raise ShardError(
-            f"a schedule of {steps} steps", op=op, fix=f"sl.optim.{op}({start}, {end}, {-steps})"
-        )
-
+def _fall(start: float, end: float, steps: int, shape: Callable[[float], float]) -> Schedule:
     def schedule(step: int) -> float:
         if step >= steps:
             return end

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import Unsupported
 from shardlib.optim.groups import of_matrices
 from shardlib.optim.owned import Kind, Owned
 from shardlib.optim.owners import Laid, Spread, deal, laid, only_matrices, through_owners
+from shardlib.optim.ranges import COUNT, POSITIVE, ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.spans import spans, writable
-from shardlib.optim.transform import Step, Transform, divide, pieces, ranged
+from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready, wide
 
 __all__ = ["soap"]
@@ -43,7 +44,7 @@ class SoapState(NamedTuple):
     right_basis: Owned
 
 
-@ranged
+@ranged(every=COUNT, most=POSITIVE)
 def soap(
     lr: float | Schedule,
     b1: float = 0.95,
@@ -75,8 +76,6 @@ def soap(
     >>> updates["w"].diagonal().round(decimals=2)
     tensor([-0.1000,  0.1000])
     """
-    if every < 1:
-        raise ShardError(f"{every} steps", op="soap", fix="tx = sl.optim.soap(3e-3, every=10)")
 
     def init(params: Any) -> SoapState:
         only_matrices(params, "soap")

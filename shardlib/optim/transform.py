@@ -9,12 +9,9 @@ Under ``zero`` the trees are ``Buckets``: flat vectors that know which part of w
 hold.  ``pieces`` gives the plain tensors to run a kernel on, the same for either kind of tree.
 """
 
-import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -29,10 +26,8 @@ from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "handed_on", "kept_whole",
-    "pieces", "ranged", "run_in_place",
+    "pieces", "run_in_place",
 ]  # fmt: skip
-
-Hyper = ParamSpec("Hyper")
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
 """What an update of one element depends on, from the least to the most demanding: that element
@@ -145,47 +140,6 @@ def under(backend: str, tx: Transform) -> Transform:
     return tx._replace(
         update=within(tx.update), donate=within(tx.donate), rescale=within(tx.rescale)
     )
-
-
-_SHARES = frozenset({"b1", "b2", "momentum", "decay"})  # of what was before: 0 to less than 1
-_AMOUNTS = frozenset({"eps", "weight_decay", "lr_decay", "start"})  # 0 or more
-
-
-def ranged(make: Callable[Hyper, Transform]) -> Callable[Hyper, Transform]:
-    """Check a transform's hyperparameters when it is made, by their names, as torch does.
-
-    Raises: BadArgument for a rate that is no number and no schedule, and for what is out of range.
-
-    >>> ranged(lambda lr, b1=0.9: Transform(lambda p: p, lambda g, s, p: (g, s)))(-1.0)
-    Traceback (most recent call last):
-    shardlib.errors.BadArgument: <lambda>: lr=-1.0 is not 0 or more...
-    """
-    names = tuple(inspect.signature(make).parameters)
-
-    @wraps(make)
-    def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Transform:
-        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            if name == "lr" and callable(value):
-                continue
-            if name in _SHARES:
-                most, said = 1.0, "at least 0 and less than 1"
-            elif name == "lr" or name in _AMOUNTS:
-                most, said = math.inf, "0 or more"
-            else:
-                continue
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                fits = 0 <= value < most
-            else:
-                fits = isinstance(value, Tensor)
-            if not fits:
-                raise BadArgument(
-                    f"{name}={value!r} is not {said}",
-                    op=make.__name__,
-                    fix=f"sl.optim.{make.__name__}(1e-3)",
-                )
-        return make(*args, **kwargs)
-
-    return made
 
 
 def pieces(first: Any, *others: Any) -> list[Pieces]:

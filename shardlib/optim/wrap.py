@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.errors import ShardError
-from shardlib.optim.schedules import at_step
+from shardlib.optim.ranges import COUNT, Range, ranged
 from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, divide, handed_on, pieces, run_in_place
 from shardlib.optim.trees import apply_updates, each, need, settled, trainable, wide, zeros_like
@@ -23,6 +22,7 @@ class MultiState(NamedTuple):
     inner: Any
 
 
+@ranged("tx = sl.optim.multi_steps(sl.optim.adamw(1e-3), 4)", every=COUNT)
 def multi_steps(tx: Transform, every: int) -> Transform:
     """Update with the mean of ``every`` gradients; in between, updates are zero.
 
@@ -41,8 +41,6 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     >>> first["w"].item(), second["w"].item()
     (0.0, -2.0)
     """
-    if every < 1:
-        raise ShardError(f"{every} steps", op="multi_steps", fix="tx = sl.optim.multi_steps(tx, 1)")
 
     def init(params: Any) -> MultiState:
         return MultiState(0, (), tx.init(params))
@@ -113,7 +111,7 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
         fixed = {n: float(v) for n, v in numbers.items() if _says(signature, n, "float")}
 
         def at(count: int, known: dict[str, float]) -> tuple[Transform, dict[str, float]]:
-            now = known | {n: at_step(f, count) for n, f in changing.items()}
+            now = known | {n: f(count) for n, f in changing.items()}
             return make(**(given | now)), now
 
         def init(params: Any) -> InjectState:
@@ -149,6 +147,7 @@ class EmaState(NamedTuple):
     mean: Any
 
 
+@ranged("sl.optim.ema(0.99)")
 def ema(decay: float, *, debias: bool = True) -> Transform:
     """Replace updates by their running mean.
 
@@ -180,6 +179,10 @@ class AveragedState(NamedTuple):
     inner: Any
 
 
+@ranged(
+    "sl.optim.averaged(sl.optim.adamw(1e-3), 0.999)",
+    decay=Range("at least 0 and at most 1", lambda n: 0 <= n <= 1),
+)
 def averaged(tx: Transform, decay: float = 0.999) -> Transform:
     """Keep a running mean of the parameters that ``tx`` makes, in fp32: ``state.mean``.
 

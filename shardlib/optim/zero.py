@@ -114,9 +114,9 @@ def zero(
     _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
-    if bucket_mb is not None and not bucket_mb > 0:
+    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
         raise ShardError(
-            f"bucket_mb={bucket_mb}: a bucket has more than 0 MiB",
+            f"bucket_mb={bucket_mb!r}: a bucket has more than 0 MiB",
             op="zero",
             fix='sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
         )

@@ -1,0 +1,86 @@
+"""What a number may be: hyperparameters are checked when a transform or a schedule is made."""
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from shardlib.errors import BadArgument
+
+__all__ = [
+    "AMOUNT", "COUNT", "NUMBER", "POSITIVE", "SHARE", "STEPS", "Range", "ranged"
+]  # fmt: skip
+
+Hyper = ParamSpec("Hyper")
+Made = TypeVar("Made")
+
+
+class Range(NamedTuple):
+    """Which numbers are taken, and how that is said."""
+
+    said: str
+    fits: Callable[[Any], bool]
+    whole: bool = False
+
+
+AMOUNT = Range("0 or more, and finite", lambda n: 0 <= n < math.inf)
+SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)  # of what was before
+POSITIVE = Range("more than 0", lambda n: n > 0)
+NUMBER = Range("a finite number", math.isfinite)
+COUNT = Range("a whole number, 1 or more", lambda n: n >= 1, whole=True)
+STEPS = Range("a whole number, 0 or more", lambda n: n >= 0, whole=True)
+
+_NAMED = {
+    **dict.fromkeys(("b1", "b2", "momentum", "decay"), SHARE),
+    **dict.fromkeys(("lr", "eps", "weight_decay", "lr_decay", "start"), AMOUNT),
+}
+
+
+def ranged(
+    fix: str = "", **ranges: Range
+) -> Callable[[Callable[Hyper, Made]], Callable[Hyper, Made]]:
+    """Check numbers by the names of their arguments, as torch does.
+
+    ``ranges``  of names that are not everybody's.     ``fix``  a call that is right.
+    ``None`` is taken where it is the default, a function where a schedule may stand.
+    Raises: BadArgument for what is out of range, and for what is no number.
+
+    >>> ranged()(lambda lr, b1=0.9: lr)(-1.0)
+    Traceback (most recent call last):
+    shardlib.errors.BadArgument: <lambda>: lr=-1.0 is not 0 or more, and finite...
+    """
+    known = _NAMED | ranges
+
+    def around(make: Callable[Hyper, Made]) -> Callable[Hyper, Made]:
+        own = inspect.signature(make).parameters
+        names = tuple(own)
+
+        @wraps(make)
+        def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Made:
+            for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+                range_ = known.get(name) if name in own else None  # else Python refuses the call
+                left = value is None and own[name].default is None if range_ else True
+                if range_ is None or left or (name == "lr" and callable(value)):
+                    continue
+                if not _in(range_, value):
+                    raise BadArgument(
+                        f"{name}={value!r} is not {range_.said}",
+                        op=make.__name__,
+                        fix=fix or f"sl.optim.{make.__name__}(1e-3)",
+                    )
+            return make(*args, **kwargs)
+
+        return made
+
+    return around
+
+
+def _in(range_: Range, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not range_.whole
+    kind = Integral if range_.whole else Real
+    return isinstance(value, kind) and not isinstance(value, bool) and range_.fits(value)
