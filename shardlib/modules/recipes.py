@@ -518,10 +518,24 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
     ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis.
     """
     m = as_mesh(mesh)
-    for argument, axis in axes.items():
-        m.axis_size(axis, "recipe", f"sl.recipes.{recipe}(model, {argument}={{}})")
+    for axis in axes.values():
+        m.axis_size(axis, "recipe", _instead(m.names, data, recipe, axes))
     split = [a for a in (data, *over) if a in m.names]
     return f"({' '.join(split)})" if len(split) > 1 else split[0] if split else "."
+
+
+def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, str]) -> str:
+    """A call that this mesh has the axes for: this recipe's on axes that are left, or another's."""
+    own = [n for n in names if n != data]
+    left = [n for n in own if n not in axes.values()]
+    lacks = [argument for argument, n in axes.items() if n not in names]
+    if len(left) >= len(lacks):
+        pairs = zip(lacks, left, strict=False)
+        return f"sl.recipes.{recipe}(model, {', '.join(f'{a}={n!r}' for a, n in pairs)})"
+    if not own:
+        return f"sl.recipes.ddp(model, data={data!r})"
+    wants = f"  # {recipe} wants axes {', '.join(axes.values())}" if len(axes) > 1 else ""
+    return f"sl.recipes.megatron1d(model, axis={own[0]!r}){wants}"
 
 
 def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:

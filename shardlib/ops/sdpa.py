@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.collectives import holds_values
-from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope
 from shardlib.ops.attention import ring_attention
@@ -78,6 +78,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             operands=_named(q, k, v),
             mesh=mesh,
         )
+    _check_heads(q, k, v, given["enable_gqa"])
     tokens = q.dims
     k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
     if len(tokens) == 4 and (tokens[2].is_split or given["dropout_p"]):
@@ -122,6 +123,22 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     return ShardedTensor(raw, place)
 
 
+def _check_heads(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, grouped: bool) -> None:
+    """Refuse heads of keys and values that torch does not bring to those of the queries."""
+    heads, *others = (t.padded_shape[-3] if len(t.padded_shape) > 2 else 1 for t in (q, k, v))
+    shares = all(n and heads % n == 0 for n in others)
+    if shares if grouped else len({heads, *others} - {1}) < 2:  # one head is broadcast
+        return
+    raise BadArgument(
+        f"{heads} heads of queries, {others[0]} of keys and {others[1]} of values"
+        + ("" if shares else ", which do not share them out evenly"),
+        op="scaled_dot_product_attention",
+        operands=_named(q, k, v),
+        mesh=q.mesh,
+        fix="F.scaled_dot_product_attention(q, k, v, enable_gqa=True)" if shares else "",
+    )
+
+
 def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, str]:
     return {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
 
@@ -132,18 +149,12 @@ def _round_a_ring(
     """Return the arguments of F.scaled_dot_product_attention as
     ``ring_attention``'s: its mask is a bias here.
     """
-    if (
-        q.padded_shape[1] != k.padded_shape[1]
-        and k.padded_shape[1] != 1
-        and not given.get("enable_gqa")
-    ):  # one head is broadcast
-        raise ShardError(
-            f"{q.padded_shape[1]} heads of queries and {k.padded_shape[1]} of keys",
-            op="scaled_dot_product_attention",
-            operands={"query": typeof(q), "key": typeof(k)},
-            mesh=q.mesh,
-            fix="F.scaled_dot_product_attention(q, k, v, enable_gqa=True)",
-        )
+    heads = [t.padded_shape[1] for t in (q, k, v)]
+    if heads[1] != heads[2] or heads[0] < heads[1]:  # a ring has keys' heads for queries' groups
+        q, k, v = (
+            t.repeat_interleave(max(heads) // n, 1) if n < max(heads) else t
+            for t, n in zip((q, k, v), heads, strict=True)
+        )  # type: ignore[assignment]
     mask, bias = Causal() if given.get("is_causal") else Full(), given.get("attn_mask")
     if bias is not None and len(bias.shape) < 2:
         bias = bias.reshape(*[1] * (2 - len(bias.shape)), *bias.shape)

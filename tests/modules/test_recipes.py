@@ -1,5 +1,6 @@
 """Every recipe gives an unmodified GPT the dense loss and gradients, and moves what it says."""
 
+import re
 from typing import Any
 
 import pytest
@@ -156,3 +157,19 @@ def test_dropout_gives_the_same_loss_under_every_layout() -> None:
             torch.manual_seed(5)
             losses.append(apply(params, IDS, IDS).item())
     assert max(losses) - min(losses) < 1e-12
+
+
+@pytest.mark.parametrize("axes", ["x", "data", "data x", "x y", "p q", "a x", "data a", "p q r"])
+@pytest.mark.parametrize(
+    "recipe", ["ddp", "fsdp", "ring", "megatron1d", "optimus2d", "tesseract", "cube3d"]
+)
+def test_a_missing_axis_has_a_fix_that_this_mesh_has_the_axes_for(recipe: str, axes: str) -> None:
+    """No axis in two roles, which a product would refuse later."""
+    model = GPT(GPTConfig(vocab=16, ctx=8, layers=1, heads=2, embed=8))
+    with sl.simulate(**dict.fromkeys(axes.split(), 2)) as mesh:
+        try:
+            getattr(sl.recipes, recipe)(model, mesh)
+        except sl.ShardError as e:
+            names = re.findall(r"='(\w+)'", e.fix.split("#")[0])
+            assert names and len(names) == len(set(names)) and set(names) <= set(mesh.names)
+            exec(e.fix, {"sl": sl, "model": model})

@@ -1,5 +1,6 @@
 """Layouts of queries, keys and values that name one mesh axis for several dimensions."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
+from shardlib.errors import BadArgument
 from shardlib.layouts import Ring
 from tests.ops.attention.test_op import gap, normal
 from tests.ops.attention.test_operands import K, Q, V
@@ -112,3 +114,32 @@ def test_a_bias_that_is_a_pending_sum_is_refused() -> None:
         q, k, v = (sl.shard(t, ". . x .") for t in SAME)
         with pytest.raises(sl.errors.PartialEscape):
             sl.ring_attention(q, k, v, bias=sl.shard(MASK, ". . + sum(y)"))
+
+
+@pytest.mark.parametrize("layout", [". . . .", "x . . .", ". x . .", ". . x ."])
+def test_heads_are_taken_and_refused_as_torch_does(layout: str) -> None:
+    """A refusal is the library's, and where groups would do its fix says so and runs."""
+    fixes = 0
+    for heads in itertools.product((2, 4), (1, 2, 4), (1, 2, 3, 4)):
+        q, k, v = (normal(2, n, 4, 4, seed=n) for n in heads)
+        for grouped in (False, True):
+            try:
+                want = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+            except RuntimeError:
+                want = None
+            with sl.simulate(x=2):
+                if layout == ". x . ." and any(n % 2 for n in heads):
+                    continue
+                at = {"F": F} | {
+                    n: sl.shard(t, layout) for n, t in zip("qkv", (q, k, v), strict=True)
+                }
+                call = "F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)"
+                if want is not None:
+                    assert gap(sl.unshard(eval(call, at | {"grouped": grouped})), want) < 1e-12
+                    continue
+                with pytest.raises(BadArgument, match="heads of queries") as e:
+                    eval(call, at | {"grouped": grouped})
+                if e.value.fix:
+                    fixes += 1
+                    exec(e.value.fix, at)
+    assert fixes
