@@ -81,6 +81,9 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
             else contract(line, a, b)
         )
+        sizes = zip(reversed(c.shape), reversed(out.shape), strict=False)
+        if c.ndim > out.ndim or any(n not in (1, m) for n, m in sizes):
+            raise Unfit("the summand does not have the product's shape")
         out = out if alpha == 1 else out * alpha
         if beta == 0:
             return out
