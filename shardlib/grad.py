@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.tensor import ShardedTensor, Together, gradient_of, settle, typeof
+from shardlib.mesh import remember
+from shardlib.tensor import Place, ShardedTensor, Together, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
 
@@ -149,8 +150,9 @@ def value_and_grad(
                         fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
                     )
                 raw = _ready(loss)
-            for i, r in enumerate(wanted if sink is not None else ()):
-                stack.callback(r.register_hook(partial(sink.take, i)).remove)
+            if sink is not None:
+                hooks = [r.register_hook(partial(sink.take, i)) for i, r in enumerate(wanted)]
+                stack.callback(lambda: [hook.remove() for hook in hooks])
             if together is not None:
                 together.open = True
             found: Sequence[Tensor | None] = (
@@ -256,10 +258,16 @@ def _leaf(x: Any, axes: tuple[str, ...]) -> Any:
         )
     if not isinstance(x, ShardedTensor):
         return x.detach().requires_grad_()
+    plans, key = x.place.mesh.plans, (_leaf, x.place, axes)
+    place = plans.get(key) or remember(plans, key, _deferring(x, axes))
+    return ShardedTensor(x.raw.detach().requires_grad_(), place)
+
+
+def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
+    """The place of a leaf whose gradient is left unsummed over those of the axes that do not split it."""
     for a in axes:
         x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")
-    apart = frozenset(a for a in axes if a not in x.sharding.axes)
-    return ShardedTensor(x.raw.detach().requires_grad_(), x.place._replace(deferred=apart))
+    return x.place._replace(deferred=frozenset(a for a in axes if a not in x.sharding.axes))
 
 
 def _ready(loss: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ def zero(
                 reduce-scatters each bucket while backward still runs, and keeps parts alone.
                 3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
                 ``value_and_grad`` gather them group by group while they are read.
-    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25, or a fifth
-                      of what is trained, so that small models have several too.
+    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25, and where
+                      buckets travel during backward a half of what is trained, if that is less.
     ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
                       the 16 bits that a bfloat16 parameter lacks of fp32.
     ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in fp32.
@@ -121,7 +121,8 @@ def zero(
             fix='sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
         )
     most_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
-    memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups)
+    # at stage 1 nothing travels until backward is through
+    memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups, ways=1 if stage == 1 else 2)
     apart = _Seen(cut, 1 << 62, tx.groups, True, hops, keep)
 
     def sink_for(
@@ -330,9 +331,10 @@ class _Seen:
         apart: bool = False,
         hops: Hops = (),
         keep: bool = False,
+        ways: int = 1,
     ) -> None:
         self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
-        self.apart, self.hops, self.keep = apart, hops, keep
+        self.apart, self.hops, self.keep, self.ways = apart, hops, keep, ways
         self.found: dict[tuple[Item, ...], Index] = {}
         self.heard: dict[int, Index] = {}
         self.waiting: dict[int, Index] = {}
@@ -374,11 +376,12 @@ class _Seen:
         return where, mesh
 
     def most(self, items: Sequence[Item]) -> int:
-        """The most bytes in one bucket."""
+        """The most bytes in one bucket; of few bytes there are ``ways`` buckets."""
         if self.most_bytes is not None:
             return self.most_bytes
         every = {item.value: item for item in items}.values()
-        share = sum(math.prod(i.shape) * i.dtype.itemsize for i in every) // 5
+        total = sum(math.prod(i.shape) * i.dtype.itemsize for i in every)
+        share = total // self.ways + total // 16  # which parameters do not fill exactly
         return min(max(share, _LEAST), _MOST)
 
     def hears(

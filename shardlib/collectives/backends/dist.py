@@ -130,8 +130,10 @@ def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 _LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than gloo's
 
 
-def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
+def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[Any]:
     """Part j of ``parts`` to rank j, whose part comes to ``out[j]``; works to wait for.
+
+    ``own``  whether this rank's own part must be there too.
 
     Every receive is posted before any send: gloo tells the sender so with a small message, which
     behind a large block on the same link would wait until that is through, and an exchange between
@@ -145,7 +147,8 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group) -> list[Any]:
         g.handle.recv([out[(me - i) % g.size]], (me - i) % g.size, tag) for i in range(1, g.size)
     ]
     works += [g.handle.send([parts[peer]], peer, tag) for peer in peers]
-    out[me].copy_(parts[me])
+    if own:
+        out[me].copy_(parts[me])
     return works
 
 
@@ -281,14 +284,13 @@ def psum_scatter_into(
     sent = parts if wire is None else parts.to(wire)
     fits = land is not None and land.dtype == sent.dtype
     came = land[: x.numel()].view_as(sent) if fits and land is not None else torch.empty_like(sent)
-    works = _exchange(came, sent, g)
+    works = _exchange(came, sent, g, own=False)
 
     def finish() -> Tensor:
         for work in works:
             work.wait()
         blocks = list(came) if g.order is None else [came[i] for i in g.order]
-        if wire is not None:
-            blocks[g.index] = own
+        blocks[g.index] = own
         half = x.dtype in (torch.bfloat16, torch.float16)
         if half or {b.dtype for b in blocks} != {out.dtype}:
             wide = torch.float32 if half else x.dtype
