@@ -134,13 +134,6 @@ def train(args: argparse.Namespace, resume: int | None = None, kill: int | None 
             saving = sl.save(out / "checkpoint", everything(), step=step + 1, wait=False)
     if resume is None and rank == 0:
         print()
-        shown = (
-            "wte.weight",
-            "h.0.attn.c_attn.weight",
-            "h.0.mlp.c_fc.weight",
-            "h.0.mlp.c_proj.weight",
-        )
-        draw({n: params[n] for n in shown}, str(out / "layouts.png"))
     if saving is not None:
         saving.wait()
     return {
@@ -214,16 +207,20 @@ def train_alone(args: argparse.Namespace) -> Report:
     }
 
 
-def layout_of(args: argparse.Namespace, axes: dict[str, int]) -> str:
-    """Which ranks hold which block of a weight, as text; on shapes alone."""
+def on_paper(args: argparse.Namespace) -> Report:
+    """The parameters as the run's mesh holds them, on shapes alone."""
     with torch.device("meta"):
         m = model(args)
-    with sl.record(**axes) as mesh:
-        rules = getattr(sl.recipes, args.recipe)(m, mesh)
-        weight = sl.parallelize(m, rules, mesh=mesh)[1]["h.0.mlp.c_fc.weight"]
+    with sl.record(**sizes(args.mesh)) as mesh:
+        return sl.parallelize(m, getattr(sl.recipes, args.recipe)(m, mesh), mesh=mesh)[1]
+
+
+def layout_of(args: argparse.Namespace) -> str:
+    """Which ranks hold which block of a weight, as text."""
+    weight = on_paper(args)["h.0.mlp.c_fc.weight"]
     return (
         f"one weight under {args.recipe}: h.0.mlp.c_fc.weight is {sl.typeof(weight)},\n"
-        f"each size with the mesh axes it is split over after @; in each block: its ranks, and where they are\n"
+        "each size with the mesh axes it is split over after @; in each block: its ranks, and where they are\n"
         f"{sl.visualize(weight)}"
     )
 
@@ -280,6 +277,9 @@ def report(args: argparse.Namespace, ours: Report, alone: Report) -> float:
     print(f"\nloss of the sharded run, steps 1 to {args.steps}")
     print(curve(ours["losses"]))
     _plot(args, ours["losses"], alone["losses"])
+    shown = ("wte", "h.0.attn.c_attn", "h.0.mlp.c_fc", "h.0.mlp.c_proj")
+    held = on_paper(args)
+    draw({n: held[n] for n in (f"{n}.weight" for n in shown)}, str(Path(args.out) / "layouts.png"))
     print(
         f"\nwrote {args.out}/loss.png (both curves), {args.out}/layouts.png (which rank holds what)"
     )
@@ -344,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     axes, half = sizes(args.mesh), args.steps // 2
     device = args.device or "cpu"
     if int(os.environ.get("RANK", 0)) == 0:
-        print(layout_of(args, axes), flush=True)
+        print(layout_of(args), flush=True)
     if "RANK" in os.environ:  # under torchrun
         with sl.use_mesh(sl.make_mesh(device=args.device, **axes)):
             ours = train(args)

@@ -31,6 +31,9 @@ from shardlib.tensor import ShardedTensor, typeof
 __all__ = ["Frame", "Frames", "Sent", "frames"]
 
 
+Spot = tuple[float, float]
+
+
 class Sent(NamedTuple):
     """One block on its way: the rank that sends it, those that receive it, and what it is.
 
@@ -123,10 +126,10 @@ class Frames(Shown):
         shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
         at = _positions(self.mesh)
         wide = max(x for x, _ in at) + 1.4
-        tall = max(1.2, -min(y for _, y in at) + 1.4)
+        tall = max(1.0, -min(y for _, y in at) + 2 * _ABOVE)
         columns = max(1, min(len(shown), 4, round(11 / wide)))
         rows = -(-len(shown) // columns)
-        size = (max(2.4, 1.0 * wide) * columns, (1.0 * tall + 0.4) * rows + 0.3)
+        size = (max(2.4, 1.0 * wide) * columns, (1.0 * tall + 0.3) * rows + 0.3)
         title = f"{self.title}   on {self.mesh}"
         figure, axes = canvas("frames", rows, columns, size, title)
         for panel in axes.flat:
@@ -312,7 +315,7 @@ def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]
     return [(i, others[i]) for i in range(p)]
 
 
-def _positions(mesh: Mesh) -> list[tuple[float, float]]:
+def _positions(mesh: Mesh) -> list[Spot]:
     """Where each rank stands: the last axis to the right, the one before down, others as planes.
 
     Ranks along one axis alone stand in a circle, and those of a plane behind another a bit lower,
@@ -454,16 +457,18 @@ def _arrows(frame: Frame) -> list[_Arrows]:
     ]
 
 
-_BEND = 0.18
+_BEND, _ABOVE = 0.18, 0.48  # of an arrow; what is left free above the ranks, and below
 
 
-def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
+def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
     for rank, (x, y) in enumerate(at):
         panel.text(
             x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3, color="white",
             bbox={"boxstyle": "circle,pad=0.35", "fc": "#6b6b6b", "ec": INK, "lw": 0.8},
         )  # fmt: skip
-    for sender, receivers, label, colour in _arrows(frame):
+    arrows = _arrows(frame)
+    spots = _labels(arrows, at)
+    for (sender, receivers, label, colour), spot in zip(arrows, spots, strict=True):
         for to in receivers:
             panel.annotate(
                 "", at[to], at[sender], zorder=2,
@@ -471,43 +476,83 @@ def _draw(panel: Any, frame: Frame, at: list[tuple[float, float]]) -> None:
                             "lw": 1.1, "connectionstyle": f"arc3,rad={_BEND}"},
             )  # fmt: skip
         panel.text(
-            *_label(sender, receivers, at), label, fontsize=6.5, color="white", ha="center",
+            *spot, label, fontsize=6.5, color="white", ha="center",
             va="center", zorder=4, bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
         )  # fmt: skip
-    xs, ys = [x for x, _ in at], [y for _, y in at]
-    panel.set_xlim(min(xs) - 0.7, max(xs) + 0.7)
-    panel.set_ylim(min(ys) - 0.7, max(ys) + 0.7)
+    ys = [y for _, y in at]
+    panel.set_xlim(*_sides(arrows, spots, at))
+    panel.set_ylim(min(ys) - _ABOVE, max(ys) + _ABOVE)
     panel.set_aspect("equal")
 
 
-def _label(
-    sender: int, receivers: tuple[int, ...], at: list[tuple[float, float]]
-) -> tuple[float, float]:
-    """Where a label stands: on the first arrow, which bends to the right of its way; of many arrows
-    beside the rank that sends, away from the others.
+def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
+    """Where each label stands: the first place on its arrow that no rank and no other label has.
+
+    The labels of short arrows, which have few such places, choose first.
+    """
+    out: dict[int, Spot] = {}
+    taken = [(x, y, 0.13, 0.13) for x, y in at]  # middle, half a width, half a height
+    for i in sorted(range(len(arrows)), key=lambda i: _length(arrows[i], at)):
+        sender, receivers, label, _ = arrows[i]
+        half = _half(label)
+        spots = _beside(sender, receivers, at, half)
+        free = [
+            (x, y)
+            for x, y in spots
+            if not any(abs(x - u) < half + w and abs(y - v) < 0.08 + h for u, v, w, h in taken)
+        ]
+        out[i] = (free or spots)[0]
+        taken.append((*out[i], half, 0.08))
+    return [out[i] for i in range(len(arrows))]
+
+
+def _sides(arrows: list[_Arrows], spots: list[Spot], at: list[Spot]) -> tuple[float, float]:
+    """Where a panel begins and ends, so that no label is cut."""
+    halves = [(x, 1.2 * _half(a.label)) for (x, _), a in zip(spots, arrows, strict=True)]
+    xs = [x for x, _ in at]
+    left, right = [x - w for x, w in halves], [x + w for x, w in halves]
+    return min([min(xs) - 0.7, *left]), max([max(xs) + 0.7, *right])
+
+
+def _half(label: str) -> float:
+    """Half the width of a label."""
+    return 0.035 * len(label) + 0.03
+
+
+def _length(arrow: _Arrows, at: list[Spot]) -> float:
+    return round(math.dist(at[arrow.sender], at[arrow.receivers[0]]), 6)
+
+
+def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float) -> list[Spot]:
+    """Places for a label, the best first: on the first arrow, which bends to the right of its way;
+    of many arrows beside the rank that sends, away from the others.
     """
     (x0, y0), (x1, y1) = at[sender], at[receivers[0]]
     if len(receivers) > 2:
         away = x0 - sum(x for x, _ in at) / len(at), y0 - sum(y for _, y in at) / len(at)
         length = math.hypot(*away) or 1.0
-        return x0 + 0.42 * away[0] / length, y0 + 0.34 * away[1] / length
-    t = 0.35
-    aside = 2 * t * (1 - t) * _BEND
-    return x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)
+        return [(x0 + max(0.42, 0.15 + half) * away[0] / length, y0 + 0.34 * away[1] / length)]
+    out = []
+    for t in (0.35, 0.5, 0.25, 0.65, 0.42, 0.58, 0.75):
+        aside = 2 * t * (1 - t) * _BEND
+        out.append((x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)))
+    return out
 
 
-def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 84.0) -> str:
+def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
     """One step as a drawing that a page shows in its own ink."""
-    left, low = min(x for x, _ in at) - 0.7, max(y for _, y in at) + 0.7
-    width = (max(x for x, _ in at) + 0.7 - left) * scale
-    height = (low - min(y for _, y in at) + 0.7) * scale
+    arrows = _arrows(frame)
+    places = _labels(arrows, at)
+    (left, right), low = _sides(arrows, places, at), max(y for _, y in at) + _ABOVE
+    width = (right - left) * scale
+    height = (low - min(y for _, y in at) + _ABOVE) * scale
 
     def spot(p: tuple[float, float]) -> tuple[float, float]:
         return (p[0] - left) * scale, (low - p[1]) * scale
 
     out = [f"<svg width='{width:.0f}' height='{height:.0f}' xmlns='http://www.w3.org/2000/svg'>"]
     labels = []
-    for sender, receivers, label, colour in _arrows(frame):
+    for (sender, receivers, label, colour), place in zip(arrows, places, strict=True):
         for to in receivers:
             (ax, ay), (bx, by) = at[sender], at[to]
             middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
@@ -524,7 +569,7 @@ def _svg(frame: Frame, at: list[tuple[float, float]], scale: float = 84.0) -> st
                 f"<path d='M0 0L-8 -3.5L-8 3.5Z' fill='{colour}' "
                 f"transform='translate({x1:.1f} {y1:.1f})rotate({turn:.0f})'/>"
             )
-        x, y = spot(_label(sender, receivers, at))
+        x, y = spot(place)
         half = 3.3 * len(label) + 3
         labels.append(
             f"<rect x='{x - half:.1f}' y='{y - 7:.1f}' width='{2 * half:.1f}' height='14' rx='3' "

@@ -1,5 +1,6 @@
 """Frames tell who sends which block to whom, and their bytes are those that are counted."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.seeing.frames import _arrows, _labels, _positions
 
 
 def routes(frame: Any) -> set[tuple[int, str, tuple[int, ...]]]:
@@ -151,3 +153,30 @@ def test_the_plan_of_an_attention_is_drawn_on_its_ring(schedule: str) -> None:
     with pytest.raises(sl.errors.Unsupported, match="8192 positions") as e:
         sl.visualize(refused)
     assert e.value.fix.startswith("sl.seeing.frames(")
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("summa", {"x": 2, "y": 3}), ("cannon", {"x": 3, "y": 3}), ("ring", {"s": 4}),
+        ("ulysses", {"s": 4}), ("matmul ring", {"x": 4}), ("3d", {"x": 2, "y": 2, "z": 2}),
+    ],
+)  # fmt: skip
+def test_no_label_lies_on_another_or_on_a_rank(name: str, axes: dict[str, int]) -> None:
+    if name == "3d":
+        with sl.simulate(**axes):
+            lies = sl.Layout3D(*axes)
+            a, b = (sl.shard(torch.zeros(8, 8), w) for w in (lies.act, lies.weight))
+            film = sl.seeing.frames(torch.matmul, a, b)
+    else:
+        film = sl.seeing.frames(name, **axes)
+    at = _positions(film.mesh)
+    for frame in film.frames:
+        arrows = _arrows(frame)
+        boxes = [
+            (x, y, 0.035 * len(a.label) + 0.03, 0.08)
+            for a, (x, y) in zip(arrows, _labels(arrows, at), strict=True)
+        ]
+        boxes += [(x, y, 0.13, 0.13) for x, y in at]
+        for (x, y, w, h), (u, v, r, g) in itertools.combinations(boxes, 2):
+            assert abs(x - u) >= w + r or abs(y - v) >= h + g, (film.title, frame.what)
