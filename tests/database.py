@@ -1,9 +1,9 @@
 """torch's own operator database as a source of calls: an
 operator, operands, and layouts drawn for them.
 
-``judge`` makes one call on the ambient mesh and compares it with
-          dense: value, dtype and every gradient.  Draws
-depend on a seed and the operator's name alone, so that every process draws the same.
+``judge`` makes one call on the ambient mesh and compares it with dense: value, dtype, every gradient
+          and its gradient again.  Draws depend on a seed and the operator's name alone, so that every
+          process draws the same.
 
     python -m tests.database [seed]        the whole of it; ``make operators``
 """
@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,9 @@ class Call:
     want: list[Any]
     cotangents: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
+    seconds: list[torch.Tensor | None]  # the gradient of those; [] where they are constant
     mesh: dict[str, int]
+    pad: bool = False  # whether the layouts may need padding
 
     def __str__(self) -> str:
         shown = [
@@ -128,6 +130,29 @@ def drawn_layout(shape: Any, mesh: dict[str, int], draw: random.Random) -> str:
         if tokens[-1] != ".":
             free.remove(tokens[-1])
     return " ".join(tokens)
+
+
+def pending(call: Call, seed: int) -> Call:
+    """The call with operands of which some are sums that are pending over an axis."""
+    draw = random.Random(f"pending {call.name} {seed}")
+    layouts = list(call.layouts)
+    for k, (x, layout) in enumerate(zip(call.leaves, layouts, strict=True)):
+        free = [a for a in call.mesh if a not in (layout or "").split()]
+        if layout is not None and x.is_floating_point() and free and draw.random() < 0.6:
+            layouts[k] = f"{layout} + sum({draw.choice(free)})"
+    return replace(call, layouts=layouts)
+
+
+def padded(call: Call, seed: int) -> Call:
+    """The call with operands whose dimensions are split, whether or not the axes divide them."""
+    draw = random.Random(f"padded {call.name} {seed}")
+    layouts = list(call.layouts)
+    for k, (x, layout) in enumerate(zip(call.leaves, layouts, strict=True)):
+        if layout is not None and x.numel():
+            free = draw.sample(list(call.mesh), len(call.mesh))
+            split = (free and n > 1 and draw.random() < 0.6 for n in x.shape)
+            layouts[k] = " ".join(free.pop() if yes and free else "." for yes in split)
+    return replace(call, layouts=layouts, pad=True)
 
 
 def samples(name: str, most: int, seed: int) -> list[Any]:
@@ -183,18 +208,38 @@ def plain_call(name: str, function: Any, args: Any, kwargs: Any, grads: bool = T
             return None
         pairs = [w for w in want if _is(w) and w.requires_grad]
         inputs = [x for x in first if _is(x) and x.requires_grad]
-        cotangents = [
-            torch.rand(w.shape, dtype=w.dtype, generator=torch.Generator().manual_seed(3))
-            for w in pairs
-        ]
+        cotangents = [_drawn(w, 3) for w in pairs]
         gradients: list[Any] = []
+        seconds: list[Any] = []
         if pairs and inputs:
             try:
-                gradients = list(torch.autograd.grad(pairs, inputs, cotangents, allow_unused=True))
-            except (RuntimeError, NotImplementedError):  # the operator has no gradient here
-                gradients = []
+                gradients, seconds = _derivatives(pairs, inputs, cotangents, lambda x: _drawn(x, 5))
+            except (RuntimeError, NotImplementedError):  # the operator has no second gradient here
+                try:
+                    want = _results(_called(function, tree, first))
+                    pairs = [w for w in want if _is(w) and w.requires_grad]
+                    found = torch.autograd.grad(pairs, inputs, cotangents, allow_unused=True)
+                    gradients = list(found)
+                except (RuntimeError, NotImplementedError):  # nor a first one
+                    gradients = []
     return Call(name, function, [x.detach() if _is(x) and not x.requires_grad else x for x in first], tree, [], want,
-                cotangents, gradients, {})  # fmt: skip
+                cotangents, gradients, seconds, {})  # fmt: skip
+
+
+def _drawn(x: torch.Tensor, seed: int) -> torch.Tensor:
+    return torch.rand(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def _derivatives(
+    outs: list[Any], inputs: list[Any], cotangents: list[Any], again: Any
+) -> tuple[list[Any], list[Any]]:
+    """The gradients, and theirs for the cotangents that ``again`` gives; [] where none has one."""
+    first = torch.autograd.grad(outs, inputs, cotangents, allow_unused=True, create_graph=True)
+    found = [g for g in first if g is not None and g.requires_grad]
+    seconds: Any = ()
+    if found:
+        seconds = torch.autograd.grad(found, inputs, [again(g) for g in found], allow_unused=True)
+    return [None if g is None else g.detach() for g in first], list(seconds)
 
 
 def _leaf(x: torch.Tensor, grads: bool) -> torch.Tensor:
@@ -223,7 +268,8 @@ def placed(call: Call) -> list[Any]:
     out = list(call.leaves)
     for k, (x, layout) in enumerate(zip(call.leaves, call.layouts, strict=True)):
         if _is(x) and layout is not None:
-            out[k] = sl.shard(x.detach().clone(), layout).requires_grad_(x.requires_grad)
+            value = sl.shard(x.detach().clone(), layout, pad=call.pad)
+            out[k] = value.requires_grad_(x.requires_grad)
         elif _is(x):
             out[k] = sl.shard(x.detach().clone(), "").requires_grad_(x.requires_grad)
     return out
@@ -263,21 +309,35 @@ def _gradients(call: Call, ours: list[Any], got: list[Any]) -> tuple[str, str]:
     outs = [g for w, g in zip(call.want, got, strict=True) if _is(w) and w.requires_grad]
     if not all(g.requires_grad for g in outs):
         return "wrong", f"no graph: {call}"
-    cotangents = [sl.shard(c, _bare(g)) if isinstance(g, sl.ShardedTensor) else c
-                  for g, c in zip(outs, call.cotangents, strict=True)]  # fmt: skip
+    cotangents = [_placed_as(g, c) for g, c in zip(outs, call.cotangents, strict=True)]
     inputs = [x for x in ours if _is(x) and x.requires_grad]
-    found = torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
-    for x, d, o in zip(inputs, call.gradients, found, strict=True):
-        if (d is None) != (o is None):
-            there = _whole(o) if d is None else d
-            if there.numel() and there.abs().max() != 0:
-                return "wrong", f"gradient {'missing' if o is None else 'too many'}: {call}"
-        elif d is not None:
-            if isinstance(x, sl.ShardedTensor) and str(sl.layout_of(o)) != _bare(x):
-                return "wrong", f"layout of the gradient: {call}"
-            if not close(d, _whole(o)):
-                return "wrong", f"gradient: {call}"
+    seconds: list[Any] = []
+    if call.seconds:
+        found, seconds = _derivatives(
+            outs, inputs, cotangents, lambda g: _placed_as(g, _drawn(g, 5))
+        )
+        seconds = seconds or [None] * len(inputs)
+    else:
+        found = list(torch.autograd.grad(outs, inputs, cotangents, allow_unused=True))
+    wanted = ((call.gradients, found, "gradient"), (call.seconds, seconds, "second gradient"))
+    for want, ours_, kind in wanted:
+        for x, d, o in zip(inputs if want else (), want, ours_, strict=True):
+            if (d is None) != (o is None):
+                there = _whole(o) if d is None else d
+                if there.numel() and there.abs().max() != 0:
+                    return "wrong", f"{kind} {'missing' if o is None else 'too many'}: {call}"
+            elif d is not None:
+                if isinstance(x, sl.ShardedTensor) and str(sl.layout_of(o)) != _bare(x):
+                    return "wrong", f"layout of the {kind}: {call}"
+                if not close(d, _whole(o)):
+                    return "wrong", f"{kind}: {call}"
     return "equal", ""
+
+
+def _placed_as(x: Any, value: torch.Tensor) -> Any:
+    if not isinstance(x, sl.ShardedTensor):
+        return value
+    return sl.shard(value, _bare(x), pad=x.is_padded)
 
 
 def _bare(x: Any) -> str:
@@ -387,12 +447,13 @@ SAMPLES = 12  # of each operator, at most
 
 @dataclass
 class Tally:
-    """An operator's outcomes: ``inside`` sl.implicit, and ``outside``
-    it; one note and one refusal of each kind.
+    """An operator's outcomes: ``inside`` sl.implicit, ``outside`` it, and inside it ``otherwise``,
+    with pending sums and with padding; one note and one refusal of each kind.
     """
 
     inside: Counter[str] = field(default_factory=Counter)
     outside: Counter[str] = field(default_factory=Counter)
+    otherwise: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -405,6 +466,11 @@ def tally(name: str, most: int, seed: int) -> Tally:
                 found = judge(call)
             counted[found.kind] += 1
             out.notes.setdefault(f"{where} {found.kind}", found.note)
+        for drawn in (pending(call, seed), padded(call, seed)):
+            with sl.simulate(**call.mesh), sl.implicit():
+                found = judge(drawn)
+            out.otherwise[found.kind] += 1
+            out.notes.setdefault(f"otherwise {found.kind}", found.note)
     return out
 
 
@@ -462,6 +528,8 @@ def main() -> None:
                 wrong += [outcome.note] if outcome.kind in ("wrong", "crash") else []
     print(f"{len(proven)} declarations, each labelled dimension split alone: {dict(proofs_)}")
     print(*wrong, sep="\n")
+    otherwise = sum((t.otherwise for t in ran.values()), Counter())
+    print(f"operands with pending sums, and padded ones, inside sl.implicit(): {dict(otherwise)}")
     print(f"{len(ran)} operators that draw nothing, {count} calls: inside sl.implicit() {dict(kinds)}; "
           f"outside it {apart} with equal calls")  # fmt: skip
     sys.exit(bool(wrong))

@@ -234,11 +234,12 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     key = _here, n, token
     found = mesh.plans.get(key)
     if found is None:
-        mine = shard(torch.arange(n), Layout((token,)), mesh).raw
-        size = mine.shape[-1]
-        table = torch.full((*mine.shape[:-1], n), size)
-        table.scatter_(-1, mine, torch.arange(size).expand_as(mine))
-        found = remember(mesh.plans, key, table.to(mesh.device))
+        with torch.inference_mode(False):  # what is kept may be saved for a backward later
+            mine = shard(torch.arange(n), Layout((token,)), mesh).raw
+            size = mine.shape[-1]
+            table = torch.full((*mine.shape[:-1], n), size)
+            table.scatter_(-1, mine, torch.arange(size).expand_as(mine))
+            found = remember(mesh.plans, key, table.to(mesh.device))
     return found
 
 

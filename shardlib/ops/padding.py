@@ -55,11 +55,10 @@ def _mask(
 ) -> Tensor:
     key = _mask, layout, shape, true, device
     found = mesh.plans.get(key)
-    return (
-        remember(mesh.plans, key, _made(layout, shape, true, mesh, device))
-        if found is None
-        else found
-    )
+    if found is None:
+        with torch.inference_mode(False):  # what is kept may be saved for a backward later
+            found = remember(mesh.plans, key, _made(layout, shape, true, mesh, device))
+    return found
 
 
 def _made(

@@ -139,8 +139,17 @@ def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout:
             f"contraction sizes differ: {x[-1]} and {w[-2]}",
             op="matmul",
             operands={f"x {list(x)}": str(x_layout), f"w {list(w)}": str(w_layout)},
-            fix="x @ w.mT" if x[-1] == w[-1] else "x.mT @ w",
+            fix=_fitting(x, w),
         )
+
+
+def _fitting(x: tuple[int, ...], w: tuple[int, ...]) -> str:
+    """The product of these shapes, one or both transposed, that there is; else what to look at."""
+    if x[-1] == w[-1]:
+        return "x @ w.mT"
+    if x[-2] == w[-2]:
+        return "x.mT @ w"
+    return "x.mT @ w.mT" if x[-2] == w[-1] else ""
 
 
 @case_of("matmul")

@@ -74,6 +74,9 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit("torch multiplies no matrices of these dtypes")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
     inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
+    of_x, of_w = (t.padded_shape if isinstance(t, ShardedTensor) else t.shape for t in inner)
+    if of_x[-1] != of_w[-2] or (w.ndim > 2 and of_x[:-2] != of_w[:-2]):
+        raise Unfit("what is summed over, or the batch, is padded otherwise")
     return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
 
 
