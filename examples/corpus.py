@@ -50,7 +50,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, data: Tensor, ctx: int) -> None:
         self.data, self.ctx = data, ctx
-        if len(data) < ctx + 1:
+        if ctx < 1 or len(data) < ctx + 1:
             raise ValueError(
                 f"a corpus of {len(data)} bytes has no window of {ctx} and its next byte"
             )

@@ -21,6 +21,16 @@ class GPTConfig:
     embed: int = 128
     dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        sizes = {n: getattr(self, n) for n in ("vocab", "ctx", "layers", "heads", "embed")}
+        least = [f"{n}={size}" for n, size in sizes.items() if size < 1]
+        if least or self.embed % self.heads:
+            raise ValueError(
+                f"{', '.join(least)}: 1 at least"
+                if least
+                else f"{self.heads} heads do not share {self.embed} channels"
+            )
+
 
 class Attention(nn.Module):
     def __init__(self, c: GPTConfig) -> None:

@@ -175,6 +175,12 @@ class Batches:
                 op="data",
                 fix="sl.data(dataset, 32, last='drop')",
             )
+        if not isinstance(workers, int) or workers < 0:
+            raise BadArgument(
+                f"workers={workers!r} is no number of processes: 0 reads in this one",
+                op="data",
+                fix="sl.data(dataset, 32, workers=0)",
+            )
         try:
             self.length = len(dataset)
         except TypeError:

@@ -28,6 +28,7 @@ from shardlib.command.config import (
     named,
     near,
     schedules,
+    told,
     transforms,
     unknown,
 )
@@ -45,7 +46,7 @@ from shardlib.tensor import ShardedTensor
 __all__ = [
     "Built", "axes_of", "batches", "built", "check_data", "check_layout", "check_tables",
     "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer", "precision", "rows_of",
-    "rules_of", "schedules", "transforms", "under_launcher",
+    "rules_of", "schedules", "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
 RECIPES = ("megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp")
@@ -246,7 +247,12 @@ def check_layout(config: Config) -> None:
             'write recipe = "megatron1d" or rules = [["*.weight", "x ."], ["*", "..."]]',
         )
     zeros = config.table("optimizer", "zero").get("axis", ())
-    used = {zeros} if isinstance(zeros, str) else set(zeros)
+    zeros = [zeros] if isinstance(zeros, str) else zeros
+    if not isinstance(zeros, list | tuple) or not all(isinstance(a, str) for a in zeros):
+        raise config.error(
+            ("optimizer", "zero", "axis"), f'write axis = "data" or ["data", "s"], not {zeros!r}'
+        )
+    used = set(zeros)
     if "rules" in table:
         if unknowns := [k for k in table if k not in ("rules", *PLACING)]:
             raise unknown(config, ("layout",), unknowns[0], ("rules", *PLACING))
@@ -274,7 +280,7 @@ def check_layout(config: Config) -> None:
                 ("mesh",),
                 f"{table['recipe']} splits over the axis {lacking[0]!r}: write {lacking[0]} = 2",
             )
-    for axis in sorted({zeros} if isinstance(zeros, str) else set(zeros)):
+    for axis in sorted(set(zeros)):
         if axis not in axes:
             raise config.error(
                 ("optimizer", "zero", "axis"), f"[mesh] has no axis {axis!r}{near(axis, axes)}"
@@ -492,6 +498,15 @@ class Built:
     def start(self) -> Any:
         """The parameters that are trained: at stage 3 this rank's parts."""
         return self.params if self.whole else self.tx.shard(self.params)
+
+
+def state_of(config: Config, made: "Built", params: Any) -> Any:
+    """The optimizer's first state.  Raises: ConfigError where it refuses the parameters."""
+    try:
+        return made.tx.init(params)
+    except ShardError as e:
+        zero = e.op == "zero" and "axis" in config.table("optimizer", "zero")
+        raise config.error(("optimizer", *(("zero", "axis") if zero else ())), told(e)) from e
 
 
 def built(config: Config, mesh: Mesh, values: bool = True) -> Built:

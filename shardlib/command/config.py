@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tomllib
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ __all__ = [
     "near",
     "read",
     "schedules",
+    "told",
     "transforms",
 ]
 
@@ -200,11 +202,21 @@ def call(
     try:
         return function(*given, **kwargs, **more)
     except ShardError as e:
-        raise config.error(_blamed(e, path, table), _told(e)) from e
+        raise config.error(_blamed(e, path, table), told(e)) from e
     except ConfigError:  # of a table further in
         raise
-    except (TypeError, ValueError, KeyError, OSError, AssertionError) as e:
-        raise config.error(path, f"{_name(function)} refuses it: {e}") from e
+    except Exception as e:  # anybody's code: its own words, and where it stood
+        raise config.error(path, f"{_name(function)} refuses it: {_raised(e)}") from e
+
+
+def _raised(e: Exception) -> str:
+    """An error in one line, with its place where it is not one that refuses a value."""
+    said = " ".join(str(e).split())
+    if isinstance(e, (ValueError, OSError)) and said:
+        return said
+    frames = traceback.extract_tb(e.__traceback__)
+    at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(e).__name__}: {said}{at}" if said else f"{type(e).__name__}{at}"
 
 
 def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]:
@@ -311,7 +323,8 @@ def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Seq
     return (*path, found[0]) if found else path
 
 
-def _told(e: ShardError) -> str:
+def told(e: ShardError) -> str:
+    """The first line of an error, with the keys that it says to write."""
     return e.message.split("\n")[0] + (f"; write {e.fix}" if e.fix.startswith(("x=", "y=")) else "")
 
 
@@ -490,4 +503,4 @@ def _torchs(name: str, config: Config, path: Sequence[str], but: Iterable[str]) 
     try:
         return from_torch(made, **kwargs)
     except ShardError as e:
-        raise config.error(path, _told(e)) from e
+        raise config.error(path, told(e)) from e

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib import optim
-from shardlib.command.building import batches, built, mesh_of, rows_of, under_launcher
+from shardlib.command.building import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.train import check, stepper
 from shardlib.mesh import use_mesh
@@ -54,7 +54,7 @@ def trace_run(config: Config, step: int = 2) -> Timeline:
     with use_mesh(mesh):
         made = built(config, mesh)
         params, accumulate = made.start(), config.tables.get("accumulate", 1)
-        state = made.tx.init(params)
+        state = state_of(config, made, params)
         rows = iter(batches(config, rows_of(config), made.rules, mesh))
         step_of = stepper(config, made, accumulate)
         for _ in range(step):

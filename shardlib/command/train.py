@@ -29,6 +29,7 @@ from shardlib.command.building import (
     mesh_of,
     optimizer,
     rows_of,
+    state_of,
     under_launcher,
 )
 from shardlib.command.config import Config, ConfigError, call, read
@@ -216,7 +217,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     torch.manual_seed(config.tables.get("seed", 0))
     rows, made, saving = rows_of(config), built(config, mesh), _checkpoints(config)
     params, whole = made.start(), made.whole
-    state = made.tx.init(params)
+    state = state_of(config, made, params)
     dealt = batches(config, rows, made.rules, mesh)
     torch.manual_seed(config.tables.get("seed", 0))
     writer: Log = call(log, config, ("log",))
