@@ -11,7 +11,6 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -84,8 +83,9 @@ def zero(
                 reduce-scatters each bucket while backward still runs, and keeps parts alone.
                 3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
                 ``value_and_grad`` gather them group by group while they are read.
-    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25, and where
-                      buckets travel during backward a half of what is trained, if that is less.
+    ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25.  At stage
+                      2 several of a small model are on their way during backward: where links are
+                      slow that hides them, where ranks share cores it costs CPU time.
     ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
                       the 16 bits that a bfloat16 parameter lacks of fp32.
     ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in fp32.
@@ -120,9 +120,8 @@ def zero(
             op="zero",
             fix='sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
         )
-    most_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
-    # at stage 1 nothing travels until backward is through
-    memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups, ways=1 if stage == 1 else 2)
+    most_bytes = _MOST if bucket_mb is None else int(bucket_mb * 2**20)
+    memory, seen = Memory(), _Seen(cut, most_bytes, tx.groups)
     apart = _Seen(cut, 1 << 62, tx.groups, True, hops, keep)
 
     def sink_for(
@@ -313,8 +312,8 @@ def zero(
     return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard)
 
 
-_LEAST, _MOST = 1 << 20, 25 << 20
-"""Bytes of a bucket, where none are asked for: less costs more in messages than it hides."""
+_MOST = 25 << 20
+"""Bytes of a bucket, where none are asked for."""
 
 _WORTH = 0.05
 """By how much more of the gradients must still be to come, for buckets to be made anew."""
@@ -326,15 +325,14 @@ class _Seen:
     def __init__(
         self,
         axes: tuple[str, ...],
-        most_bytes: int | None,
+        most_bytes: int,
         groups: Any,
         apart: bool = False,
         hops: Hops = (),
         keep: bool = False,
-        ways: int = 1,
     ) -> None:
         self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
-        self.apart, self.hops, self.keep, self.ways = apart, hops, keep, ways
+        self.apart, self.hops, self.keep = apart, hops, keep
         self.found: dict[tuple[Item, ...], Index] = {}
         self.heard: dict[int, Index] = {}
         self.waiting: dict[int, Index] = {}
@@ -366,7 +364,7 @@ class _Seen:
             self.found.setdefault(items, theirs)
         if items not in self.found:
             ways, arrive = mesh.axis_size(self.axes), order[::-1]
-            made = index(items, self.axes, ways, self.most(items), arrive)
+            made = index(items, self.axes, ways, self.most_bytes, arrive)
             if self.hops:
                 made = replace(made, hops=self.hops, keep=self.keep)
             self.found[items] = made
@@ -374,15 +372,6 @@ class _Seen:
         # the places are kept, so that their ids stay theirs
         self.last = (key, [p.place for p in leaves], mesh, where)
         return where, mesh
-
-    def most(self, items: Sequence[Item]) -> int:
-        """The most bytes in one bucket; of few bytes there are ``ways`` buckets."""
-        if self.most_bytes is not None:
-            return self.most_bytes
-        every = {item.value: item for item in items}.values()
-        total = sum(math.prod(i.shape) * i.dtype.itemsize for i in every)
-        share = total // self.ways + total // 16  # which parameters do not fill exactly
-        return min(max(share, _LEAST), _MOST)
 
     def hears(
         self, where: Index, mesh: Mesh, at_once: bool = False
@@ -402,8 +391,7 @@ class _Seen:
                 return
             rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
             every = tuple(dict.fromkeys((*said, *rest)))
-            most = self.most(where.items)
-            made = index(where.items, where.axes, where.ways, most, every)
+            made = index(where.items, where.axes, where.ways, self.most_bytes, every)
             if overlap(made, said) < overlap(where, said) + _WORTH:
                 return
             self.heard[id(made)] = made
