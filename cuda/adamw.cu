@@ -169,6 +169,11 @@ int many(int count, const int64_t* n, void* const* rows, const Hyper& h,
   return 0;
 }
 
+template <class G, class P>
+int whole(int count, const int64_t* n, void* const* rows, const Hyper& h, Stream stream) {
+  return many<Whole<G, P>>(count, n, rows, h, stream);
+}
+
 }  // namespace adamw
 
 // Of ``count`` tensors, n their sizes and rows (host) five pointers each: gradient, parameter, both
@@ -177,17 +182,9 @@ API int shardlib_adamw(int grad_dtype, int out_dtype, int count, const int64_t* 
                        void* const* rows, float keep, float a1, float b2, float a2, float eps,
                        float size, float root, const float* scale, Stream s) {
   const adamw::Hyper h{keep, a1, b2, a2, eps, size, root, scale};
-#define RUN(G, P) adamw::many<adamw::Whole<G, P>>(count, n, rows, h, s)
   // where nothing is written beside, the type of it only sets how much is taken at once
-  switch (grad_dtype * 3 + (out_dtype == F32 ? grad_dtype : out_dtype)) {
-    case F32 * 3 + F32: return RUN(float, float);
-    case F32 * 3 + F16: return RUN(float, f16);
-    case F32 * 3 + BF16: return RUN(float, bf16);
-    case F16 * 3 + F16: return RUN(f16, f16);
-    case BF16 * 3 + BF16: return RUN(bf16, bf16);
-  }
-#undef RUN
-  return BAD_DTYPE;
+  const int beside = out_dtype == F32 ? grad_dtype : out_dtype;
+  BY_PAIR(grad_dtype, beside, adamw::whole, count, n, rows, h, s)
 }
 
 // rows: gradient, bfloat16 parameter, the 16 bits that it lacks, both moments.

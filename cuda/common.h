@@ -41,6 +41,17 @@ enum Dtype { F32 = 0, F16 = 1, BF16 = 2 };
   }                                         \
   return BAD_DTYPE;
 
+// The same of two types: ``one`` is the wider, or both are alike.
+#define BY_PAIR(one, other, F, ...)                            \
+  switch ((one) * 3 + (other)) {                               \
+    case F32 * 3 + F32: return F<float, float>(__VA_ARGS__);   \
+    case F32 * 3 + F16: return F<float, f16>(__VA_ARGS__);     \
+    case F32 * 3 + BF16: return F<float, bf16>(__VA_ARGS__);   \
+    case F16 * 3 + F16: return F<f16, f16>(__VA_ARGS__);       \
+    case BF16 * 3 + BF16: return F<bf16, bf16>(__VA_ARGS__);   \
+  }                                                            \
+  return BAD_DTYPE;
+
 #define NEG_INF (-INFINITY)
 
 // ---------------------------------------------------------------- numbers

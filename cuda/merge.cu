@@ -142,17 +142,8 @@ API int shardlib_merge(int out_dtype, int part_dtype, void* out, float* lse, con
                        int64_t heads, int64_t rows, int64_t cols, const int64_t* strides,
                        Stream s) {
   if (batch < 0 || heads < 0 || rows < 0 || cols < 0 || (runs && n_runs < 1)) return BAD_SIZE;
-#define RUN(O, N)                                                                                 \
-  attention::merge<O, N>(out, lse, part, part_lse, runs, n_runs, batch, heads, rows, cols, strides, s)
-  switch (out_dtype * 3 + part_dtype) {
-    case F32 * 3 + F32: return RUN(float, float);
-    case F32 * 3 + F16: return RUN(float, f16);
-    case F32 * 3 + BF16: return RUN(float, bf16);
-    case F16 * 3 + F16: return RUN(f16, f16);
-    case BF16 * 3 + BF16: return RUN(bf16, bf16);
-  }
-#undef RUN
-  return BAD_DTYPE;
+  BY_PAIR(out_dtype, part_dtype, attention::merge, out, lse, part, part_lse, runs, n_runs, batch,
+          heads, rows, cols, strides, s)
 }
 
 // sum += x; strides (host): batch, head and row of sum and x.

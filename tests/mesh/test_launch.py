@@ -87,7 +87,9 @@ def test_launch_times_silence_and_leaves_no_process() -> None:
     before = time.monotonic()
     with pytest.raises(RankFailed, match="no rank did anything") as caught:
         sl.launch(_fails, "late", x=2, timeout=4)
-    assert time.monotonic() - before < 40
+    assert (
+        time.monotonic() - before < 300
+    )  # processes start slowly on a busy machine; the sleep is 600
     assert "test_launch.py" in caught.value.operands["rank 1"]  # where it sleeps
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     if children.exists():  # Linux
@@ -120,7 +122,9 @@ def _listening() -> list[str]:
 
 
 def test_a_run_that_works_takes_its_time_and_listens_on_the_loopback_alone() -> None:
-    for total, addresses in sl.launch(_steps, 9.0, x=2, timeout=4):
+    for total, addresses in sl.launch(
+        _steps, 12.0, x=2, timeout=10
+    ):  # the run is longer, no silence is
         assert total == 2.0
         assert addresses or not Path("/proc/net/tcp").exists()
         assert all(a.split(":")[0].endswith(("0100007F", "01000000")) for a in addresses)
