@@ -1,18 +1,17 @@
 """safetensors files written chunk by chunk with checksums, and read tile by tile into own memory.
 
-A file holds what one rank wrote.  Its header is written twice at one size, first with blank
-checksums and at the end with the right ones, so that no chunk is held or read twice and every file
-says what is in it: ``__metadata__["shardlib"]`` has, per tensor, the chunk's box, its tiles and
-their crc32.  Nothing that is read is believed before it was checked, and nothing is unpickled.
+A file holds what one rank wrote.  Its header is written last, into the room that is left for it, so
+that no chunk is held or read twice and every file says what is in it: ``__metadata__["shardlib"]``
+has, per tensor, the chunk's box, its tiles and their crc32.  Nothing that is read is believed before
+it was checked, and nothing is unpickled.
 """
 
-import ctypes
 import itertools
 import json
 import math
 import mmap
+import operator
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import (
-    STRIP,
     Box,
     Cuts,
     Pair,
@@ -36,10 +34,17 @@ from shardlib.checkpoint.boxes import (
     size,
     stretches,
 )
+from shardlib.checkpoint.disk import (
+    Behind,
+    memory,
+    open_file,
+    write_all,
+)
+from shardlib.checkpoint.sums import Sums, sums_of
 
 __all__ = [
-    "Chunk", "Folder", "Header", "Part", "check_chunk", "checksum", "code_of", "dtype_of", "fill", "in_large_pages",
-    "layout_of_file", "memory", "open_file", "read_header", "sums_of", "strips", "written", "write_file",
+    "Chunk", "Folder", "Header", "Part", "check_chunk", "code_of", "dtype_of", "fill",
+    "layout_of_file", "parsed", "read_header", "written", "write_file",
 ]  # fmt: skip
 
 _NAMES = {
@@ -59,9 +64,6 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _HEADER = 100 << 20
 """Bytes of a header at most, as safetensors itself has it."""
 
-_FLUSH = 1 << 28
-"""Bytes after which what was written is sent to the disk, so that the last fsync is short."""
-
 
 def code_of(dtype: torch.dtype) -> str | None:
     """The name of a dtype in a file, None where it has none."""
@@ -72,34 +74,9 @@ def dtype_of(code: object) -> torch.dtype | None:
     return _DTYPES.get(code) if isinstance(code, str) else None
 
 
-def memory(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of this host."""
-    nbytes = x.numel() * x.dtype.itemsize
-    if not nbytes:
-        return memoryview(b"")
-    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
-    held.tensor = x  # type: ignore[attr-defined]  # which lives as long as the view
-    return memoryview(held).cast("B")
-
-
 def _here(x: Tensor) -> Tensor:
     """Contiguous on this host, and a copy only where it was not."""
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def in_large_pages(x: Tensor) -> None:
-    """Ask the system to back new memory of this host by large pages, where it may: what is about to
-    be filled is then not fetched 4096 bytes at a time.
-    """
-    if _MADVISE is None or x.device.type != "cpu" or x.nbytes < _FEW:
-        return
-    start = x.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = x.data_ptr() + x.nbytes - start
-    _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-
-
-_FEW = 1 << 18
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 # ---------------------------------------------------------------- writing
@@ -126,198 +103,35 @@ class Part:
     def nbytes(self) -> int:
         return size(self.box) * self.dtype.itemsize
 
-    @property
-    def cuts(self) -> Cuts:
-        return grid(self.box, self.of, self.dtype.itemsize)
-
-
-Strip = tuple[tuple[slice, ...], list[list[int]]]
-"""A stretch of a chunk that lies in one piece, and how its dimensions are cut into tiles."""
-
-
-@lru_cache(maxsize=256)
-def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
-    """A chunk in stretches of some megabytes at most, each a few rows of tiles, in their order."""
-    if not shape:
-        return [((), [])]
-    d = along(shape, itemsize)
-    fine = [_lengths(n, c) for n, c in zip(shape[d + 1 :], cuts[d + 1 :], strict=True)]
-    row, bands = math.prod(shape[d + 1 :]) * itemsize, [[]]
-    for band in stretches(shape[d], cuts[d]):
-        if bands[-1] and (band.stop - bands[-1][0].start) * row > STRIP:
-            bands.append([])
-        bands[-1].append(band)
-    out: list[Strip] = []
-    for before in itertools.product(*(range(n) for n in shape[:d])):
-        for some in bands:
-            lengths = [[1]] * d + [[c.stop - c.start for c in some]] + fine
-            where = tuple(slice(i, i + 1) for i in before)
-            out.append(((*where, slice(some[0].start, some[-1].stop)), lengths))
-    return out
-
-
-def _lengths(n: int, cuts: Sequence[int]) -> list[int]:
-    return [c.stop - c.start for c in stretches(n, cuts)]
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Checksums of the tiles of one chunk, as ``grid`` cuts it, and of its strips.
-
-    A tile is rows: its part of the last dimension that is cut, with what is within.  The sum of the
-    rows times fixed odd numbers, in integers of 4 bytes, is one row, whose crc32 is the tile's.  So
-    no tile is copied, and what is read runs at the speed of memory.  Before it is summed a number
-    is added its upper half: the upper bits of two rows would cancel otherwise.
-    A tile that lies in one stretch has that stretch's ``checksum``, and so has each strip where
-    tiles do not: whoever reads a chunk from end to end compares those.
-    """
-
-    shape: tuple[int, ...]
-    cuts: Cuts
-    dtype: torch.dtype
+    @cached_property
+    def key(self) -> str:
+        """Its name and its chunk, in the words of a slice."""
+        box = ",".join(
+            " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
+            + " ..." * (len(held) > 4)
+            for held in self.box
+        )
+        return f"{self.name}@{box}"
 
     @cached_property
-    def last(self) -> int:
-        return max((d for d, c in enumerate(self.cuts) if c), default=0)
-
-    @cached_property
-    def flat(self) -> bool:
-        """Whether tiles lie in one stretch each."""
-        before = zip(self.shape[: self.last], self.cuts[: self.last], strict=True)
-        return all(len(c) == n - 1 for n, c in before)
-
-    @cached_property
-    def in_words(self) -> bool:
-        """Whether every row of every tile is whole numbers of 4 bytes."""
-        inner = math.prod(self.shape[self.last + 1 :]) * self.dtype.itemsize
-        return not any(n * inner % 4 for n in (*self.cuts[self.last], self.shape[self.last]))
-
-    @cached_property
-    def strips(self) -> list[Strip]:
-        return strips(self.shape, self.cuts, self.dtype.itemsize)
-
-    @cached_property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return math.prod(len(c) + 1 for c in self.cuts) if math.prod(self.shape) else 0
-
-    @cached_property
-    def count(self) -> int:
-        """How many checksums there are, of tiles and of strips."""
-        return self.tiles + (0 if self.flat or not self.tiles else len(self.strips))
-
-    def of(self, x: Tensor, lengths: list[list[int]]) -> list[int]:
-        """Those of some tiles side by side, on this host: their lengths along each dimension."""
-        if not lengths:
-            return [checksum(memory(x.contiguous()))]
-        ends = [[0, *itertools.accumulate(some)] for some in lengths]
-        pieces = [list(map(slice, e, e[1:])) for e in ends]
-        if self.flat:
-            whole = itertools.product(*pieces[: self.last + 1])
-            return [checksum(memory(x[where].contiguous())) for where in whole]
-        lanes = self._lanes(torch.view_as_real(x) if x.is_complex() else x)
-        tiles, columns = list(itertools.product(*pieces[: self.last])), ends[self.last]
-        width = lanes.shape[-1]
-        sums = torch.zeros(len(tiles), width, dtype=torch.int32)
-        some = max(1, _PIECE // (4 * width))  # rows that stay near the processor
-        room = torch.empty(some, width, dtype=torch.int32)
-        for where, row in zip(tiles, sums, strict=True):
-            block = lanes[where]
-            if block.ndim != 2:
-                block = block.reshape(-1, width)
-            for part, factors in zip(
-                block.split(some), _distinct(len(block)).split(some), strict=True
-            ):
-                mixed = room[: len(part)]
-                if self.in_words:
-                    torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
-                else:
-                    mixed.copy_(part)
-                row.addmv_(mixed.t(), factors)
-        data, step = memory(sums), sums.shape[1] * sums.itemsize // columns[-1]
-        cuts = [(a * step, b * step) for a, b in itertools.pairwise(columns)]
-        begins, crc32 = range(0, len(data), columns[-1] * step), zlib.crc32
-        return [crc32(data[i + a : i + b]) for i in begins for a, b in cuts]
-
-    def _lanes(self, x: Tensor) -> Tensor:
-        """Rows of numbers, of 4 bytes where they can be."""
-        x = x.flatten(self.last)
-        if not self.in_words:
-            return x.view(_LANES[min(x.dtype.itemsize, 4)])
-        apart = (x.storage_offset(), *x.stride()[:-1])
-        if x.stride(-1) != 1 or any(n * x.dtype.itemsize % 4 for n in apart):
-            x = x.clone(memory_format=torch.contiguous_format)
-        return x.view(torch.int32)
-
-
-sums_of = lru_cache(maxsize=1 << 12)(Sums)
-"""Those of chunks that are cut alike, made once."""
-
-_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-_ROW = 1 << 12
-"""Bytes of a row of a stretch."""
-
-_LONG = 1 << 15
-"""Bytes of a stretch from which on it has rows."""
-
-_PIECE = 1 << 19
-"""Bytes of a stretch that are summed at a time: they stay near the processor meanwhile."""
-
-
-def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piece: None) -> int:
-    """The crc32 of a short stretch; of the sums of a long one's rows and columns, piece by piece.
-
-    Rows are summed times fixed odd numbers, columns as they are.  Two flipped bits lie in two rows,
-    or in two columns, or in one number: two sums change, or one does.
-    ``first``  called with each piece before it is looked at.
-    """
-    crc = 0
-    for at in range(0, len(data), _PIECE):
-        piece = data[at : at + _PIECE]
-        first(piece)
-        rows = len(piece) // _ROW if len(data) >= _LONG else 0
-        if rows:
-            words = torch.frombuffer(piece[: rows * _ROW], dtype=torch.int64).view(rows, -1)
-            crc = zlib.crc32(memory(words @ _odd(_ROW // 8)), crc)
-            crc = zlib.crc32(memory(words.sum(0)), crc)
-        crc = zlib.crc32(piece[rows * _ROW :], crc)
-    return crc
-
-
-@lru_cache(maxsize=256)
-def _odd(count: int) -> Tensor:
-    """Fixed odd numbers without a pattern.  Source: splitmix64's mixing, Steele et al., 2014."""
-    x = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return (x ^ ((x >> 31) & 0x1FFFFFFFF)) | 1
-
-
-@lru_cache(maxsize=256)
-def _distinct(count: int) -> Tensor:
-    """Fixed odd numbers of 4 bytes; the lower halves of 16,384 differ, and are none's negative: so
-    one bit in two rows of a column never cancels, nor two of its bits in any rows.
-    """
-    lower = torch.arange(count) * 0x2545 % (1 << 14) * 4 + 1
-    return (_odd(count) & ~0xFFFF | lower).to(torch.int32)
+    def sums(self) -> Sums:
+        return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
 
 
 def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
     """Write a part strip by strip; the checksums of its tiles, and of its strips."""
-    crcs: list[int] = []
+    of_tiles: list[int] = []
     of_strips: list[int] = []
     if not part.nbytes:
-        return crcs
-    x, sums = part.get(), sums_of(part.shape, part.cuts, part.dtype)
-    for where, lengths in sums.strips:
+        return of_tiles
+    x = part.get()
+    for i, (where, _) in enumerate(part.sums.strips):
         strip = _here(x[where])
-        crcs += sums.of(strip, lengths)
-        if sums.flat:
-            write(memory(strip))
-        else:
-            of_strips.append(checksum(memory(strip), write))
-    return crcs + of_strips
+        write(memory(strip))
+        tiles, own = part.sums.of_strip(strip, i)
+        of_tiles += tiles
+        of_strips += own
+    return of_tiles + of_strips
 
 
 def write_file(
@@ -334,72 +148,48 @@ def write_file(
     parts = list(parts)
     table: dict[str, Any] = {}
     index: dict[str, Any] = {}
-    end = 0
+    end = count = 0
     for p in parts:
         shape = p.shape
         code, _, odd = (code_of(p.dtype) or "").partition(" ")
         stored = [*shape, p.dtype.itemsize] if odd else list(shape)
-        table[_key(p)] = {
-            "dtype": code,
-            "shape": stored,
-            "data_offsets": [end, end + p.nbytes],
-        }
-        index[_key(p)] = [
-            [[[r.start, r.stride, r.length] for r in held] for held in p.box],
-            p.cuts,
-            "0" * 8 * sums_of(p.shape, p.cuts, p.dtype).count,
-            code_of(p.dtype),
-        ]
-        end += p.nbytes
+        table[p.key] = {"dtype": code, "shape": stored, "data_offsets": [end, end + p.nbytes]}
+        box = [[[r.start, r.stride, r.length] for r in held] for held in p.box]
+        index[p.key] = [box, p.sums.cuts, count, code_of(p.dtype)]
+        end, count = end + p.nbytes, count + p.sums.count
+    about = {"format": "pt", **about, "shardlib": json.dumps(index), "sums": ""}
+    head, tail = json.dumps({"__metadata__": about, **table}).split(_BLANK)
 
-    def header() -> bytes:
-        text = json.dumps(
-            {"__metadata__": {"format": "pt", **about, "shardlib": json.dumps(index)}, **table}
-        ).encode()
+    def header(crcs: list[int]) -> bytes:
+        text = f'{head}{_SUMS}{_packed(crcs).hex()}"{tail}'.encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
-        blank, unsent = header(), 0
+        blank = header([0] * count)
         if len(blank) > _HEADER:
             raise ValueError(f"{name}: a header of {len(blank)} bytes; safetensors takes {_HEADER}")
+        with Behind(fd, len(blank)) as behind:
 
-        def write(data: memoryview) -> None:
-            nonlocal unsent
-            write_all(fd, data)
-            unsent += len(data)
-            if unsent > _FLUSH:
-                os.fsync(fd)
-                unsent = 0
-            progress()
+            def write(data: memoryview) -> None:
+                behind.put(data)
+                progress()
 
-        write_all(fd, memoryview(blank))
-        for p in parts:
-            index[_key(p)][2] = _packed(written(p, write)).hex()
-        final = header()
+            crcs = [crc for p in parts for crc in written(p, write)]
+            behind.end()
+        final = header(crcs)
         assert len(final) == len(blank), "checksums have a fixed width"
-        os.lseek(fd, 0, os.SEEK_SET)
-        write_all(fd, memoryview(final))
+        write_all(fd, memoryview(final), 0)
         os.fsync(fd)
     finally:
         os.close(fd)
     return {"file": name, "bytes": len(final) + end, "crc": zlib.crc32(final)}
 
 
-def _key(p: Part) -> str:
-    """A tensor's name and its chunk, in the words of a slice."""
-    box = ",".join(
-        " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
-        + " ..." * (len(held) > 4)
-        for held in p.box
-    )
-    return f"{p.name}@{box}"
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(fd, data) :]
+_SUMS = '"sums": "'
+_BLANK = '"sums": ""'
+"""A quote within text is written with a backslash, so this stands at one place."""
 
 
 # ---------------------------------------------------------------- reading
@@ -503,16 +293,24 @@ def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
     index = parsed(meta.get("shardlib", "{}"), name)
     if not isinstance(index, dict) or index.keys() != table.keys():
         raise ValueError(f"{name}: what it says of its chunks does not fit them")
-    return Header(name, begin, {k.rpartition("@")[0]: (k, table[k], index[k]) for k in table})
+    try:
+        crcs = bytes.fromhex(meta.get("sums", ""))
+    except ValueError:
+        raise ValueError(f"{name}: what it says of its checksums is none") from None
+    said = {k.rpartition("@")[0]: (k, table[k], index[k]) for k in table}
+    return Header(name, begin, said, crcs)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of its chunks: by the tensor's name key, entry and description."""
+    """What a file says of its chunks: by the tensor's name key, entry and description; their
+    checksums, one after the other.
+    """
 
     file: str
     begin: int
     said: dict[str, tuple[str, Any, Any]]
+    crcs: bytes
 
     def get(self, name: str) -> Chunk | None:
         """A chunk, None where the file has none of this tensor.  Raises: ValueError."""
@@ -520,13 +318,13 @@ class Header:
             return None
         key, entry, described = self.said[name]
         try:
-            box, cuts, digits, code = described
-            return _chunk(self.file, entry, box, cuts, digits, code, self.begin)
+            box, cuts, first, code = described
+            return _chunk(self, entry, box, cuts, first, code)
         except (TypeError, ValueError, KeyError, AttributeError):
             raise ValueError(f"{self.file}: {key!r} is not described as a chunk") from None
 
 
-def _chunk(name: str, entry: Any, box: Any, cuts: Any, digits: Any, code: Any, begin: int) -> Chunk:
+def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> Chunk:
     a, b = entry["data_offsets"]
     found = tuple(_held(held) for held in box)
     shape, dtype = tuple(length(held) for held in found), dtype_of(code)
@@ -534,23 +332,26 @@ def _chunk(name: str, entry: Any, box: Any, cuts: Any, digits: Any, code: Any, b
     last = [dtype.itemsize] if odd and dtype is not None else []
     if entry["dtype"] != stored or entry["shape"] != [*shape, *last]:
         raise ValueError
-    if dtype is None or not isinstance(cuts, list) or not isinstance(digits, str):
+    if dtype is None or not isinstance(cuts, list) or type(first) is not int or first < 0:
         raise ValueError
+    sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
+    crcs = header.crcs[4 * first : 4 * (first + sums.count)]
+    if len(crcs) != 4 * sums.count:
+        raise ValueError
+    return Chunk(header.file, found, dtype, header.begin + a, b - a, sums.cuts, crcs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> Sums:
+    """Those of a chunk that is cut so.  Raises: ValueError for what are no cuts of it."""
     for n, some in zip(shape, cuts, strict=True):
-        if not _is(some, list, int) or sorted(set(some)) != some:
-            raise ValueError
-        if some and not 0 < some[0] <= some[-1] < n:
+        places = (0, *some, n)
+        if set(map(type, some)) - {int} or any(map(operator.ge, places, some and places[1:])):
             raise ValueError
     d = along(shape, dtype.itemsize) if shape else 0
     if any(len(some) != n - 1 for some, n in zip(cuts[:d], shape[:d], strict=True)):
         raise ValueError
-    tiles: Cuts = tuple(tuple(some) for some in cuts)
-    if len(digits) != 8 * sums_of(shape, tiles, dtype).count:
-        raise ValueError
-    crcs = bytes.fromhex(digits)
-    if len(crcs) * 2 != len(digits):  # it leaves spaces out
-        raise ValueError
-    return Chunk(name, found, dtype, begin + a, b - a, tiles, crcs)
+    return sums_of(shape, cuts, dtype)
 
 
 def _held(runs: Any) -> tuple[Run, ...]:
@@ -561,19 +362,6 @@ def _held(runs: Any) -> tuple[Run, ...]:
         out.append(Run(run[0], run[1], run[2], at))
         at += run[2]
     return tuple(out)
-
-
-def open_file(folder: int, name: str, links: bool = False) -> int:
-    """A descriptor to read a file of a directory by; what is no file is not waited for.
-
-    Raises: OSError, ValueError.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    fd = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError(f"{name} is no file")
-    return fd
 
 
 class Folder:
@@ -722,14 +510,12 @@ def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
         folder.into(piece, chunk.file, at)
         at += len(piece)
 
-    for where, lengths in sums.strips:
+    for i, (where, _) in enumerate(sums.strips):
         strip = out[where]
-        if checked and not sums.flat:
-            found.append(checksum(memory(strip), read))
-            continue
-        read(memory(strip))
         if checked:
-            found += sums.of(strip, lengths)
+            found += sums.whole(strip, i, read)
+        else:
+            read(memory(strip))
     _check(found, chunk, 0 if sums.flat else sums.tiles)
 
 
@@ -740,13 +526,13 @@ def check_chunk(chunk: Chunk, folder: Folder) -> None:
     at, sums = chunk.offset, chunk.sums
     if not chunk.nbytes:
         return
-    for _, lengths in sums.strips:
+    for i, (_, lengths) in enumerate(sums.strips):
         strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype)
         folder.into(memory(strip), chunk.file, at)
         at += strip.nbytes
-        found += sums.of(strip, lengths)
-        if not sums.flat:
-            of_strips.append(checksum(memory(strip)))
+        tiles, own = sums.of_strip(strip, i)
+        found += tiles
+        of_strips += own
     _check(found + of_strips, chunk)
 
 
@@ -816,7 +602,8 @@ def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> N
     """Per dimension the first tile's number, and the cuts.  Raises: ValueError."""
     if chunk.crcs is None:
         return
-    found = chunk.sums.of(x, [[c.stop - c.start for c in some] for _, some in tiles])
+    lengths = [[c.stop - c.start for c in some] for _, some in tiles]
+    found = chunk.sums.of_tiles(x, lengths, [some[0] for _, some in tiles])
     numbers = [0]
     for cuts, (first, some) in zip(chunk.cuts, tiles, strict=True):
         count = len(cuts) + 1

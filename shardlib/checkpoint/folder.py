@@ -25,12 +25,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.checkpoint.files import open_file, parsed, write_all
+from shardlib.checkpoint.disk import open_file, write_all
+from shardlib.checkpoint.files import parsed
 
 __all__ = ["MANIFEST", "Work", "clean", "exchange", "fsync_folder", "opened", "read_manifest"]
 
 MANIFEST = "shardlib.json"
-FORMAT = "shardlib checkpoint 2"
+FORMAT = "shardlib checkpoint 3"
 
 _LONGEST = 1 << 30
 """Bytes of a manifest at most."""

@@ -25,6 +25,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import from_dtensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Run, grid, meet, size, whole
+from shardlib.checkpoint.disk import memory, write_all
 from shardlib.checkpoint.files import (
     Chunk,
     Folder,
@@ -32,9 +33,7 @@ from shardlib.checkpoint.files import (
     dtype_of,
     fill,
     layout_of_file,
-    memory,
     parsed,
-    write_all,
 )
 from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
 from shardlib.checkpoint.reading import Target, check, some

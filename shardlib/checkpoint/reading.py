@@ -16,7 +16,8 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Place, held, whole
-from shardlib.checkpoint.files import Folder, code_of, in_large_pages
+from shardlib.checkpoint.disk import in_large_pages
+from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.steps import opened_newest, steps_pattern

@@ -19,7 +19,9 @@ from torch import Tensor
 from shardlib._compat import is_dtensor
 from shardlib.border import from_dtensor
 from shardlib.checkpoint.boxes import Place
-from shardlib.checkpoint.files import checksum, code_of, memory
+from shardlib.checkpoint.disk import memory
+from shardlib.checkpoint.files import code_of
+from shardlib.checkpoint.sums import checksum
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported

@@ -107,7 +107,7 @@ def save(
     ``timeout``  seconds of silence after which a rank counts as lost.
 
     At any moment the path holds the previous checkpoint or the new one, each whole.
-    Needs beside the tree one strip of 4 MiB (with ``wait=False`` one copy of what is written).
+    Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is written).
     Raises: CheckpointError, on every rank alike, and then nothing was written; the tree's own
     faults as ShardError.
 

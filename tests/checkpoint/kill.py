@@ -61,7 +61,7 @@ def counting(before: Callable[[str], None]) -> None:
 
         setattr(owner, name, run)
 
-    for name in ("open", "write", "fsync", "mkdir", "rename", "lseek", "unlink", "rmdir"):
+    for name in ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "pwrite"):
         wrap(os, name)
     wrap(fcntl, "flock")
     wrap(folder, "exchange")

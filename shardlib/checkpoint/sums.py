@@ -1,0 +1,320 @@
+"""Checksums of what a chunk holds, tile by tile and strip by strip, at the speed of memory."""
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from shardlib.checkpoint.boxes import STRIP, Cuts, along, stretches
+from shardlib.checkpoint.disk import memory
+
+__all__ = ["Strip", "Sums", "checksum", "strips", "sums_of"]
+
+Strip = tuple[tuple[slice, ...], list[list[int]]]
+"""A stretch of a chunk that lies in one piece, and how its dimensions are cut into tiles."""
+
+
+@lru_cache(maxsize=256)
+def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
+    """A chunk in stretches of some megabytes at most, each a few rows of tiles, in their order."""
+    if not shape:
+        return [((), [])]
+    d = along(shape, itemsize)
+    fine = [_lengths(n, c) for n, c in zip(shape[d + 1 :], cuts[d + 1 :], strict=True)]
+    row, bands = math.prod(shape[d + 1 :]) * itemsize, [[]]
+    for band in stretches(shape[d], cuts[d]):
+        if bands[-1] and (band.stop - bands[-1][0].start) * row > STRIP:
+            bands.append([])
+        bands[-1].append(band)
+    out: list[Strip] = []
+    for before in itertools.product(*(range(n) for n in shape[:d])):
+        for some in bands:
+            lengths = [[1]] * d + [[c.stop - c.start for c in some]] + fine
+            where = tuple(slice(i, i + 1) for i in before)
+            out.append(((*where, slice(some[0].start, some[-1].stop)), lengths))
+    return out
+
+
+def _lengths(n: int, cuts: Sequence[int]) -> list[int]:
+    return [c.stop - c.start for c in stretches(n, cuts)]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Checksums of the tiles of one chunk, as ``grid`` cuts it, and of its strips.
+
+    A tile is rows: its part of the last dimension that is cut, with what is within.  The sum of the
+    rows times fixed odd numbers, in integers of 4 bytes, is one row; the sum of that times others is
+    the tile's.  So no tile is copied, and what is read runs at the speed of memory.  Before it is summed a number
+    is added its upper half: the upper bits of two rows would cancel otherwise.  The crc32 of the sum
+    of all rows of a strip is the strip's: whoever reads a chunk from end to end compares those.
+
+    A tile that lies in one stretch has that stretch's ``checksum``, and strips then have none; nor
+    is a strip's the sum of its tiles' where rows are no whole numbers, or lie in two dimensions.
+    """
+
+    shape: tuple[int, ...]
+    cuts: Cuts
+    dtype: torch.dtype
+
+    @cached_property
+    def last(self) -> int:
+        return max((d for d, c in enumerate(self.cuts) if c), default=0)
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether tiles lie in one stretch each."""
+        before = zip(self.shape[: self.last], self.cuts[: self.last], strict=True)
+        return all(len(c) == n - 1 for n, c in before)
+
+    @cached_property
+    def in_words(self) -> bool:
+        """Whether every row of every tile is whole numbers of 4 bytes."""
+        inner = math.prod(self.shape[self.last + 1 :]) * self.dtype.itemsize
+        return not any(n * inner % 4 for n in (*self.cuts[self.last], self.shape[self.last]))
+
+    @cached_property
+    def joined(self) -> bool:
+        """Whether the sums of a strip's tiles make its own."""
+        if (
+            self.flat
+            or not self.in_words
+            or self.last != along(self.shape, self.dtype.itemsize) + 1
+        ):
+            return False
+        return all(sum(lengths[self.last - 1]) <= _ROWS for _, lengths in self.strips)
+
+    @cached_property
+    def strips(self) -> list[Strip]:
+        return strips(self.shape, self.cuts, self.dtype.itemsize)
+
+    @cached_property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return math.prod(len(c) + 1 for c in self.cuts) if math.prod(self.shape) else 0
+
+    @cached_property
+    def count(self) -> int:
+        """How many checksums there are, of tiles and of strips."""
+        return self.tiles + (0 if self.flat or not self.tiles else len(self.strips))
+
+    def of_strip(self, x: Tensor, i: int) -> tuple[list[int], list[int]]:
+        """Those of its tiles, and its own where it has one; ``x``, on this host, is the strip."""
+        where, lengths = self.strips[i]
+        if not lengths or self.flat:
+            return self.of_tiles(x, lengths), []
+        rows = self._rows(x, lengths, where)
+        own = _crc(rows.sum(0, dtype=rows.dtype)) if self.joined else checksum(memory(x))
+        return self._of_rows(rows, lengths, where), [own]
+
+    def of_tiles(
+        self, x: Tensor, lengths: list[list[int]], where: Sequence[slice] = ()
+    ) -> list[int]:
+        """Those of tiles side by side, on this host: their lengths along each dimension.
+
+        ``where``  their place in the chunk.
+        """
+        if not lengths:
+            return [checksum(memory(x.contiguous()))]
+        if self.flat:
+            whole = itertools.product(*map(_pieces, lengths[: self.last + 1]))
+            return [checksum(memory(x[where].contiguous())) for where in whole]
+        return self._of_rows(self._rows(x, lengths, where), lengths, where)
+
+    def whole(self, x: Tensor, i: int, read: Callable[[memoryview], None]) -> list[int]:
+        """What whoever wants all of a strip compares: its own checksum, or those of its tiles.
+
+        ``read``  called with each piece of its memory before it is looked at.
+        """
+        where, lengths = self.strips[i]
+        if self.flat or not lengths:
+            read(memory(x))
+            return self.of_tiles(x, lengths)
+        if not self.joined:
+            return [checksum(memory(x), read)]
+        lanes = self._lanes(x)
+        if lanes.data_ptr() != x.data_ptr():  # a copy, of what is not there yet
+            read(memory(x))
+            lanes, read = self._lanes(x), lambda piece: None
+        lanes = lanes.flatten(0, -2)
+        some, room = _room(lanes.shape[-1])
+        total, at = lanes.new_zeros(lanes.shape[-1]), where[self.last - 1].start
+        for part in lanes.split(some):
+            read(memory(part))
+            mixed = torch.bitwise_right_shift(part, 16, out=room[: len(part)]).add_(part)
+            total.addmv_(mixed.t(), _factors(at, len(part)))
+            at += len(part)
+        return [_crc(total)]
+
+    def _rows(self, x: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> Tensor:
+        """The sums of the rows of tiles, those of neighbours side by side."""
+        first = where[self.last - 1].start if self.joined else None
+        lanes = self._lanes(x)
+        width = lanes.shape[-1]
+        sums = torch.zeros(math.prod(map(len, lengths[: self.last])), width, dtype=torch.int32)
+        some, room = _room(width)
+        heights = [tuple(h) for h in lengths[: self.last] if h != [1]]
+        if len(heights) < 2:
+            self._mix(lanes.flatten(0, -2), _walk((*heights, (1,))[0], some, first), room, sums)
+            return sums
+        tiles = itertools.product(*map(_pieces, lengths[: self.last]))
+        for where, row in zip(tiles, sums.split(1), strict=True):
+            block = lanes[where].reshape(-1, width)
+            self._mix(block, _walk((len(block),), some, None), room, row)
+        return sums
+
+    def _of_rows(self, rows: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> list[int]:
+        """Of each tile, by the sums of rows: those times other odd numbers, the upper half."""
+        n, lanes = sum(lengths[self.last]), rows.shape[1]
+        first = where[self.last].start * lanes // n if len(where) > self.last else 0
+        sums = (rows * _lane_factors(first % _ROWS, lanes)).cumsum(1)
+        ends = sums[:, [lanes * k // n - 1 for k in itertools.accumulate(lengths[self.last])]]
+        ends[:, 1:] -= ends[:, :-1].clone()
+        return ((ends >> 32) & 0xFFFFFFFF).view(-1).tolist()
+
+    def _mix(self, lanes: Tensor, walk: "list[Walk]", room: Tensor, sums: Tensor) -> None:
+        """Add to each row of ``sums`` the rows of a tile, mixed in ``room``."""
+        rows = sums.unbind()
+        for start, stop, parts in walk:
+            part, mixed = lanes[start:stop], room[: stop - start]
+            if self.in_words:
+                torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
+            else:
+                mixed.copy_(part)
+            for i, first, last, factors in parts:
+                rows[i].addmv_(mixed[first:last].t(), factors)
+
+    def _lanes(self, x: Tensor) -> Tensor:
+        """Rows of numbers, of 4 bytes where they can be."""
+        x = (torch.view_as_real(x) if x.is_complex() else x).flatten(self.last)
+        if not self.in_words:
+            return x.view(_LANES[min(x.dtype.itemsize, 4)])
+        apart = (x.storage_offset(), *x.stride()[:-1])
+        if x.stride(-1) != 1 or any(n * x.dtype.itemsize % 4 for n in apart):
+            x = x.clone(memory_format=torch.contiguous_format)
+        return x.view(torch.int32)
+
+
+sums_of = lru_cache(maxsize=1 << 12)(Sums)
+"""Those of chunks that are cut alike, made once."""
+
+
+def _pieces(lengths: Sequence[int]) -> list[slice]:
+    return [slice(b - n, b) for n, b in zip(lengths, itertools.accumulate(lengths), strict=True)]
+
+
+def _crc(x: Tensor) -> int:
+    return zlib.crc32(memory(x))
+
+
+def _room(width: int) -> tuple[int, Tensor]:
+    """How many rows stay near the processor, and room for so many."""
+    some = max(1, _PIECE // (4 * width))
+    return some, torch.empty(some, width, dtype=torch.int32)
+
+
+Walk = tuple[int, int, list[tuple[int, int, int, Tensor]]]
+"""Rows that are mixed at a time: first and end, and of which tile which of them are, times what."""
+
+
+@lru_cache(maxsize=256)
+def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]:
+    """Tiles below each other of such heights, about ``some`` rows at a time.
+
+    ``number``  of the first row; None: each tile counts its own.
+    """
+    out: list[Walk] = []
+    at = 0
+    for i, height in enumerate(heights):
+        for first in range(0, height, some):
+            n = min(some, height - first)
+            if not out or at + n - out[-1][0] > some:
+                out.append((at, at, []))
+            start, _, parts = out[-1]
+            parts.append(
+                (
+                    i,
+                    at - start,
+                    at + n - start,
+                    _factors(first if number is None else number + at, n),
+                )
+            )
+            out[-1] = (start, at + n, parts)
+            at += n
+    return out
+
+
+_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+_ROW = 1 << 12
+"""Bytes of a row of a stretch."""
+
+_LONG = 1 << 15
+"""Bytes of a stretch from which on it has rows."""
+
+_PIECE = 1 << 19
+"""Bytes of a stretch that are summed at a time: they stay near the processor meanwhile."""
+
+
+def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piece: None) -> int:
+    """The crc32 of a short stretch; of the sums of a long one's rows and columns, piece by piece.
+
+    Rows and columns are summed times fixed odd numbers.  Two flipped bits lie in two rows,
+    or in two columns, or in one number: two sums change, or one does.
+    ``first``  called with each piece before it is looked at.
+    """
+    crc = 0
+    for at in range(0, len(data), _PIECE):
+        piece = data[at : at + _PIECE]
+        first(piece)
+        rows = len(piece) // _ROW if len(data) >= _LONG else 0
+        if rows:
+            words = torch.frombuffer(piece[: rows * _ROW], dtype=torch.int64).view(rows, -1)
+            crc = zlib.crc32(memory(words @ _odd(_ROW // 8)), crc)
+            crc = zlib.crc32(memory(words.t() @ _odd(_PIECE // _ROW)[:rows]), crc)
+        crc = zlib.crc32(piece[rows * _ROW :], crc)
+    return crc
+
+
+@lru_cache(maxsize=256)
+def _odd(count: int) -> Tensor:
+    """Fixed odd numbers without a pattern.  Source: splitmix64's mixing, Steele et al., 2014."""
+    x = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (x ^ ((x >> 31) & 0x1FFFFFFFF)) | 1
+
+
+_ROWS = 1 << 15
+"""Rows, or places in a row, of which each has another number."""
+
+
+def _factors(first: int, count: int) -> Tensor:
+    """The numbers of rows, from the ``first`` on."""
+    first %= _ROWS
+    return _distinct(max(2 * _ROWS, first + count))[first : first + count]
+
+
+@lru_cache(maxsize=64)
+def _lane_factors(first: int, count: int) -> Tensor:
+    """The numbers of the places in a row of sums, from the ``first`` on."""
+    table = _odd(_ROWS)
+    return (
+        table[first : first + count]
+        if first + count <= _ROWS
+        else table.roll(-first).repeat(-(-count // _ROWS))[:count]
+    )
+
+
+@lru_cache(maxsize=8)
+def _distinct(count: int) -> Tensor:
+    """Fixed odd numbers of 4 bytes; the last 17 bits of 32,768 in a row differ, and are none's
+    negative: so one bit in two rows of a column never cancels, nor two of its bits in any rows.
+    """
+    lower = torch.arange(count) * 0x2545 % _ROWS * 4 + 1
+    return (_odd(count) & ~0x1FFFF | lower).to(torch.int32)

@@ -1,0 +1,100 @@
+"""What is written behind is what was given, and a disk that fails is told."""
+
+import errno
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardlib.checkpoint import disk
+from shardlib.checkpoint.disk import Behind, in_large_pages, memory
+
+BLOCK, PIECE = 1 << 12, 1 << 20
+SIZES = [0, 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 12345]
+
+
+def written(path: Path, data: bytes) -> None:
+    """In pieces of drawn lengths, from the second block on."""
+    fd, rng = os.open(path, os.O_RDWR | os.O_CREAT), random.Random(len(data))
+    try:
+        with Behind(fd, BLOCK) as behind:
+            at = 0
+            while at < len(data):
+                n = rng.choice([1, 100, 70_000, 2 * PIECE])
+                behind.put(memoryview(data)[at : at + n])
+                at += n
+            behind.end()
+        os.pwrite(fd, b"h" * BLOCK, 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_holds_what_was_put(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_FLUSH", PIECE)
+    data = random.Random(size).randbytes(size)
+    written(tmp_path / "f", data)
+    assert (tmp_path / "f").read_bytes() == b"h" * BLOCK + data
+    assert "shardlib write" not in {t.name for t in threading.enumerate()}
+
+
+def test_where_no_thread_starts_it_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    data = random.Random(0).randbytes(2 * PIECE + 5)
+    written(tmp_path / "f", data)
+    assert (tmp_path / "f").read_bytes()[BLOCK:] == data
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_disk_that_is_full_is_told_and_the_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    inner, calls = os.pwrite, []
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        calls.append(at)
+        if len(calls) > which:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return inner(fd, data[: len(data) // 2 or 1], at)  # short ones too
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path / "f", bytes(4 * PIECE + 3))
+    assert "shardlib write" not in {t.name for t in threading.enumerate()}
+
+
+def test_the_caller_is_ahead_by_one_stretch_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, go = os.pwrite, threading.Event()
+    monkeypatch.setattr(os, "pwrite", lambda *args: go.wait(10) and inner(*args))
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    with Behind(fd, 0) as behind:
+        behind.put(memoryview(bytes(PIECE)))  # returns at once
+        second = threading.Thread(target=behind.put, args=(memoryview(bytes(PIECE)),))
+        second.start()
+        second.join(0.2)
+        assert second.is_alive(), "it waits for the first"
+        go.set()
+        second.join()
+        behind.end()
+    assert os.fstat(fd).st_size == 2 * PIECE
+    os.close(fd)
+
+
+def test_large_pages_change_no_value() -> None:
+    x = torch.arange(1_000_000)
+    in_large_pages(x)
+    in_large_pages(x[:3])
+    assert torch.equal(x, torch.arange(1_000_000)) and memory(x)[8] == 1
