@@ -14,7 +14,12 @@ __all__ = ["Behind", "in_large_pages", "memory", "open_file", "write_all"]
 _FLUSH = 1 << 28
 """Bytes after which what was written is sent to the disk, so that the last fsync is short."""
 
+_ALONE = 1 << 18
+"""Bytes below which a file's first stretch is not worth a thread."""
+
 _FEW = 1 << 18
+"""Bytes of memory below which it is not worth large pages."""
+
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
@@ -86,7 +91,7 @@ class Behind:
     def put(self, data: memoryview) -> None:
         """Return when what came before is written.  Raises: OSError of that."""
         at, self.at = self.at, self.at + len(data)
-        if len(data) < _FEW and self.thread is None:
+        if len(data) < _ALONE and self.thread is None:
             return self._write(data, at)
         if self.thread is None:
             thread = threading.Thread(target=self._run, name="shardlib write")

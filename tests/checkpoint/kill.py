@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.checkpoint import agree, folder
+from shardlib.checkpoint import agree, disk, folder
 from shardlib.errors import CheckpointError
 
 WORLD, TIMEOUT = 4, 8.0
@@ -92,6 +92,8 @@ def rank_main(rank: int, place: str, case: Case) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     if case.how == "aside":
         folder.exchange = lambda a, b: False  # type: ignore[assignment]
+    if case.nth % 2:
+        disk._ALONE = 0  # the second thread writes, and dies
     done: list[str] = []
 
     def before(name: str) -> None:
