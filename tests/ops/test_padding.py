@@ -247,3 +247,22 @@ def test_products_of_padding_are_those_of_torch_or_refused_as_there(
                 f(*given_)
         else:
             close(sl.unshard(f(*given_)), want)
+
+
+@pytest.mark.parametrize("name", ["a mask", "a table of positions"])
+def test_what_inference_keeps_serves_training(name: str) -> None:
+    """A table that was made in inference mode may be saved for a backward later."""
+    t = torch.arange(6.0, dtype=torch.float64).reshape(3, 2)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(0).square().sum() if name == "a mask" else x[torch.tensor([0, 2])].prod()
+
+    dense = t.clone().requires_grad_()
+    f(dense).backward()
+    with sl.simulate(x=2), sl.implicit():
+        x = sl.shard(t, "x .", pad=True) if name == "a mask" else sl.shard(t, ". x")
+        with torch.inference_mode():
+            f(x)
+        y = (x * 1).detach().requires_grad_()
+        f(y).backward()
+        assert torch.allclose(sl.unshard(y.grad), dense.grad)
