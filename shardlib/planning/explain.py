@@ -180,12 +180,13 @@ class Explanation:
         return self.text()
 
     def text(self, by: str = "order") -> str:
-        """Write a line per kind of operation, and the totals; ``by`` as ``kinds`` takes it."""
+        """Write what each kind of operation takes, gives and moves, and the totals; ``by`` as ``kinds`` takes it."""
         lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
         for rows in self.kinds(by):
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
-            where = "   ".join(part for part in (row.pattern, row.at) if part)
-            lines.append(f"{times}{row.op}({', '.join(row.operands)}) -> {row.out}   {where}")
+            lines.append("   ".join(p for p in (f"{times}{row.op}", row.pattern, row.at) if p))
+            if row.out:
+                lines.append(f"    {', '.join(row.operands)} -> {row.out}")
             moved = f"    forward {size(Trace(row.forward).bytes)}, backward {size(Trace(row.backward).bytes)}"
             if row.bytes:
                 moved += f" ({100 * float(row.bytes * len(rows) / self.bytes):.0f} % of all)"

@@ -190,7 +190,7 @@ def test_local_processes_are_not_started_for_what_cannot_be(
         ("data.batch=7", "[data] batch: dimension 0 of size 7 does not divide"),
         ("mesh.x=64", "256 ranks are more than one machine is given (64)"),
         ('remat={"hh.*" = "full"}', "hh.*"),
-        ("model.embed=15", "[layout]"),
+        ('layout={"rules" = [["*.weight", "x . y"], ["*", "..."]]}', "[layout]"),
     ):
         assert main(["train", str(DEMO), *given, "--set", wrong]) == 2
         told = capsys.readouterr()
