@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,9 +78,15 @@ class About:
             + (f"step {self.step}, " if self.step is not None else "")
             + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, {meshes}"
         ]
+        kinds: dict[
+            tuple[str, ...], list[str]
+        ] = {}  # tensors of layers that are alike are one line
+        for n, t in self.tensors.items():
+            kind = t.dtype.lower(), str(list(t.shape)), t.layout or "plain"
+            kinds.setdefault((re.sub(r"\.\d+(?=\.)", ".*", n), *kind), []).append(n)
         rows = [
-            (n, t.dtype.lower(), str(list(t.shape)), t.layout or "plain")
-            for n, t in self.tensors.items()
+            (f"{len(names)} x {alike}" if len(names) > 1 else names[0], *kind)
+            for (alike, *kind), names in kinds.items()
         ]
         rows += [(n, type(v).__name__, repr(v), "") for n, v in self.values.items()]
         wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]

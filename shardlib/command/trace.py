@@ -42,7 +42,7 @@ def main(given: Any) -> int:
     if given.json:
         print(json.dumps({"rows": found.rows(given.by), "out": given.out}))
     else:
-        print("\n".join("  ".join(row) for row in aligned(found.table(given.by))))
+        print("\n".join("  ".join(row).rstrip() for row in aligned(found.table(given.by))))
         if given.out:
             print(f"wrote {given.out}")
     return 0

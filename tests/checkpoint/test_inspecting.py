@@ -98,3 +98,15 @@ def test_ranks_verify_together_and_take_the_newest_that_is_sound(pool: Any, tmp_
     steps = [s[-1] if s and s[-1].isdigit() else s for s in said[0]]
     assert steps[:3] == ["3", "1", "3"]
     assert "rank_00002.safetensors is damaged" in steps[3] and "'w'" in steps[3]
+
+
+def test_layers_that_are_alike_are_one_line() -> None:
+    """With how many they are; one of another shape or layout has its own."""
+    from shardlib.checkpoint.inspecting import About, Saved
+
+    wide, narrow = (Saved("F32", (n, 2), "x .", {"x": 2}, 8 * n) for n in (4, 2))
+    tensors = {f"p/h.{i}.w": narrow if i == 2 else wide for i in range(4)} | {"p/wte": wide}
+    lines = str(About("run", 1, tensors, {}, {})).splitlines()[1:]
+    assert [line.split()[:3] for line in lines] == [
+        ["3", "x", "p/h.*.w"], ["p/h.2.w", "f32", "[2,"], ["p/wte", "f32", "[4,"]
+    ]  # fmt: skip
