@@ -2,7 +2,7 @@
 
 A file holds what one rank wrote.  Its header is written last, into the room that is left for it, so
 that no chunk is held or read twice and every file says what is in it: ``__metadata__["shardlib"]``
-has, per tensor, the chunk's box, its tiles and their crc32.  Nothing that is read is believed before
+has, per tensor, the chunk's box, its tiles and where their checksums are.  Nothing that is read is believed before
 it was checked, and nothing is unpickled.
 """
 
@@ -335,8 +335,8 @@ def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: An
     if dtype is None or not isinstance(cuts, list) or type(first) is not int or first < 0:
         raise ValueError
     sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
-    crcs = header.crcs[4 * first : 4 * (first + sums.count)]
-    if len(crcs) != 4 * sums.count:
+    crcs = header.crcs[8 * first : 8 * (first + sums.count)]
+    if len(crcs) != 8 * sums.count:
         raise ValueError
     return Chunk(header.file, found, dtype, header.begin + a, b - a, sums.cuts, crcs)
 
@@ -537,12 +537,12 @@ def check_chunk(chunk: Chunk, folder: Folder) -> None:
 
 
 def _packed(crcs: list[int]) -> bytes:
-    return struct.pack(f">{len(crcs)}I", *crcs)
+    return struct.pack(f">{len(crcs)}q", *crcs)
 
 
 def _check(found: list[int], chunk: Chunk, first: int = 0) -> None:
     """Compare checksums, from the ``first`` on.  Raises: ValueError."""
-    if chunk.crcs is not None and _packed(found) != chunk.crcs[4 * first :]:
+    if chunk.crcs is not None and _packed(found) != chunk.crcs[8 * first :]:
         raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")
 
 
@@ -608,5 +608,5 @@ def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> N
     for cuts, (first, some) in zip(chunk.cuts, tiles, strict=True):
         count = len(cuts) + 1
         numbers = [k * count + i for k in numbers for i in range(first, first + len(some))]
-    if _packed(found) != b"".join(chunk.crcs[4 * k : 4 * k + 4] for k in numbers):
+    if _packed(found) != b"".join(chunk.crcs[8 * k : 8 * k + 8] for k in numbers):
         raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")

@@ -169,13 +169,13 @@ class Sums:
         return sums
 
     def _of_rows(self, rows: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> list[int]:
-        """Of each tile, by the sums of rows: those times other odd numbers, the upper half."""
+        """Of each tile, by the sums of rows: those times other odd numbers, in 8 bytes."""
         n, lanes = sum(lengths[self.last]), rows.shape[1]
         first = where[self.last].start * lanes // n if len(where) > self.last else 0
         sums = (rows * _lane_factors(first % _ROWS, lanes)).cumsum(1)
         ends = sums[:, [lanes * k // n - 1 for k in itertools.accumulate(lengths[self.last])]]
         ends[:, 1:] -= ends[:, :-1].clone()
-        return ((ends >> 32) & 0xFFFFFFFF).view(-1).tolist()
+        return ends.view(-1).tolist()
 
     def _mix(self, lanes: Tensor, walk: "list[Walk]", room: Tensor, sums: Tensor) -> None:
         """Add to each row of ``sums`` the rows of a tile, mixed in ``room``."""
