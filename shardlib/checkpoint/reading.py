@@ -97,9 +97,10 @@ def load(
     only = alone(wanted.leaves) if wanted is not None else world_of(here) == 1
     group = Group("load", timeout, only, _fixes(path, like, layouts))
     found, error, identity, readers = None, None, "", _Readers()
-    for again in (True, False):
+    before = None
+    while True:
         try:
-            readers = _Readers()
+            identity, readers = "", _Readers()
             with Folder(opened_newest(path), progress=group.progress) as folder:
                 manifest = Manifest.of(folder)
                 identity = manifest.id
@@ -114,8 +115,9 @@ def load(
             break
         except FileNotFoundError as e:  # replaced by a newer one while it was read
             error = e
-            if not again:
+            if identity == before:
                 break
+            before = identity
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
             error = e
             break
