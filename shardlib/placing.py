@@ -263,7 +263,8 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
     if step.kind == "mask":
         if x.is_meta:
             return x.clone()
-        away = torch.as_tensor(axis_index(axes) != 0)
+        away: Any = axis_index(axes) != 0
+        away = away if isinstance(away, Tensor) else torch.tensor(away)
         return x.masked_fill(away.to(x.device), 0)  # and not times zero: infinities are values too
     if step.kind == "exchange":
         return _exchanged(x, step.axes, *step.table)

@@ -1594,7 +1594,7 @@ def _checked(case: Case) -> tuple[str, Outcome]:
     return wrong, got
 
 
-_NAN_BY_PLACE = ("relu6", "hardtanh", "logit", "_polynomial_")
+_NAN_BY_PLACE = ("relu6", "hardtanh", "hardswish", "logit", "_polynomial_")
 """Functions of torch whose kernels answer NaN by where in memory it lies, or by what lay there."""
 
 _WIDE = {

@@ -1,5 +1,6 @@
 """Products beyond two matrices: torch.einsum and the functions that are one of its lines."""
 
+import math
 import operator
 import string
 from functools import partial, reduce
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import any_autocast
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
@@ -123,6 +125,8 @@ def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
         or a.dtype != b.dtype
     ):
         raise Unfit("sizes differ")  # torch broadcasts ones here
+    if any_autocast() and a.numel() == b.numel() == math.prod(a.shape[d] for d in left):
+        raise Unfit("torch sums products of elements here, which autocast leaves alone")
     letters = iter(string.ascii_letters)
     p = [next(letters) for _ in range(a.ndim)]
     q = [p[left[right.index(d)]] if d in right else next(letters) for d in range(b.ndim)]
