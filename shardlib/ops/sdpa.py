@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardlib.collectives import holds_values
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import scope
+from shardlib.mesh import Mesh, scope
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.attention.kernels import on_paper
 from shardlib.ops.attention.masks import Causal, Full
@@ -87,7 +87,10 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         if t.sharding.partial:
             raise partial_escape("scaled_dot_product_attention", t)
         dims = t.dims
-        if dims[-1].is_split or dims[-2].is_split or dims[:-2] != tokens[:-2]:
+        cut = any(mesh.axes[a] > 1 for d in dims[-2:] for a in d.axes)
+        if cut or (
+            dims[:-2] != tokens[:-2] and _apart(dims[:-2], mesh) != _apart(tokens[:-2], mesh)
+        ):
             want = " ".join([*(str(d) for d in tokens[:-2]), ".", "."])
             raise ImplicitCommunication(
                 "attention is local where batch and heads are split alike and sequence and head "
@@ -121,6 +124,15 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
         return blockwise(func, args, kwargs, place, run)
     raw = once(lambda: local_call(run, mesh, (q.raw, k.raw, v.raw), given))
     return ShardedTensor(raw, place)
+
+
+def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:
+    """How dimensions are split, but for axes of one rank."""
+    found = [
+        Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh.axes[p] > 1), d.order)
+        for d in dims
+    ]
+    return [d if d.axes else Dim() for d in found]
 
 
 def _check_heads(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, grouped: bool) -> None:

@@ -454,7 +454,7 @@ def _check(
             "there is no axis to split over", op="zero", fix='sl.optim.zero(tx, axis="data")'
         )
     name = repr(axes[0] if len(axes) == 1 else axes)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or not 0 <= stage <= 3:
         raise ShardError(
             f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
             op="zero",

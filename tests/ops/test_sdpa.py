@@ -13,7 +13,7 @@ from shardlib.errors import BadArgument
 from shardlib.layouts import Ring
 from tests.ops.attention.test_op import gap, normal
 from tests.ops.attention.test_operands import K, Q, V
-from tests.ops.cases import ATTENTION, run_on_meshes
+from tests.ops.cases import ATTENTION, r, run_on_meshes
 
 
 @pytest.mark.parametrize(
@@ -143,3 +143,22 @@ def test_heads_are_taken_and_refused_as_torch_does(layout: str) -> None:
                     fixes += 1
                     exec(e.value.fix, at)
     assert fixes
+
+
+@pytest.mark.parametrize(
+    "layouts", [(". . . .", ". . . .", ". x . ."), ("y . . .", "y x . .", "(y x) . . .")]
+)
+def test_an_axis_of_one_rank_splits_nothing(layouts: tuple[str, ...]) -> None:
+    dense = [r(2, 2, 4, 6, seed=k).requires_grad_() for k in range(3)]
+    want = F.scaled_dot_product_attention(*dense, is_causal=True)
+    want.square().sum().backward()
+    with sl.simulate(x=1, y=2):
+        placed = [
+            sl.shard(t.detach(), lay).requires_grad_()
+            for t, lay in zip(dense, layouts, strict=True)
+        ]
+        got = F.scaled_dot_product_attention(*placed, is_causal=True)
+        got.square().sum().backward()
+        assert torch.allclose(sl.unshard(got), want)
+        for a, b in zip(placed, dense, strict=True):
+            assert torch.allclose(sl.unshard(a.grad), b.grad)
