@@ -147,6 +147,7 @@ _ELEMENTWISE = """
     ceil round trunc frac clamp clamp_min clamp_max minimum maximum atan2 lerp addcmul addcdiv eq ne
     lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite bitwise_and
     bitwise_or bitwise_xor bitwise_not where masked_fill float double half bfloat16 long int bool to
+    chalf cfloat cdouble short char byte
     type type_as zeros_like ones_like full_like empty_like clone contiguous detach nan_to_num
     logaddexp fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_
     masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_
@@ -189,8 +190,11 @@ def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: 
     """Where one more dimension would change what torch does: 0-dim
     operands of other dtypes, memory formats.
     """
-    if kwargs.get("memory_format") is not None or func.__name__ in ("masked_fill", "masked_fill_"):
+    name = func.__name__
+    if kwargs.get("memory_format") is not None or name in ("masked_fill", "masked_fill_"):
         return True
+    if name in ("lerp", "lerp_") and len({t.dtype for t in tensors}) > 1:
+        return True  # only a weight without dimensions may have another dtype
     return (
         len(tensors) > 1
         and ndim

@@ -52,8 +52,8 @@ _NAMES = """
     erfc relu floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2
     lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan
     isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy
-    logaddexp float double half bfloat16 chalf cfloat cdouble long int bool zeros_like ones_like
-    full_like empty_like
+    logaddexp float double half bfloat16 chalf cfloat cdouble long int short char byte bool
+    zeros_like ones_like full_like empty_like
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__
     __pow__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu leaky_relu relu6
@@ -607,7 +607,7 @@ elements(
     igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter polar
     complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater
     greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
-    __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold short char byte
+    __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold
     special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
     special.erfcx special.exp2 special.expit special.expm1 special.gammainc special.gammaincc special.gammaln
     special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
