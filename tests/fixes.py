@@ -350,6 +350,10 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
     """What the error may mean by a name of its fix: operands of the
     printed type, or what the frames call so.
     """
+    if f"*{name}" in e.fix and (
+        several := [f[name] for f in frames if isinstance(f.get(name), tuple | list | dict)]
+    ):
+        return several[:1]
     text = e.operands.get(name)
     if text is None and name == "x":
         text = next(

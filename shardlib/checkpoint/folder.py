@@ -208,12 +208,15 @@ def _locked(path: str, how: int) -> Iterator[bool]:
 def _abandoned(path: str, settled: bool) -> bool:
     """Whether nobody holds its lock.
 
-    ``settled``  it is not being made just now: one without a lock is half removed.
+    ``settled``  it is not being made just now, when its lock is not there yet, or not yet held; else
+                 it is none for a minute.
     """
+    if not settled and time.time() - os.stat(path).st_mtime <= 60:
+        return False
     try:
         fd = os.open(os.path.join(path, "lock"), os.O_RDWR)
     except FileNotFoundError:
-        return settled or time.time() - os.stat(path).st_mtime > 60
+        return True  # half removed
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
