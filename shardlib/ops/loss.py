@@ -614,14 +614,19 @@ def _checked(given: Bound, classes: int | None = None) -> str:
     ``classes`` of the logits are no padding.
     """
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
-    operands = {"logits": typeof(x), "target": typeof(t)}
     whole_numbers = not t.is_floating_point()
     if whole_numbers and t.dtype not in (torch.int64, torch.uint8):
-        raise BadArgument(f"targets are int64 or uint8, not {t.dtype}", op="cross_entropy", operands=operands,
-                          fix="F.cross_entropy(logits, target.long())")  # fmt: skip
+        raise BadArgument(
+            f"targets are int64 or uint8, not {t.dtype}",
+            op="cross_entropy",
+            operands={"logits": typeof(x), "target": typeof(t)},
+            fix="F.cross_entropy(logits, target.long())",
+        )
     if not x.is_floating_point():
         raise BadArgument(
-            f"logits are floating point, not {x.dtype}", op="cross_entropy", operands=operands
+            f"logits are floating point, not {x.dtype}",
+            op="cross_entropy",
+            operands={"logits": typeof(x), "target": typeof(t)},
         )
     if not 0.0 <= smooth <= 1.0:
         raise BadArgument(
