@@ -177,7 +177,7 @@ class Mesh(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self.axes)
 
-    __hash__ = object.__hash__  # as values are compared, not as mappings are
+    __hash__ = object.__hash__  # type: ignore[assignment]  # compared as objects, not as mappings
     __eq__ = object.__eq__
 
     def __str__(self) -> str:

@@ -319,7 +319,8 @@ def _normalised(
     )
     axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
     if centre and not axes and _is_torchs(call, values, raws, overs):
-        return blockwise(*call, Place(out, size, x.mesh, deferred=deferred))
+        func, args, kwargs = call
+        return blockwise(func, args, kwargs, Place(out, size, x.mesh, deferred=deferred))
     if centre and not axes:
         whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
         return ShardedTensor(whole, Place(out, size, x.mesh, deferred=deferred))

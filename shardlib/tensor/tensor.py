@@ -397,9 +397,9 @@ def blockwise(
     ``rest``     its arguments after the first block, where they are not the call's own.
     ``strided``  whether it hangs on the first block's strides too.
     """
-    run = run or func
-    run = partial(_of_stacks, run, place.mesh) if lead(place.mesh) else run
-    repeat = _Repeat(run, place, rest, args[0].raw.stride() if strided else None)
+    own: Callable[..., Any] = run or func
+    own = partial(_of_stacks, own, place.mesh) if lead(place.mesh) else own
+    repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None)
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
         key = _call_key(func, args, kwargs)
