@@ -23,9 +23,9 @@ PARTS = [  # module and arguments, what takes least first
     "tensor_parallel --layers 2 --repeats 2 --length 64",
     "zero --layers 2 --repeats 2 --length 64",
     "overlap --repeats 1 --rate 200",
-    "family --ranks 4 --repeats 2",
     "models --modules gpt2,bert",
     "sequence_paper",
+    "family --ranks 4 --repeats 1",
 ]
 
 
@@ -44,8 +44,12 @@ def run(part: str, seconds: float) -> bool:
         return False
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            os.killpg(process.pid, signal.SIGINT)  # it ends those in sessions of their own
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ def needs(
             plan = sl.explain(
                 lambda p, i, t: apply(p, input_ids=i, labels=t).loss, params, (ids, ids)
             )
-    return 3 * plan.parameters + plan.peak
+    return 3 * plan.parameters + plan.transient
 
 
 def most(need: Callable[[int], int], room: int, unit: int) -> int:
@@ -83,8 +83,9 @@ def most(need: Callable[[int], int], room: int, unit: int) -> int:
         return 0
     high, lack = 2, -spare(2)
     while lack <= 0:
-        step = (left + lack) / (high - low)
-        low, left, high = high, -lack, high + 1 + math.ceil(-lack / step)
+        step = (left + lack) / (high - low)  # none while what hangs on no batch is the most
+        more = math.ceil(-lack / step) if step > 0 else high
+        low, left, high = high, -lack, high + 1 + more
         lack = -spare(high)
     while high - low > 1:
         line = low + int((high - low) * left / (left + lack))
