@@ -462,6 +462,11 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+# Whether a TorchFunctionMode is on, in one C call.  Seen in 2.11 to 2.15.  When it goes:
+# ``lambda: True``, and ShardedTensor.backward takes torch's way.
+function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+
 def intercept_functions(
     wrappers: frozenset[type],
     instead: Callable[[Any, tuple[Any, ...]], Any],

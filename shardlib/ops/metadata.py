@@ -135,7 +135,7 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
     if inputs is not None:
         kwargs["inputs"] = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     x = settle(x)
-    x.raw.backward(_cotangent(x, gradient), *args[2:], **kwargs)
+    torch.autograd.backward(x.raw, _cotangent(x, gradient), *args[2:], **kwargs)
 
 
 @implements(torch.autograd.backward, padded=True)

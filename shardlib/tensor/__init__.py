@@ -46,6 +46,7 @@ from shardlib.tensor.tensor import (
     no_transform,
     on_shapes,
     partial_escape,
+    repeats_so,
     torch_refuses,
     typeof,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "of_pending",
     "on_shapes",
     "partial_escape",
+    "repeats_so",
     "promoting",
     "real_axes",
     "replicated",

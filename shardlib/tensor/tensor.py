@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib._compat import (
     any_autocast,
+    function_modes,
     is_dtensor,
     no_torch_function,
     under_transform,
@@ -42,7 +43,8 @@ from shardlib.tensor.place import Place
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
-    "no_implementation", "no_transform", "on_shapes", "partial_escape", "torch_refuses", "typeof",
+    "no_implementation", "no_transform", "on_shapes", "partial_escape", "repeats_so",
+    "torch_refuses", "typeof",
 ]  # fmt: skip
 
 Implementation = Callable[..., Any]
@@ -270,11 +272,25 @@ class ShardedTensor(torch.Tensor):
         except _MISTAKES as e:
             raise _said(e, func, args, kwargs or {}) from None
         except RuntimeError as e:
-            if name := under_transform():
-                raise no_transform(name) from e
-            if _NOT_OVERWRITTEN in str(e):
-                raise _not_overwritten(func, args) from e
+            if (told := _explained(e, func, args)) is not None:
+                raise told from e
             raise
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Add the gradients of its leaves, as torch's own does.
+
+        torch's asks in Python whether a subclass answers, which takes as long as a small product.
+        """
+        if function_modes():
+            return super().backward(gradient, retain_graph, create_graph, inputs)
+        given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        return ShardedTensor.__torch_function__(Tensor.backward, (), (self, gradient), given)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -370,12 +386,15 @@ class _Repeat(NamedTuple):
 
     ``rest``     what follows the first block, where it is not what follows the first operand.
     ``strides``  the first block's, where what runs hangs on them.
+    ``moves``    whether blocks travel: it runs where nothing is fetched ahead and nothing that was
+                 made of the first operand can be used, and no error is answered by another run.
     """
 
     run: Callable[..., Any]
     place: Place
-    rest: tuple[Any, ...] | None
-    strides: tuple[int, ...] | None
+    rest: tuple[Any, ...] | None = None
+    strides: tuple[int, ...] | None = None
+    moves: bool = False
 
 
 def blockwise(
@@ -390,9 +409,10 @@ def blockwise(
     """End a call whose result is ``func`` of the blocks, and lies at ``place``.
 
     The next call that differs in the operands' values alone runs so at once, without its
-    implementation.  ``args[0]`` is sharded and so is every other tensor of the call; what is
-    decided hangs on the operands' places and dtypes, on whether they require grad, on the other
-    arguments and on pinned algorithms, and on nothing else.
+    implementation; of calls whose blocks travel ``repeats_so`` says the same.  ``args[0]`` is
+    sharded and so is every other tensor of the call; what is decided hangs on the operands' places
+    and dtypes, on whether they require grad, on the other arguments and on pinned algorithms, and
+    on nothing else.
     ``run``      the function for the blocks, where it is another than ``func``.
     ``rest``     its arguments after the first block, where they are not the call's own.
     ``strided``  whether it hangs on the first block's strides too.
@@ -402,10 +422,23 @@ def blockwise(
     repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None)
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
-        key = _call_key(func, args, kwargs)
-        if key is not None:
-            remember(place.mesh.plans, key, repeat)
+        _keep(repeat, func, args, kwargs)
     return out
+
+
+def repeats_so(func: Any, args: Any, kwargs: Any, place: Place, run: Callable[..., Any]) -> None:
+    """Say how a call runs once more whose blocks travel: ``run`` of their storages.
+
+    As ``blockwise``, and only where nothing is fetched ahead and nothing that was made of the first
+    operand can be used.
+    """
+    _keep(_Repeat(run, place, moves=True), func, args, kwargs)
+
+
+def _keep(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> None:
+    key = _call_key(func, args, kwargs)
+    if key is not None:
+        remember(repeat.place.mesh.plans, key, repeat)
 
 
 def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -416,14 +449,27 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
     repeat = args[0].place.mesh.plans.get(key)
     if repeat is None or (repeat.strides is not None and args[0].raw.stride() != repeat.strides):
         return None
+    if repeat.moves:
+        return _moved(repeat, func, args, kwargs)
     try:
         return _run(repeat, args, kwargs)
     except RuntimeError:  # the implementation says what is wrong
         return None
 
 
+def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].made is not None or scope().prefetch is not None:
+        return None
+    try:
+        return _run(repeat, args, kwargs)
+    except RuntimeError as e:
+        if (told := _explained(e, func, args)) is not None:
+            raise told from e
+        raise
+
+
 def _run(repeat: _Repeat, args: Any, kwargs: dict[str, Any]) -> Any:
-    run, place, rest, _ = repeat
+    run, place, rest, *_ = repeat
     first = args[0].raw
     if rest is not None:
         out = run(first, *rest)
@@ -454,7 +500,7 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     listened = now.watcher is not None or now.region is not None
     if listened or now.budget is not None or now.backend != "auto":
         return None
-    key = [func, now.pins, Registered.changes]
+    key = [func, now.pins, now.saving, Registered.changes]
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:
@@ -577,6 +623,13 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
             mesh=found[0].mesh if found else None,
         )
     return None
+
+
+def _explained(e: RuntimeError, func: Any, args: Any) -> ShardError | None:
+    """Make the error for what torch's own of these two says badly; None for any other."""
+    if name := under_transform():
+        return no_transform(name)
+    return _not_overwritten(func, args) if _NOT_OVERWRITTEN in str(e) else None
 
 
 _NOT_OVERWRITTEN = "is a view and is being modified inplace"

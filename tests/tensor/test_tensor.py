@@ -2,16 +2,18 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.mesh import within
+from shardlib.ops.matmul.function import Product
 from shardlib.tensor import tensor
 
 LAYOUTS = ["x y", "y x", ". y", "x .", "(x y) .", ". .", "(2 x) y"]
@@ -220,6 +222,120 @@ def test_what_needs_its_blocks_alone_runs_at_once_from_the_second_call_on(
     for answer in pool.run(called_thrice, name, "x", x=4):
         assert [alike for alike, _ in answer] == [True] * 3
         assert [ran for _, ran in answer][1:] == [PIECES.get(name, 0)] * 2 < [answer[0][1]] * 2
+
+
+PRODUCTS = {
+    "2D": ("x y", "x y"),
+    "its other form": ("y x", "x y"),
+    "columns": (". .", ". x"),
+    "rows": (". x", "x ."),
+    "cube": ("(x y) .", ". ."),
+}
+
+
+def products_again(of_x: str, of_w: str) -> list[tuple[bool, int]]:
+    """Of products on other values, each surrounded otherwise: is it dense's, and how many
+    implementations ran.
+    """
+    mesh, draw, out = sl.current_mesh(), torch.Generator().manual_seed(4), []
+    table, tensor.TABLE = tensor.TABLE, Counted(tensor.TABLE)
+
+    def product() -> tuple[bool, int]:
+        x, w = (
+            torch.randn(8, 8, dtype=torch.float64, generator=draw).requires_grad_() for _ in "xw"
+        )
+        want = x @ w
+        of_dense = torch.autograd.grad(want.square().sum(), (x, w))
+        sx = sl.shard(x.detach(), of_x).requires_grad_()
+        sw = sl.shard(w.detach(), of_w).requires_grad_()
+        before = tensor.TABLE.looked
+        y = sx @ sw
+        ran = tensor.TABLE.looked - before
+        y.square().sum().backward()
+        pairs = zip((y, sx.grad, sw.grad), (want, *of_dense), strict=True)
+        alike = all(torch.allclose(sl.unshard(a.detach()), b, rtol=1e-12) for a, b in pairs)
+        return alike, ran
+
+    try:
+        for _ in range(3):
+            out.append(product())
+        with sl.saving():
+            out.append(product())
+        with torch.no_grad():
+            a, b = (sl.shard(torch.eye(8, dtype=torch.float64), lay) for lay in (of_x, of_w))
+            out.append((torch.equal(sl.unshard(a @ b), torch.eye(8, dtype=torch.float64)), 0))
+        moved = []
+        for _ in range(2):  # what is counted is the same, though one of them is remembered
+            mesh.plans.clear()
+            for _ in range(2):
+                with sl.trace() as counted:
+                    out.append(product())
+                moved.append(counted.bytes)
+        out.append((len(set(moved)) == 1, 0))
+    finally:
+        tensor.TABLE = table
+    return out
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_that_moves_blocks_runs_at_once_from_the_second_call_on(
+    name: str, pool: Any
+) -> None:
+    asked: list[list[int]] = []
+    for answer in pool.run(products_again, *PRODUCTS[name], x=2, y=2):
+        assert all(alike for alike, _ in answer)
+        asked.append([ran for _, ran in answer])
+    assert all(ran == asked[0] for ran in asked)
+    if name == "2D":
+        assert asked[0][0] > 0 == asked[0][1] == asked[0][2]  # remembered
+        assert asked[0][3] > 0  # what is saved elsewhere is another call
+
+
+def fails_once() -> tuple[int, str]:
+    """How often a schedule ran whose transfer fails at its second call, and what was said."""
+    ran = []
+
+    def failing(*_: Any) -> Any:
+        ran.append(1)
+        raise RuntimeError("a transfer failed")
+
+    x = sl.shard(torch.ones(8, 8), "x y")
+    x @ x
+    before, Product.apply = Product.apply, failing  # type: ignore[method-assign]
+    try:
+        x @ x
+    except RuntimeError as e:
+        return len(ran), str(e)
+    finally:
+        Product.apply = before  # type: ignore[method-assign]
+    return len(ran), ""
+
+
+def test_a_transfer_that_fails_is_not_run_again(pool: Any) -> None:
+    assert pool.run(fails_once, x=2, y=2) == [(1, "a transfer failed")] * 4
+
+
+def test_backward_is_torchs_within_modes_and_without(w: sl.ShardedTensor) -> None:
+    class Heard(TorchFunctionMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.names.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    leaf = w.detach().requires_grad_()
+    leaf.square().sum().backward()
+    first = sl.unshard(leaf.grad).clone()  # the memory is added to
+    with Heard():
+        leaf.square().sum().backward(retain_graph=True)
+    assert "backward" in Heard.names
+    assert torch.equal(sl.unshard(leaf.grad), 2 * first)
+    other = w.detach().requires_grad_()
+    (leaf * other).sum().backward(None, None, False, [other])
+    assert torch.equal(sl.unshard(other.grad), sl.unshard(leaf.detach()))
+    assert torch.equal(sl.unshard(leaf.grad), 2 * first)
+    with pytest.raises(sl.ShardError, match="no scalar needs its cotangent"):
+        leaf.backward()
 
 
 def test_equal_numbers_of_other_types_are_other_calls() -> None:

@@ -6,6 +6,7 @@ run on their blocks (function.py), and says where the result lies.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from shardlib.tensor import (
     lift,
     made_of,
     real_axes,
+    repeats_so,
     together_of,
     total,
     typeof,
@@ -275,6 +277,9 @@ def product_of(
         own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
         added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
     if match.call is None:
+        bare = more is None and not held and not (over[1] and match.adds) and not lead(mesh)
+        if call is not None and bare and call[0] is not F.linear:
+            repeats_so(*call, place, partial(_product, match.run, mesh, over))
         raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
     else:
         raw = match.call(x, w, over, added)
@@ -287,6 +292,10 @@ def product_of(
         let_go(x)
     y = ShardedTensor(raw, place)
     return y if bias is None or adds is not None else elementwise(torch.add, (y, bias), {})
+
+
+def _product(schedule: Any, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
+    return Product.apply(schedule, mesh, over, x, w, None)  # type: ignore[return-value]
 
 
 class _Adds(NamedTuple):
