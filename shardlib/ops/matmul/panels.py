@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -54,17 +53,18 @@ def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
     return Pending(lambda: x)
 
 
-_wait = methodcaller("wait")  # without a Python frame of its own
-
-
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of step 0, 1, ...; step k+1 travels while the caller works on step k."""
+    """Yield the operands of step 0, 1, ...; step k+1 travels while the caller works on step k.
+
+    ``post(k)`` starts one transfer or two.
+    """
     coming = post(0)
-    for k in range(count):
+    for k in range(1, count + 1):
         now = coming
-        if k + 1 < count:
-            coming = post(k + 1)
-        yield tuple(map(_wait, now))
+        if k < count:
+            coming = post(k)
+        # written out: a loop over so few takes longer than to wait for them
+        yield (now[0].wait(),) if len(now) == 1 else (now[0].wait(), now[1].wait())
 
 
 def nothing() -> None:
