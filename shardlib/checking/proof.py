@@ -40,15 +40,20 @@ class Proof:
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        """A table of what was compared in evaluation, and below it one of training."""
         names = list(dict.fromkeys(n for row in self.errors.values() for n in row))
-        width = max([4, *(len(m) for m in self.errors)])
-        head = f"{'mesh':<{width}}  " + "  ".join(f"{n:>10}" for n in names)
-        rows = [
-            f"{mesh:<{width}}  "
-            + "  ".join(f"{row[n]:>10.1e}" if n in row else " " * 10 for n in names)
-            for mesh, row in self.errors.items()
-        ]
-        return "\n".join([head, *rows])
+        trains = [n for n in names if n.startswith("train ")]
+        plain = [n for n in names if n not in trains]
+        tables = (("mesh", plain), ("in training", trains))
+        return "\n".join(self._table(head, some) for head, some in tables if some or head == "mesh")
+
+    def _table(self, head: str, names: Sequence[str]) -> str:
+        width = max(map(len, [head, *self.errors]))
+        lines = [f"{head:<{width}}" + "".join(f"{n.removeprefix('train '):>11}" for n in names)]
+        for mesh, row in self.errors.items():
+            cells = (f"{row[n]:>11.1e}" if n in row else " " * 11 for n in names)
+            lines.append(f"{mesh:<{width}}" + "".join(cells))
+        return "\n".join(lines)
 
 
 def check_model(

@@ -28,6 +28,7 @@ from shardlib.command.config import (
     named,
     near,
     schedules,
+    shown,
     told,
     transforms,
     unknown,
@@ -37,15 +38,16 @@ from shardlib.data import Batches, data
 from shardlib.errors import BadArgument, ShardError, UnevenSplit
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, make_mesh, record, simulate
+from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.parallelize import Apply
 from shardlib.optim import Precision, Transform
 from shardlib.planning.plan import loss_of
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, layout_of
 
 __all__ = [
-    "Built", "axes_of", "batches", "built", "check_data", "check_layout", "check_tables",
-    "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer", "precision", "rows_of",
+    "Built", "axes_of", "batches", "built", "check_data", "check_init", "check_layout",
+    "check_tables", "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer", "precision", "rows_of",
     "rules_of", "schedules", "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
@@ -104,11 +106,17 @@ def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
     """What ``[mesh]`` says beside its axes.  Raises: ConfigError."""
     table = {k: v for k, v in config.table("mesh").items() if k not in axes}
     known = arguments(make_mesh, config, ("mesh",), table)
+    device = known.get("device", "cpu")
     try:
-        torch.device(known.get("device") or "cpu")
+        torch.device(device)
     except RuntimeError:
-        text = f'no such device {known["device"]!r}: write "cuda" or "cpu"'
+        text = f'no such device {shown(device)}: write "cuda" or "cpu"'
         raise config.error(("mesh", "device"), text) from None
+    if "timeout" in known:
+        try:
+            check_timeout(known["timeout"], "make_mesh", "")
+        except ShardError as e:
+            raise config.error(("mesh", "timeout"), e.message) from None
     return known
 
 
@@ -266,6 +274,13 @@ def check_layout(config: Config) -> None:
         names = sorted(used)
     else:
         names = sorted(_recipe_axes(config, ("layout",)) | used)
+    if "rules" not in table:
+        own = [(n, a) for n, a in _axis_arguments(config, ("layout",)).items() if a]
+        for name, axis in own:
+            other = next((n for n, a in own if a == axis and n != name), None)
+            if other and name in table:
+                text = f"{axis!r} is the axis that {table['recipe']} takes for {other}"
+                raise config.error(("layout", name), text)
     for axis in axes:
         if axis not in names:
             raise config.error(
@@ -377,13 +392,18 @@ def check_data(config: Config) -> str:
             ("data", name), f'must be a table: write [data.{name}] and {key} = "..." below'
         )
     own = {k: v for k, v in table.items() if k not in SOURCES}
-    arguments(data, config, ("data",), own, 1)
+    if arguments(data, config, ("data",), own, 1).get("workers", 0) > 1024:
+        raise config.error(("data", "workers"), f"1,024 at most, not {own['workers']}")
     if name == "dataset":
         if "make" not in table[name]:
             text = 'make must be given, as make = "module:function"'
             raise missing(config, ("data", name), ["make"], text)
     else:
-        arguments(getattr(datasets, name), config, ("data", name), table[name])
+        given = arguments(getattr(datasets, name), config, ("data", name), table[name])
+        words = given.get("tokenizer", "bytes")
+        if words != "bytes" and not os.path.isdir(words):
+            text = f'{shown(words)} is no directory: write "bytes", or a directory with a tokenizer'
+            raise config.error(("data", name, "tokenizer"), text)
     return name
 
 
@@ -403,6 +423,9 @@ def batches(config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = No
         first = rows[0]
     except (TypeError, KeyError, IndexError) as e:
         raise config.error(("data",), f"a dataset has a length and rows: {e}") from None
+    batch = config.table("data").get("batch", 1)
+    if batch > len(rows):
+        raise config.error(("data", "batch"), f"{batch} rows of a dataset that has {len(rows)}")
     given = config.table("data").get("layout")
     more: dict[str, Any] = {"mesh": mesh, "state": state}
     layout = given if given is not None else _lying(first, rules)
@@ -514,6 +537,7 @@ def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
     made = module_of(config, meta=not values)
     rules = rules_of(config, made.module, mesh)
     apply, params = _placed(config, made, rules, mesh, values)
+    _check_axes(config, mesh, rules, params)
     policy = precision(config)
     if policy is not None:
         params = policy.to_param(params)
@@ -541,13 +565,7 @@ def _placed(
             )  # fmt: skip
         meta = any(p.is_meta for p in made.module.parameters())
         if values and (meta or "init" in config.tables):
-            taken = {"module", "rules", *how, "remat"}
-            table = config.table("init")
-            if bad := [k for k in table if k in taken]:
-                raise unknown(
-                    config, ("init",), bad[0], [n for n in keys_of(init) if n not in taken]
-                )
-            own = arguments(init, config, ("init",), table, 2)
+            own = check_init(config)
             return init(made.module, rules.rules, remat=remat, **own, **how)
         return parallelize(made.module, rules.rules, remat=remat, **how)
     except ShardError as e:
@@ -560,12 +578,34 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
     return ("model", "directory") if e.op == "load_hf" else ("layout",)
 
 
+def check_init(config: Config) -> dict[str, Any]:
+    """The arguments that ``[init]`` gives: keys that other tables have are not its own."""
+    return arguments(
+        init, config, ("init",), config.table("init"), 2, taken=("mesh", "remat", *PLACING)
+    )
+
+
+def _check_axes(
+    config: Config, mesh: Mesh, rules: Rules, params: Mapping[str, ShardedTensor]
+) -> None:
+    """Refuse an axis of several ranks that would do the same: nothing at all is split over it."""
+    texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
+    zero = config.table("optimizer", "zero").get("axis", ())
+    used = {a for text in texts for a in _axes_in(text)}
+    used |= {a for p in params.values() for a in (*layout_of(p).axes, *layout_of(p).partial)}
+    used |= {zero} if isinstance(zero, str) else set(zero)
+    for axis, n in mesh.axes.items():
+        if n > 1 and axis not in used:
+            left = getattr(rules.rules, "left", {})
+            why = next((f": {name}: {text}" for name, text in left.items()), "")
+            raise config.error(("mesh", axis), f"nothing is split over these {n} ranks{why}")
+
+
 def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[..., Tensor]:
     """``loss(params, batch)``: the file's own, else what forward gives, see docs/command.md."""
     text = config.tables.get("loss")
     if text:
-        own = called(text, config, ("loss",))
-        return lambda params, batch: own(apply, params, batch)
+        return _own_loss(config, called(text, config, ("loss",)), apply)
     takes = inspect.signature(module.forward).parameters
     known = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     foreign = hasattr(module, "config") and hasattr(module, "main_input_name")
@@ -589,6 +629,29 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
             labels = every[-1]
             out = apply(params, *every[: len(known)])
         return _scalar(config, out, labels)
+
+    return loss
+
+
+def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable[..., Tensor]:
+    """A file's function of (apply, params, batch).  Raises: ConfigError where it is none."""
+    name = getattr(own, "__qualname__", repr(own))
+    try:
+        inspect.signature(own).bind(apply, {}, {})
+    except TypeError as e:
+        text = f"{name} must be a function of (apply, params, batch): {e}"
+        raise config.error(("loss",), text) from None
+    except ValueError:  # of a builtin nobody knows the arguments
+        pass
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        found = own(apply, params, batch)
+        if not isinstance(found, Tensor) or found.ndim:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise config.error(
+                ("loss",), f"{name} gives {shape}, not a loss: a tensor without dimensions"
+            )
+        return found
 
     return loss
 

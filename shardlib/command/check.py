@@ -10,8 +10,9 @@ import optree
 import torch
 
 from shardlib.checking.proof import Proof, check_model
-from shardlib.command.building import axes_of, check_layout, module_of, rows_of, rules_of
-from shardlib.command.config import Config, imported, read
+from shardlib.command.building import axes_of, module_of, rows_of, rules_of
+from shardlib.command.config import Config, ConfigError, imported, read
+from shardlib.command.train import check, rehearse
 from shardlib.mesh import simulate
 
 __all__ = ["check_run"]
@@ -29,6 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: Any) -> int:
     """Run the command."""
+    if given.steps < 0:
+        raise ConfigError(f"--steps {given.steps}: 0 at least")
     if given.case.endswith(".toml"):
         proof = check_run(read(given.case, given.set), given.steps)
     else:
@@ -40,7 +43,8 @@ def main(given: Any) -> int:
 
 def check_run(config: Config, steps: int = 3) -> Proof:
     """Compare a file's model on its mesh with the same on one device, on one of its batches."""
-    check_layout(config)
+    check(config)
+    rehearse(config)
     axes = axes_of(config)
     made = module_of(config, real=True)
     with simulate(**axes) as mesh:

@@ -9,6 +9,7 @@ from typing import Any
 from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
 from shardlib.checkpoint.inspecting import About
 from shardlib.command.config import ConfigError
+from shardlib.errors import CheckpointError, ShardError
 
 __all__: list[str] = []
 
@@ -38,7 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     one.add_argument("target")
     one.add_argument("--subtree", default="params", help="where they go in the tree")
     for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+        for flag in ("--json", "--traceback"):
+            action.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
         if any(a.dest == "target" for a in action._actions):
             action.add_argument("--overwrite", action="store_true", help="replace what is there")
 
@@ -54,14 +56,13 @@ def main(given: Any) -> int:
     more = {"overwrite": given.overwrite}
     if given.action == "reshard":
         rules = [_rule(r) for r in given.rule]
-        reshard(
-            given.path,
-            given.target,
-            _axes(given.mesh),
-            layouts=rules or None,
-            pad=given.pad,
-            **more,
-        )
+        axes, layouts = _axes(given.mesh), rules or None
+        try:
+            reshard(given.path, given.target, axes, layouts=layouts, pad=given.pad, **more)
+        except CheckpointError:
+            raise
+        except ShardError as e:
+            raise ConfigError(" ".join(e.message.split())) from e
     elif given.action == "to-hf":
         to_hf(given.path, given.target, subtree=given.subtree, config=given.config, **more)
     else:
@@ -87,7 +88,10 @@ def _axes(text: str) -> dict[str, int]:
     """Axis sizes out of ``data=2,x=4``.  Raises: ConfigError."""
     try:
         pairs = [part.split("=") for part in text.replace(",", " ").split()]
-        return {name: int(n) for name, n in pairs}
+        sizes = {name: int(n) for name, n in pairs}
+        if not sizes or len(sizes) < len(pairs) or min(sizes.values()) < 1:
+            raise ValueError(text)
+        return sizes
     except ValueError:
         raise ConfigError(f"--mesh {text}: write --mesh data=2,x=4") from None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlib.command.building import batches, built, mesh_of, rows_of
 from shardlib.command.config import Config, read
+from shardlib.command.train import check
 from shardlib.mesh import use_mesh
 from shardlib.planning.explain import Explanation, explain
 
@@ -21,7 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: Any) -> int:
     """Run the command."""
-    found = explain_run(read(given.file, given.set))
+    config = read(given.file, given.set)
+    check(config)
+    found = explain_run(config)
     print(json.dumps(found.json()) if given.json else found.text(given.by))
     return 0
 

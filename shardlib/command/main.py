@@ -12,7 +12,9 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 __all__ = ["COMMANDS", "main"]
@@ -37,8 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(given[0] if given else "")
     try:
         said = parser.parse_args(given)
-    except SystemExit as e:  # argparse has told what was wrong, or the help
-        return e.code if isinstance(e.code, int) else WRONG
+    except SystemExit:  # argparse has told the help
+        return DONE
+    except _Wrong as e:
+        as_json = "--json" in given
+        print(
+            json.dumps({"error": str(e), "code": WRONG}) if as_json else e,
+            file=None if as_json else sys.stderr,
+        )
+        return WRONG
     from shardlib.command.config import ConfigError
     from shardlib.errors import RankFailed, ShardError
 
@@ -46,23 +55,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.enable()
     try:
         return _module(said.command).main(said)
-    except ConfigError as e:
-        return _failed(said, WRONG, str(e))
-    except RankFailed as e:
-        return _failed(said, LOST, str(e))
-    except ShardError as e:
-        return _failed(said, FAILED, str(e))
-    except KeyboardInterrupt:
-        return _failed(said, INTERRUPTED, "interrupted")
     except BrokenPipeError:  # whoever read this has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except KeyboardInterrupt:
+        return _failed(said, INTERRUPTED, "interrupted")
+    except Exception as e:
+        if said.traceback:
+            traceback.print_exc()
+        if isinstance(e, ConfigError):
+            return _failed(said, WRONG, str(e))
+        if isinstance(e, ShardError):
+            code = LOST if isinstance(e, RankFailed) else FAILED
+            line = said.command in ("plan", "ckpt", "desync")  # they run no line of a user's
+            words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
+            return _failed(said, code, words)
+        return _failed(said, FAILED, f"{_in_one_line(e)}; --traceback shows the way there")
 
 
 def script() -> None:
     """What the console's ``shardlib`` and ``python -m shardlib`` run."""
     gc.disable()  # to import torch and transformers, and to plan, takes a fifth longer with it
     raise SystemExit(main())
+
+
+class _Wrong(Exception):
+    """What is wrong with the arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
             choices = [c.strip(" '") for c in wrong[2].split(",")]
             found = difflib.get_close_matches(wrong[1], choices, 1, 0.5)
             message += f"; did you mean {found[0]!r}?" if found else ""
-        self.exit(WRONG, f"{self.prog}: {message}\n")
+        raise _Wrong(f"{self.prog}: {message}")
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -85,6 +103,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     for command, text in COMMANDS.items():
         one = commands.add_parser(command, help=text, description=text.capitalize() + ".")
         one.add_argument("--json", action="store_true", help="print JSON")
+        one.add_argument(
+            "--traceback", action="store_true", help="of an error, show the way there too"
+        )
         if command == name:
             _module(command).add(one)
     return parser
@@ -92,6 +113,34 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 def _module(command: str):  # type: ignore[no-untyped-def]
     return importlib.import_module(f"shardlib.command.{command}")
+
+
+def _without_frames(e: Exception) -> str:
+    """An error; of a rank's, which has a traceback, the lines around that and what it ends with."""
+    head, found, rest = str(e).partition("Traceback (most recent call last):\n")
+    if not found:
+        return str(e)
+    frames = re.findall(r'^  File "(.+)", line (\d+)', rest, re.M)
+    last = re.findall(r"^(?! |Traceback)\S.*", rest, re.M)
+    own = [(file, line) for file, line in frames if not _foreign(file)]
+    at = f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
+    words = next((line for line in last if re.match(r"[\w.]+(:|$)", line)), "")
+    return f"{head.strip()} {words}{at}; --traceback shows the way there"
+
+
+def _in_one_line(e: Exception) -> str:
+    """What anybody's code raised: its kind, its words, and the line outside torch and shardlib."""
+    own = [f for f in traceback.extract_tb(e.__traceback__) if not _foreign(f.filename)]
+    at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    words = " ".join(str(e).split())
+    return f"{type(e).__name__}: {words}{at}" if words else f"{type(e).__name__}{at}"
+
+
+def _foreign(file: str) -> bool:
+    here = str(Path(__file__).parent.parent)
+    return file.startswith((here, "<")) or any(
+        p in file for p in ("/torch/", "/optree/", "/lib/python")
+    )
 
 
 def _failed(said: argparse.Namespace, code: int, text: str) -> int:

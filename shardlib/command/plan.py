@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,9 @@ from shardlib.command.building import (
     rows_of,
     under_launcher,
 )
-from shardlib.command.config import Config, ConfigError, near, read
+from shardlib.command.config import Config, ConfigError, near, read, told
+from shardlib.command.train import check_present
+from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
 from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
@@ -73,13 +77,16 @@ def main(given: Any) -> int:
     more: dict[str, Any] = {"memory": _bytes(given.memory)} if given.memory else {}
     if given.recipe:
         more["recipe"] = _recipes(given.recipe)
-    found = {
-        ranks: plan(
-            model, ranks, batch=said["batch"], sequence=said["sequence"], cluster=cluster,
-            state=given.state, most=given.most, accumulate=said["accumulate"], **more,
-        )
-        for ranks in said["ranks"]
-    }  # fmt: skip
+    try:
+        found = {
+            ranks: plan(
+                model, ranks, batch=said["batch"], sequence=said["sequence"], cluster=cluster,
+                state=given.state, most=given.most, accumulate=said["accumulate"], **more,
+            )
+            for ranks in said["ranks"]
+        }  # fmt: skip
+    except BadArgument as e:
+        raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
     if given.json:
         print(json.dumps([{"ranks": n, **_plain(p)} for n, p in found.items()]))
     else:
@@ -101,8 +108,8 @@ def _cluster(given: Any) -> Cluster:
         found = measured(found)
         dist.destroy_process_group()
     said = {n: _link(text, n) for n in ("inside", "between") if (text := getattr(given, n))}
-    if given.node < 0:
-        raise ConfigError(f"--node {given.node}: 1 at least")
+    if given.node < 0 or given.node > 2**20:
+        raise ConfigError(f"--node {given.node}: ranks of a node, 1 at least")
     if given.node:
         found = replace(found, node=given.node)
     if len(said) == 2:
@@ -116,7 +123,7 @@ def _cluster(given: Any) -> Cluster:
 def _link(text: str, name: str) -> Link:
     try:
         alpha, rate = map(float, text.split(","))
-        if alpha < 0 or rate <= 0:
+        if not (0 <= alpha < math.inf and 0 < rate < math.inf):
             raise ValueError(text)
     except ValueError:
         raise ConfigError(
@@ -133,6 +140,7 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     ranks = [_whole(n, "--ranks") for n in given.ranks.split(",") if n]
     if given.model.endswith(".toml"):
         config = read(given.model, given.set)
+        check_present(config)
         model = module_of(config, meta=True).module
         said = _of_file(config, said)
         if not ranks:
@@ -141,7 +149,10 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
             for n in sizes:
                 ranks[0] *= abs(n)
     elif os.path.isdir(given.model):
-        model = hugging_face(given.model, "init").module
+        try:
+            model = hugging_face(given.model, "init").module
+        except BadArgument as e:
+            raise ConfigError(e.message.removeprefix("directory=")) from e
     elif ":" in given.model:
         model = module_of(Config({"model": {"make": given.model}}), meta=True).module
     else:
@@ -191,13 +202,15 @@ def _bytes(text: str) -> float:
     unit = next((u for u in units if text.endswith(u)), "")
     text, scale = text.removesuffix(unit), units.get(unit, 2**30)
     try:
-        return float(text) * scale
+        if 0 < (found := float(text) * scale) < math.inf:
+            return found
+        raise ValueError(text)
     except ValueError:
         raise ConfigError(f"--memory {text}: write --memory 80GiB") from None
 
 
 def _recipes(text: str) -> list[str]:
-    names = text.split(",")
+    names = [n for n in text.split(",") if n] or [text]
     for n in names:
         if n not in RECIPES:
             raise ConfigError(f"--recipe {n}{near(n, RECIPES)} (there are {', '.join(RECIPES)})")

@@ -82,6 +82,8 @@ def log(every: int = 10, jsonl: str = "", tensorboard: str = "", flops: float | 
     """
     if every < 1:
         raise BadArgument(f"every={every}: lines are 1 step apart at least", op="log")
+    if flops is not None and not 0 < flops < float("inf"):
+        raise BadArgument(f"flops={flops}: a number of operations, more than 0", op="log")
     if tensorboard and find_spec("tensorboard") is None:
         raise BadArgument(
             f"tensorboard={tensorboard} wants the package: pip install tensorboard", op="log"

@@ -42,7 +42,7 @@ def main(given: Any) -> int:
     if given.json:
         print(json.dumps({"rows": found.rows(given.by), "out": given.out}))
     else:
-        print("\n".join("  ".join(row).rstrip() for row in aligned(found.table(given.by))))
+        print(found.text(given.by))
         if given.out:
             print(f"wrote {given.out}")
     return 0
@@ -65,9 +65,3 @@ def trace_run(config: Config, step: int = 2) -> Timeline:
                 with line.phase("update"):
                     params, state, _ = optim.step(made.tx, params, grads, state)
         return line.gathered()
-
-
-def aligned(table: list[list[str]]) -> list[list[str]]:
-    """A table's cells, as wide as the widest of their column."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in table]

@@ -24,6 +24,7 @@ from shardlib.command.building import (
     batches,
     built,
     check_data,
+    check_init,
     check_layout,
     check_tables,
     mesh_of,
@@ -32,7 +33,8 @@ from shardlib.command.building import (
     state_of,
     under_launcher,
 )
-from shardlib.command.config import Config, ConfigError, call, read
+from shardlib.command.config import Config, ConfigError, call, read, told, unknown
+from shardlib.command.config import parameters as keys_of
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, ShardError
 from shardlib.grad import value_and_grad
@@ -84,6 +86,8 @@ def checkpoint(
 
     >>> checkpoint("out", every=100).keep
     """
+    if not path:
+        raise BadArgument('path="": write a directory', op="checkpoint")
     if every < 0:
         raise BadArgument(f"every={every}: 0 or more", op="checkpoint")
     if keep is not None and keep < 1:
@@ -130,15 +134,35 @@ def check(config: Config) -> None:
     for key in ("steps", "accumulate"):
         if config.tables.get(key, 1) < 1:
             raise config.error((key,), f"1 at least, not {config.tables[key]}")
+    for path in (("seed",), ("init", "seed"), ("data", "seed")):
+        seed = config.table(*path[:-1]).get("seed", 0)
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+            raise config.error(path, f"a number of 64 bits, not {seed}")
     for name in ("mesh", "model", "data", "layout", "optimizer"):
         if name not in config.tables:
             raise config.error((), f"the table [{name}] is missing")
     axes_of(config)
     check_layout(config)
     check_data(config)
+    check_init(config)
     optimizer(config)
     _checkpoints(config)
     call(log, config, ("log",))
+
+
+def check_present(config: Config) -> None:
+    """Check the tables that a file has, where it need not have all of them.  Raises: ConfigError."""
+    for key in config.tables:
+        if key not in keys_of(train):
+            raise unknown(config, (), key, keys_of(train))
+    if "data" in config.tables:
+        check_data(config)
+    if "optimizer" in config.tables:
+        optimizer(config)
+    if "layout" in config.tables:
+        check_layout(config)
+    if config.tables.get("accumulate", 1) < 1:
+        raise config.error(("accumulate",), f"1 at least, not {config.tables['accumulate']}")
 
 
 def _checkpoints(config: Config) -> Checkpoints | None:
@@ -151,6 +175,8 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
     """Run on the processes there are, on one that plays all ranks, or on processes started here."""
     axes = axes_of(config)
     total = math.prod(axes.values())
+    if -1 not in axes.values() and total <= MOST:
+        rehearse(config)
     if simulated or under_launcher() or total in (1, -1):
         return _ranks(config, "simulate" if simulated else "ranks", as_json)
     free = [n for n, s in axes.items() if s == -1]
@@ -164,7 +190,6 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
             ("mesh",), f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, or look "
             "with shardlib plan",
         )  # fmt: skip
-    rehearse(config)
     device = config.table("mesh").get("device") or (
         "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= total else "cpu"
     )
@@ -187,8 +212,15 @@ def rehearse(config: Config) -> None:
     mesh = mesh_of(config, "record")
     with use_mesh(mesh):
         made = built(config, mesh, values=False)
-        if config.table("data").get("text", {}).get("tokenizer", "bytes") == "bytes":
-            batches(config, rows_of(config), made.rules, mesh)  # what is tokenized once takes long
+        state_of(config, made, made.start())
+        words = config.table("data").get("text", {}).get("tokenizer", "bytes")
+        if words == "bytes":  # what is tokenized once takes long
+            dealt = batches(config, rows_of(config), made.rules, mesh)
+            try:
+                next(iter(dealt))
+            except ShardError as e:
+                key = ("layout",) if "layout" in config.table("data") else ()
+                raise config.error(("data", *key), told(e)) from e
 
 
 def _rank(config: Config, as_json: bool) -> Report:
@@ -244,7 +276,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     meter = _Meter(made, rows, writer, mesh)
     under_way, batch_of, losses = None, forever(dealt), {}
     for step in range(report.first + 1, steps + 1):
-        told = step == steps or step % writer.every == 0 or step == report.first + 1
+        heard = step == steps or step % writer.every == 0 or step == report.first + 1
         with trace() as t:
             taken = [next(batch_of) for _ in range(accumulate)]
             loss, grads = step_of(params, state, taken)
@@ -252,7 +284,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
         losses[step] = loss
         meter.count(taken)
         report.step = step
-        if told:
+        if heard:
             report.losses |= {s: x.item() for s, x in losses.items()}
             losses = {}
             report.bytes = float(t.bytes)

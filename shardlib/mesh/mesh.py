@@ -422,12 +422,8 @@ def make_mesh(
     >>> dist.destroy_process_group()
     """
     _by_name("make_mesh", given)
-    if timeout is not None and not timeout > 0:
-        raise MeshError(
-            f"timeout={timeout!r} is no time",
-            op="make_mesh",
-            fix="sl.make_mesh(x=-1, timeout=100.0)",
-        )
+    if timeout is not None:
+        check_timeout(timeout, "make_mesh", "sl.make_mesh(x=-1, timeout=100.0)")
     if device == "cuda" and not torch.cuda.is_available():
         text = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise MeshError(
@@ -474,6 +470,12 @@ TIMEOUT = 100.0
 
 _COMING = timedelta(seconds=300)
 """How long the first ranks wait for the last."""
+
+
+def check_timeout(seconds: float, op: str, fix: str) -> None:
+    """Refuse what is no time, and what no clock counts to.  Raises: MeshError."""
+    if not 0 < seconds < 1e9:
+        raise MeshError(f"timeout={seconds!r} is no time", op=op, fix=fix)
 
 
 def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:

@@ -49,7 +49,7 @@ class Cluster:
         inside, between = _told(self.inside), _told(self.between)
         return (
             f"links: {inside[0]} and {inside[1]} a message within {self.node} ranks, "
-            f"{between[0]} and {between[1]} between ({self.source})"
+            f"{between[0]} and {between[1]} between\n({self.source})"
         )
 
 

@@ -184,19 +184,16 @@ class Explanation:
         lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
         for rows in self.kinds(by):
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
-            lines.append("   ".join(p for p in (f"{times}{row.op}", row.pattern, row.at) if p))
+            chosen = row.algorithm + (f": {row.note}" if row.note else "")
+            parts = (f"{times}{row.op}", row.pattern, row.at, chosen if row.algorithm else "")
+            lines.append("   ".join(p for p in parts if p))
             if row.out:
                 lines.append(f"    {', '.join(row.operands)} -> {row.out}")
             moved = f"    forward {size(Trace(row.forward).bytes)}, backward {size(Trace(row.backward).bytes)}"
             if row.bytes:
                 moved += f" ({100 * float(row.bytes * len(rows) / self.bytes):.0f} % of all)"
             moved += f", temporaries {size(row.memory)}" if row.memory else ""
-            chosen = (
-                f", {row.algorithm}" + (f": {row.note}" if row.note else "")
-                if row.algorithm
-                else ""
-            )
-            lines.append(moved + chosen)
+            lines.append(moved)
         lines.append(f"parameters  {size(self.parameters)}")
         if self.state:
             lines.append(f"state       {size(self.state)} of the optimizer")

@@ -154,16 +154,15 @@ class Plan:
             lines.append(f"no recipe splits {self.batch} rows, and the heads, over so many ranks")
         large = max((w.peak for w in self.table), default=0.0) >= 2**30
         unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
-        lines.append(
+        lines += [
             f"{unit} per rank: peak  params   grads   state   saved    temp   MiB moved  messages   seconds"
-        )
+        ] * bool(self.table)
         for w in self.table:
             parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
             figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
             tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
-            lines.append(
-                f"        {figures} {tail}  {w.way}" + ("" if w.fits else "  (does not fit)")
-            )
+            lines.append(f"{w.way}" + ("" if w.fits else "  (does not fit)"))
+            lines.append(f"        {figures} {tail}")
         lines += [f"cannot be: {way}: {why}" for way, why in self.rejected]
         lines.append(f"{self.looked} ways were estimated, {len(self.table)} ran on paper")
         lines += [self.cluster.told()] if self.cluster is not None else []
@@ -215,12 +214,22 @@ def plan(
     >>> found.best.way.recipe, dict(found.best.way.mesh), found.best.way.stage
     ('ddp', {'data': 4}, 1)
     """
-    if ranks < 1 or batch < 1 or sequence < 1 or accumulate < 1:
-        raise BadArgument(
-            f"ranks={ranks}, batch={batch}, sequence={sequence}, accumulate={accumulate}: each is 1 at least",
-            op="plan",
-            fix="sl.planning.plan(model, 8, batch=64, sequence=1024)",
-        )
+    counts = {"ranks": ranks, "batch": batch, "sequence": sequence, "accumulate": accumulate}
+    for name, n in {**counts, "most": most}.items():
+        top = _RANKS if name == "ranks" else _ROWS
+        if not 1 <= n <= top:
+            raise BadArgument(
+                f"{name}={n}: 1 at least and {top:,} at most",
+                op="plan",
+                fix="sl.planning.plan(model, 8, batch=64, sequence=1024)",
+            )
+    for name, amount in {"state": state, "memory": 1.0 if memory is None else memory}.items():
+        if not (0 < amount < math.inf or (name == "state" and amount == 0)):
+            raise BadArgument(
+                f"{name}={amount}: a number of bytes",
+                op="plan",
+                fix="sl.planning.plan(model, 8, batch=64, sequence=1024, state=8.0, memory=80e9)",
+            )
     names = [recipe] if isinstance(recipe, str) else list(recipe)
     for name in names:
         if name not in RECIPES:
@@ -244,6 +253,10 @@ def plan(
             rejected.append((way, e.message.splitlines()[0]))
     table.sort(key=lambda w: (not w.fits, w.seconds if w.fits else w.peak, w.peak))
     return Plan(tuple(table), room, len(ways), tuple(rejected), batch, where)
+
+
+_RANKS, _ROWS = 2**20, 2**40
+"""The most ranks, whose divisors are counted one by one, and the most rows, and tokens in one."""
 
 
 def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:

@@ -11,6 +11,7 @@ Source of the format: "Trace Event Format", which chrome://tracing and ui.perfet
 import html
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -154,8 +155,15 @@ class Timeline:
             out.append(["", ms, "", "", "", f"{len(rows) - most} more", "", "", ""])
         return out
 
-    def __str__(self) -> str:
-        table = self.table()
+    def text(self, by: str = "seconds", columns: int | None = None) -> str:
+        """Write the table for ``columns`` characters a line: the terminal's, or 100 where there is none.
+
+        What does not fit is cut with dots; ``table`` and ``rows`` have all of it.
+        """
+        limit = shutil.get_terminal_size((100, 24)).columns if columns is None else columns
+        short = {"forward": "", "backward": "back", "times": "n"}
+        table = [[short.get(c, c) for c in row] for row in self.table(by)]
+        table = _fitted(table, limit)
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         lines = [self._head()]
         for row in table:
@@ -166,6 +174,9 @@ class Timeline:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.text()
+
     def _head(self) -> str:
         ranks = max(1, len(self.ranks))
         parts = [
@@ -174,7 +185,7 @@ class Timeline:
         ]
         where = ", ".join(self.ranks.values()) if ranks < 4 else f"{ranks} ranks"
         return (
-            f"{1e3 * self.seconds:.3f} ms on {where or 'no mesh'}: {', '.join(parts)}, "
+            f"{1e3 * self.seconds:.3f} ms on {where or 'no mesh'}\n{', '.join(parts)}, "
             f"{size(self.bytes)} received per rank"
         )
 
@@ -186,7 +197,7 @@ class Timeline:
         rows = ["".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)]
         rows += ["".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in r) for r in body]
         table = "".join(f"<tr>{r}</tr>" for r in rows)
-        return f"<p>{html.escape(self._head())}</p>{self._svg()}<table>{table}</table>"
+        return f"<p>{html.escape(self._head()).replace(chr(10), '<br>')}</p>{self._svg()}<table>{table}</table>"
 
     def _svg(self, width: float = 900.0, height: int = 18) -> str:
         """The spans as bars that say what they are where the pointer rests."""
@@ -644,6 +655,33 @@ class _Recorder(Trace):
             )
         )
         return lambda: self.end(now)
+
+
+_LEAST = {5: 16, 6: 10, 7: 14, 8: 12}
+"""Columns of the table that may be cut, and how much of each stays: what, module, type, line."""
+
+
+def _fitted(table: list[list[str]], columns: int) -> list[list[str]]:
+    """A table of lines of at most ``columns``: the longest texts are cut, of modules the beginning.
+
+    >>> _fitted([["8 %", "1.0", "1", "", "forward", "linear", "h.0.mlp.c_proj", "f32[4@(data x), 16]", ""]], 50)[0][5:]
+    ['linear', '..p.c_proj', 'f32[4@(data ..', '']
+    """
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    over = sum(widths) + 2 * (len(widths) - 1) - columns
+    for _ in range(over):
+        at = max(_LEAST, key=lambda i: widths[i] - _LEAST[i])
+        if widths[at] <= _LEAST[at]:
+            break
+        widths[at] -= 1
+
+    def cut(text: str, i: int) -> str:
+        if len(text) <= widths[i]:
+            return text
+        kept = widths[i] - 2
+        return f"..{text[-kept:]}" if i in (6, 8) else f"{text[:kept]}.."
+
+    return [[cut(text, i) for i, text in enumerate(row)] for row in table]
 
 
 _KEY = "shardlib.timeline"

@@ -64,7 +64,7 @@ def test_a_right_model_is_proved_on_every_mesh(sharded: Any) -> None:
     for row in proof.errors.values():
         assert set(row) == wanted | {f"train {q}" for q in wanted}
         assert max(row.values()) < 1e-10
-    assert "train gradient" in str(proof) and "data=2 x=2 y=2" in str(proof)
+    assert "in training" in str(proof) and "data=2 x=2 y=2" in str(proof)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert torch.equal(state, torch.random.get_rng_state()) and model.training
 

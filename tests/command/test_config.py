@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from shardlib import optim
-from shardlib.command.config import Config, ConfigError, call, read, typed
+from shardlib.command.building import schedules, transforms
+from shardlib.command.config import Config, ConfigError, call, parameters, read, typed
+from shardlib.command.keys import listed
 from shardlib.command.main import main
-from shardlib.command.train import check
+from shardlib.command.train import check, rehearse
 from tests.command.test_train import DEMO
 
 WRONG = {  # --set -> what the line says
@@ -65,8 +67,37 @@ WRONG = {  # --set -> what the line says
     "steps=0": "1 at least, not 0",
     "steps=many": 'steps: must be a whole number, not "many"',
     "loss=a:b": "cannot import 'a'",
+    "mesh.y=3": "[mesh] y: nothing is split over these 3 ranks: wte.weight: dimension 1 of [256, 16]",
+    "mesh.timeout=-1": "[mesh] timeout: timeout=-1.0 is no time",
+    "mesh.timeout=inf": "is no time",
+    'mesh.device=""': "no such device",
+    'init={"seed" = "x"}': "[init] seed: must be a whole number",
+    'init={"mesh" = 1}': "[init] mesh: unknown key",
+    "seed=99999999999999999999": "a number of 64 bits",
+    "data.batch=1000000": "rows of a dataset that has",
+    "data.workers=99999": "1,024 at most",
+    'data.layout=""': "[data] layout: ",
+    "data.layout={}": "[data.layout]: the layouts are no tree",
+    'data={"batch" = 4, "text" = {"path" = "README.md", "context" = 4, "tokenizer" = "nowhere"}}': "is no directory",
+    'layout={"recipe" = "megatron1d", "data" = "x"}': "is the axis that megatron1d takes for axis",
+    'optimizer={"name" = "adamw", "lr" = {"name" = "warmup_cosine", "peak" = -1.0, "warmup" = 1, "steps" = 2}}': "peak=-1.0 is not 0 or more",
+    'optimizer={"name" = "adamw", "lr" = {"name" = "warmup_cosine", "peak" = 1.0, "warmup" = 3, "steps" = 2}}': "a warmup of 3 steps in a schedule of 2",
+    'optimizer={"name" = "adamw", "lr" = 1e-3, "mask" = -1, "zero" = {"axis" = "data"}}': "[optimizer]: ",
+    'checkpoint.path=""': "write a directory",
+    "log.flops=-1": "more than 0",
+    "log.flops=nan": "more than 0",
+    f"loss={__name__}:of_two": "of_two must be a function of (apply, params, batch)",
+    f"loss={__name__}:of_three": "of_three gives [3], not a loss",
     "optimizer": "write --set table.key=value",
 }
+
+
+def of_two(params: Any, batch: Any) -> Any:
+    return params, batch
+
+
+def of_three(apply: Any, params: Any, batch: Any) -> Any:
+    return torch.ones(3)
 
 
 def keys(table: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -166,3 +197,60 @@ def test_text_names_dtypes_schedules_and_functions() -> None:
     rate = typed(config.tables["lr"], float | optim.schedules.Schedule, config, ("lr",))
     assert [rate(i) for i in range(3)] == [1.0, 0.5, 0.0]
     assert typed(3, float | optim.schedules.Schedule, config, ("lr",)) == 3.0
+
+
+SETTINGS = {  # of a table, where the demo's own does not have it
+    "data.text": ("data={batch=4}", 'data.text.path="README.md"', "data.text.context=16"),
+    "data.tokens": ("data={batch=4}", 'data.tokens.path="README.md"', "data.tokens.context=16"),
+    "megatron1d": ("layout={}", "mesh={data=2,x=2}"),
+    "fsdp": ("layout={}", "mesh={data=2,x=2}"),
+    "ddp": ("layout={}", "mesh={data=2}"),
+    "ring": ("layout={}", "mesh={data=2,s=2}"),
+    "tesseract": ("layout={}", "mesh={data=1,d=2,x=2,y=2}"),
+    "cube3d": ("layout={}", "mesh={data=1,x=2,y=2,z=2}"),
+}
+NONSENSE = {  # type of a key -> values that it cannot have
+    "bool": ("1", '"yes"', "[1]", "{}"),
+    "int": ("1.5", '"x"', "true", "[1]", "{}", "nan"),
+    "float": ('"x"', "true", "[1]", "nan"),
+    "str": ("3", "true", "[1]", "{}"),
+}
+
+
+def test_no_key_takes_nonsense(tmp_path: Path) -> None:
+    """Every key of every table, with every value of another type, is refused in one line."""
+    known = {f'"{n}"': f for n, f in (transforms() | schedules()).items()}
+    given = {
+        "peak": 1e-3,
+        "steps": 10,
+        "warmup": 2,
+        "start": 0,
+        "end": 1e-3,
+        "value": 1e-3,
+        "decay": 2,
+    }
+    tried = 0
+    for key in listed():
+        table, _, name = key.table.replace(", name =", ",").partition(", ")
+        kind = key.type.replace(" | None", "").partition(" | ")[0]
+        if table == "model" or key.name in ("NAME", "make", "PATTERN") or kind not in NONSENSE:
+            continue
+        sets = [*SETTINGS.get(name or table, ())]
+        if table == "layout" and name:
+            sets.append(f"layout.recipe={name}")
+        if name in known:
+            sets += (
+                ['optimizer={name="adamw"}'] if table == "optimizer.lr" else ["optimizer={lr=0.1}"]
+            )
+            sets += [f"{table}.name={name}"]
+            own = parameters(known[name]) if table == "optimizer.lr" else ()
+            sets += [f"{table}.{n}={v}" for n, v in given.items() if n in own]
+        for value in NONSENSE[kind]:
+            one = f"{table}.{key.name}={value}" if table else f"{key.name}={value}"
+            config = read(DEMO, [f"checkpoint.path={tmp_path}", *sets, one])
+            with pytest.raises(ConfigError) as caught:
+                check(config)
+                rehearse(config)
+            assert "\n" not in str(caught.value), one
+            tried += 1
+    assert tried > 150

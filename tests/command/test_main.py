@@ -56,3 +56,97 @@ def test_json_is_json_of_errors_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*run, "--json", "--set", "stepz=1"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["code"] == 2 and "did you mean 'steps'?" in found["error"]
+
+
+GPT = ["examples.gpt:gpt", "--batch", "16", "--sequence", "64", "--ranks", "2"]
+NOWHERE = "/nowhere/at/all"
+MISTAKES: dict[str, list[list[str]]] = {  # what is no run: arguments of every command but train
+    "check": [
+        [], [str(DEMO), "more"], ["no.toml"], ["examples.gpt:gtp"], ["nomodule:f"], [str(DEMO), "--steps", "-1"],
+        [str(DEMO), "--steps", "x"], [str(DEMO), "--set", "mesh.y=3"], [str(DEMO), "--set", "optimizer.nme=1"],
+        [str(DEMO), "--set", "mesh.data=-1"], [str(DEMO), "--set", "data.batch=3"],
+    ],
+    "trace": [
+        [], ["no.toml"], [str(DEMO), "--step", "0"], [str(DEMO), "--by", "size"], [str(DEMO), "--out", "x.gif"],
+        [str(DEMO), "--set", "mesh.data=-1"], [str(DEMO), "--set", "mesh.y=3"], [str(DEMO), "--set", "log.every=0"],
+    ],
+    "explain": [
+        [], ["no.toml"], [str(DEMO), "--by", "size"], [str(DEMO), "--set", "mesh.y=3"], [str(DEMO), "--set", "a..b=3"],
+        [str(DEMO), "--set", "mesh"], [str(DEMO), "--set", "=3"], [str(DEMO), "--set", "steps=-1"],
+        [str(DEMO), "--set", "data.bacth=1"],
+    ],
+    "plan": [
+        [], ["nowhere"], [str(ROOT / "docs")], ["no.toml"], ["examples.gpt:", "--ranks", "2"], [":gpt", "--ranks", "2"],
+        ["examples.corpus:load", "--ranks", "2"], [str(DEMO), "--set", "data.bacth=3"],
+        [str(DEMO), "--set", "accumulate=-2"], [str(DEMO), "--set", "mehs=1"], [str(DEMO), "--set", "mesh=3"],
+        *([*GPT, f"--{key}", value] for key in ("ranks", "batch", "sequence", "accumulate", "node", "most")
+          for value in ("-1", "x", "1.5", "9" * 22)),
+        *([*GPT, "--memory", v] for v in ("0", "-5", "nan", "inf", "5XiB")),
+        *([*GPT, "--state", v] for v in ("-1", "nan", "inf", "x")),
+        *([*GPT, "--inside", v] for v in ("1", "a,b", "nan,1", "1,nan", "0,0", "1,2,3")),
+        [*GPT, "--between", "1e-5,inf"], [*GPT, "--recipe", "x"], [*GPT, "--cluster", "x"], [*GPT, "--most", "0"],
+    ],
+    "ckpt": [
+        [], ["lss", "x"], ["ls"], ["ls", NOWHERE], ["reshard", "docs", "o"],
+        *(["reshard", "docs", "o", "--mesh", m] for m in ("", "x", "x=", "x=0", "x=-1", "x=1.5", "x=2,x=2", "x=2;y=2")),
+        ["reshard", "docs", "o", "--mesh", "x=2", "--rule", "a"],
+    ],
+    "keys": [["optimzer"], ["a", "b"]],
+    "desync": [[]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_each_wrong_argument_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as JSON one object."""
+    monkeypatch.chdir(ROOT)
+    for given in MISTAKES[command]:
+        assert main([command, *given]) == 2, given
+        said = capsys.readouterr().err
+        assert said.startswith("shardlib") and said.count("\n") == 1, said
+    for given in MISTAKES[command][:2]:
+        assert main([command, *given, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["code"] == 2
+
+
+def test_what_a_model_raises_is_one_line_and_a_traceback_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["train", str(DEMO), "--simulate", *SETS, "--set", f"checkpoint.path={tmp_path}"]
+    run += ["--set", f"loss={__name__}:raises"]
+    assert main(run) == 1
+    said = capsys.readouterr().err
+    assert "KeyError: 'nothing' (test_main.py:" in said and said.count("\n") == 1
+    assert main([*run, "--traceback"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def raises(apply: object, params: object, batch: object) -> None:
+    raise KeyError("nothing")
+
+
+def test_of_a_ranks_traceback_its_end_is_told() -> None:
+    from shardlib.command.main import _without_frames
+    from shardlib.errors import ShardError
+
+    text = (
+        'rank 1 failed:\nTraceback (most recent call last):\n  File "mine.py", line 3, in f\n'
+        '    raise E\n  File "/x/torch/y.py", line 9, in g\n    pass\nmine.E: so it is\n'
+    )
+    said = _without_frames(ShardError(text, op="launch"))
+    assert said.startswith("launch: rank 1 failed: mine.E: so it is (mine.py:3)")
+
+
+@pytest.mark.parametrize(
+    "given", [["check", "--steps", "1"], ["trace"], ["explain"], ["plan", "--ranks", "8"]]
+)
+def test_lines_fit_a_terminal_of_100_columns(
+    given: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    small = [x for s in SMALL if "data.batch" not in s for x in ("--set", s)]
+    assert main([given[0], str(DEMO), *given[1:], *small, "--set", "data.batch=4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100, max(lines, key=len)
