@@ -1,26 +1,29 @@
 """Bytes between memory and disk: what is written goes there while the next is made ready."""
 
 import ctypes
-import mmap
+import errno
 import os
 import stat
 import threading
 from queue import SimpleQueue
 
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Behind", "in_large_pages", "memory", "open_file", "write_all"]
+__all__ = ["Behind", "allocate", "memory", "open_file", "write_all"]
 
 _FLUSH = 1 << 28
-"""Bytes after which what was written is sent to the disk, so that the last fsync is short."""
+"""Bytes after which what was written is waited for, so that the last fsync is short."""
+
+_EARLY = 1 << 23
+"""Bytes after which what was written is sent to the disk, which works while the next is summed."""
+
+_SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2
+
+_ALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 
 _ALONE = 1 << 18
 """Bytes below which a file's first stretch is not worth a thread."""
-
-_FEW = 1 << 18
-"""Bytes of memory below which it is not worth large pages."""
-
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def memory(x: Tensor) -> memoryview:
@@ -31,17 +34,6 @@ def memory(x: Tensor) -> memoryview:
     held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
     held.tensor = x  # type: ignore[attr-defined]  # which lives as long as the view
     return memoryview(held).cast("B")
-
-
-def in_large_pages(x: Tensor) -> None:
-    """Ask the system to back new memory of this host by large pages, where it may: what is about to
-    be filled is then not fetched 4096 bytes at a time.
-    """
-    if _MADVISE is None or x.device.type != "cpu" or x.nbytes < _FEW:
-        return
-    start = x.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = x.data_ptr() + x.nbytes - start
-    _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def open_file(folder: int, name: str, links: bool = False) -> int:
@@ -57,6 +49,19 @@ def open_file(folder: int, name: str, links: bool = False) -> int:
     return fd
 
 
+def allocate(fd: int, nbytes: int) -> None:
+    """Give a file its length and its place on the disk, which is found at once and not page by page.
+
+    Raises: OSError where the disk is full; a file system that cannot is let be.
+    """
+    if _ALLOCATE is None or nbytes < _EARLY:
+        return
+    if _ALLOCATE(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        e = ctypes.get_errno()
+        if e in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(e, os.strerror(e))
+
+
 def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
     """Where the descriptor stands, or from a place of the file on."""
     while len(data):
@@ -64,16 +69,25 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
         data, at = data[n:], None if at is None else at + n
 
 
+def _spare() -> bool:
+    """Whether each process of the job that may run on this host has a core for a second thread."""
+    if not hasattr(os, "sched_getaffinity"):
+        return True
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return len(os.sched_getaffinity(0)) > int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 class Behind:
     """Writes a file from a place on: one stretch goes there while the caller looks at it, or makes
-    the next.
+    the next, where there is a core for both.
 
     ``put`` takes what comes next, which stays as it is until ``end`` returns: then all is written,
     though not yet flushed.
     """
 
     def __init__(self, fd: int, at: int) -> None:
-        self.fd, self.at, self.unsent = fd, at, 0
+        self.fd, self.at, self.unsent, self.waiting = fd, at, 0, 0
+        self.beside = _spare()
         self.idle: SimpleQueue[None] = SimpleQueue()
         self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
@@ -91,7 +105,7 @@ class Behind:
     def put(self, data: memoryview) -> None:
         """Return when what came before is written.  Raises: OSError of that."""
         at, self.at = self.at, self.at + len(data)
-        if len(data) < _ALONE and self.thread is None:
+        if self.thread is None and (len(data) < _ALONE or not self.beside):
             return self._write(data, at)
         if self.thread is None:
             thread = threading.Thread(target=self._run, name="shardlib write")
@@ -127,6 +141,11 @@ class Behind:
     def _write(self, data: memoryview, at: int) -> None:
         write_all(self.fd, data, at)
         self.unsent += len(data)
-        if self.unsent > _FLUSH:
+        self.waiting += len(data)
+        if self.waiting > _FLUSH:
             os.fsync(self.fd)
+            self.unsent = self.waiting = 0
+        elif self.unsent >= _EARLY and _SEND is not None:
+            begin = ctypes.c_int64(at + len(data) - self.unsent)
+            _SEND(self.fd, begin, ctypes.c_int64(self.unsent), _BEGIN)
             self.unsent = 0

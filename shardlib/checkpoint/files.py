@@ -36,6 +36,7 @@ from shardlib.checkpoint.boxes import (
 )
 from shardlib.checkpoint.disk import (
     Behind,
+    allocate,
     memory,
     open_file,
     write_all,
@@ -170,6 +171,7 @@ def write_file(
         blank = header([0] * count)
         if len(blank) > _HEADER:
             raise ValueError(f"{name}: a header of {len(blank)} bytes; safetensors takes {_HEADER}")
+        allocate(fd, len(blank) + end)
         with Behind(fd, len(blank)) as behind:
 
             def write(data: memoryview) -> None:

@@ -36,7 +36,7 @@ from shardlib.checkpoint.files import (
     parsed,
 )
 from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
-from shardlib.checkpoint.reading import Target, check, some
+from shardlib.checkpoint.reading import Target, check, some, storages
 from shardlib.checkpoint.tree import alone
 from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
@@ -192,8 +192,8 @@ def _filled(
 ) -> ShardedTensor:
     """The tensor with its values, in its own blocks or in new ones."""
     target = Target.of(x)
-    raw = x.raw.detach() if in_place else target.empty()
-    if x.is_padded:
+    raw = x.raw.detach() if in_place else storages([target])[0]
+    if in_place and x.is_padded:
         raw.zero_()
     made = pieces.make(name) if isinstance(pieces, Conversion) else None
     for box, block in target.blocks(raw):

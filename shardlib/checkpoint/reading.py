@@ -16,10 +16,10 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Place, held, whole
-from shardlib.checkpoint.disk import in_large_pages
 from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played
@@ -31,7 +31,7 @@ from shardlib.placing import padded_size
 from shardlib.tensor import Place as TensorPlace
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Target", "check", "load", "read_into", "renamed", "some", "target_of"]
+__all__ = ["Target", "check", "load", "read_into", "renamed", "some", "storages", "target_of"]
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 
@@ -193,15 +193,13 @@ class Target:
             tuple(x.shape), x.dtype, x.mesh.device, x.sharding, x.mesh, tuple(x.padded_shape)
         )
 
-    def empty(self) -> Tensor:
-        """Storage for it, zero where there is padding."""
-        shape = self.shape
-        if self.mesh is not None and self.layout is not None:
-            block = self.layout.local_shape(self.tiled, self.mesh)
-            shape = (*(self.mesh.size,) * lead(self.mesh), *block)
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        in_large_pages(out)
-        return out if self.tiled in (self.shape, ()) else out.zero_()
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of its storage: the blocks of the ranks played here."""
+        if self.mesh is None or self.layout is None:
+            return self.shape
+        block = self.layout.local_shape(self.tiled, self.mesh)
+        return (*(self.mesh.size,) * lead(self.mesh), *block)
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
         """What each block of the storage holds, of the ranks played here."""
@@ -219,6 +217,15 @@ class Target:
             return raw
         true = None if self.tiled == self.shape else torch.Size(self.shape)
         return ShardedTensor(raw, TensorPlace(self.layout, torch.Size(self.tiled), self.mesh, true))
+
+
+def storages(targets: Sequence[Target]) -> list[Tensor]:
+    """Storage for each, zero where there is padding."""
+    out = new([(t.stored, t.dtype, t.device) for t in targets])
+    for target, raw in zip(targets, out, strict=True):
+        if target.tiled not in (target.shape, ()):
+            raw.zero_()
+    return out
 
 
 def read_into(raw: Tensor, target: Target, read: Callable[[Box, Tensor], None]) -> None:
@@ -300,9 +307,10 @@ def _as_wanted(
             )
         check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
         tensors.append((i, x, saved))
-    targets = [(*t, Target.of(t[1])) for t in sorted(tensors, key=lambda t: t[2])]
-    made = [(*t, t[3].empty()) for t in targets]  # side by side, before any is filled
-    for i, x, saved, target, raw in made:  # on every rank in one order
+    tensors.sort(key=lambda t: t[2])  # on every rank in one order
+    targets = [Target.of(x) for _, x, _ in tensors]
+    made = zip(tensors, targets, storages(targets), strict=True)
+    for (i, x, saved), target, raw in made:
         if readers.is_read_here(saved, raw, target):
             read_into(raw, target, lambda box, b, n=saved: manifest.read(folder, n, box, b))
         raw.requires_grad_(x.requires_grad)
@@ -359,8 +367,8 @@ def _as_saved(
         (name, target_of(name, place, dtypes[name], layouts, mesh, pad))
         for name, place in sorted(manifest.places.items())
     ]
-    made = [(name, target, target.empty()) for name, target in targets]
-    for name, target, raw in made:
+    raws = storages([target for _, target in targets])
+    for (name, target), raw in zip(targets, raws, strict=True):
         if readers.is_read_here(name, raw, target):
             read_into(raw, target, lambda box, b, n=name: manifest.read(folder, n, box, b))
         found[name] = target.tensor(raw)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib.checkpoint.boxes import STRIP, Cuts, along, stretches
 from shardlib.checkpoint.disk import memory
 
-__all__ = ["Strip", "Sums", "checksum", "strips", "sums_of"]
+__all__ = ["Strip", "Sums", "checksum", "outline", "strips", "sums_of"]
 
 Strip = tuple[tuple[slice, ...], list[list[int]]]
 """A stretch of a chunk that lies in one piece, and how its dimensions are cut into tiles."""
@@ -279,6 +279,21 @@ def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piec
             crc = zlib.crc32(memory(words.t() @ _odd(_PIECE // _ROW)[:rows]), crc)
         crc = zlib.crc32(piece[rows * _ROW :], crc)
     return crc
+
+
+def outline(data: memoryview) -> int:
+    """What two ranks that claim to hold the same compare: the crc32 of a short stretch, of a long
+    one the crc32 of the sums of 256 bytes each, which costs a third of ``checksum``.
+    """
+    long = len(data) // _SEGMENT * _SEGMENT if len(data) >= _LONG else 0
+    crc = 0
+    if long:
+        words = torch.frombuffer(data[:long], dtype=torch.int64).view(-1, _SEGMENT // 8)
+        crc = _crc(words.sum(1))
+    return zlib.crc32(data[long:], crc)
+
+
+_SEGMENT = 1 << 8
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from shardlib.border import from_dtensor
 from shardlib.checkpoint.boxes import Place
 from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import code_of
-from shardlib.checkpoint.sums import checksum
+from shardlib.checkpoint.sums import outline
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
@@ -238,7 +238,7 @@ def fingerprint(x: Tensor) -> int:
     """A checksum of values that several ranks claim to hold alike; none is copied to this host."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.device.type == "cpu":
-        return checksum(memory(x.contiguous()))
+        return outline(memory(x.contiguous()))
     words = x.contiguous().view(-1).view(torch.uint8)
     whole = words[: words.numel() // 4 * 4].view(torch.int32)
     return int(whole.sum()) ^ int(words[whole.numel() * 4 :].sum()) << 1

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.checkpoint import agree, disk, folder
+from shardlib.checkpoint import agree, disk, files, folder
 from shardlib.errors import CheckpointError
 
 WORLD, TIMEOUT = 4, 8.0
@@ -65,6 +65,7 @@ def counting(before: Callable[[str], None]) -> None:
         wrap(os, name)
     wrap(fcntl, "flock")
     wrap(folder, "exchange")
+    wrap(files, "allocate")
     store = agree.job_store()
     original = store.set
 
@@ -93,7 +94,8 @@ def rank_main(rank: int, place: str, case: Case) -> None:
     if case.how == "aside":
         folder.exchange = lambda a, b: False  # type: ignore[assignment]
     if case.nth % 2:
-        disk._ALONE = 0  # the second thread writes, and dies
+        disk._ALONE, disk._spare = 0, lambda: True  # the second thread writes, and dies
+    disk._EARLY = 1 << 14
     done: list[str] = []
 
     def before(name: str) -> None:

@@ -1,5 +1,6 @@
 """What is written behind is what was given, and a disk that fails is told."""
 
+import ctypes
 import errno
 import os
 import random
@@ -8,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardlib.checkpoint import disk
-from shardlib.checkpoint.disk import Behind, in_large_pages, memory
+from shardlib.checkpoint.disk import Behind, allocate
 
 BLOCK, PIECE = 1 << 12, 1 << 20
 SIZES = [0, 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 12345]
@@ -33,15 +33,48 @@ def written(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_holds_what_was_put(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, size: int, spare: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_FLUSH", PIECE)
+    monkeypatch.setattr(disk, "_spare", lambda: spare)
+    monkeypatch.setattr(disk, "_FLUSH", 2 * PIECE)
+    monkeypatch.setattr(disk, "_EARLY", PIECE)
     data = random.Random(size).randbytes(size)
     written(tmp_path / "f", data)
     assert (tmp_path / "f").read_bytes() == b"h" * BLOCK + data
     assert "shardlib write" not in {t.name for t in threading.enumerate()}
+
+
+def test_a_second_thread_runs_where_each_process_has_a_core_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert disk._spare()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert not disk._spare()
+
+
+def test_a_file_has_its_length_before_it_is_written_and_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(code: int) -> Any:
+        def call(*_: Any) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+        return call
+
+    with open(tmp_path / "f", "wb") as f:
+        allocate(f.fileno(), 9 * PIECE)
+        assert os.fstat(f.fileno()).st_size in (0, 9 * PIECE)  # 0 where the disk cannot
+        monkeypatch.setattr(disk, "_ALLOCATE", refused(errno.EOPNOTSUPP))
+        allocate(f.fileno(), 10 * PIECE)
+        monkeypatch.setattr(disk, "_ALLOCATE", refused(errno.ENOSPC))
+        with pytest.raises(OSError, match="No space left"):
+            allocate(f.fileno(), 10 * PIECE)
 
 
 def test_where_no_thread_starts_it_is_written_all_the_same(
@@ -77,6 +110,7 @@ def test_a_disk_that_is_full_is_told_and_the_thread_ends(
 def test_the_caller_is_ahead_by_one_stretch_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk, "_spare", lambda: True)
     inner, go = os.pwrite, threading.Event()
     monkeypatch.setattr(os, "pwrite", lambda *args: go.wait(10) and inner(*args))
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
@@ -91,10 +125,3 @@ def test_the_caller_is_ahead_by_one_stretch_at_most(
         behind.end()
     assert os.fstat(fd).st_size == 2 * PIECE
     os.close(fd)
-
-
-def test_large_pages_change_no_value() -> None:
-    x = torch.arange(1_000_000)
-    in_large_pages(x)
-    in_large_pages(x[:3])
-    assert torch.equal(x, torch.arange(1_000_000)) and memory(x)[8] == 1

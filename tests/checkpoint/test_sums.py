@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardlib.checkpoint.boxes import grid, stretches, whole
 from shardlib.checkpoint.disk import memory
-from shardlib.checkpoint.sums import Sums, checksum, sums_of
+from shardlib.checkpoint.sums import Sums, checksum, outline, sums_of
 from tests.checkpoint.cases import DTYPES, value
 
 
@@ -137,3 +137,21 @@ def test_a_stretch_is_looked_at_as_it_is_read() -> None:
 
     assert checksum(out, read) == checksum(memoryview(bytearray(data)))
     assert out == data
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 32_767, 32_768, 300_001])
+def test_an_outline_changes_with_every_bit_and_with_what_changes_places(nbytes: int) -> None:
+    rng = random.Random(nbytes)
+    data = memoryview(bytearray(rng.randbytes(nbytes)))
+    before = outline(data)
+    for _ in range(40 if nbytes else 0):
+        at, bit = rng.randrange(nbytes), 1 << rng.randrange(8)
+        data[at] ^= bit
+        assert outline(data) != before
+        data[at] ^= bit
+    for a, b in [rng.sample(range(nbytes // 256), 2) for _ in range(20)] if nbytes > 512 else []:
+        one, two = (slice(256 * i, 256 * i + 256) for i in (a, b))
+        data[one], data[two] = bytes(data[two]), bytes(data[one])
+        assert outline(data) != before
+        data[one], data[two] = bytes(data[two]), bytes(data[one])
+    assert outline(data) == before

@@ -1,0 +1,88 @@
+"""New memory of this host in large pages: what is about to be filled is then fetched two megabytes at
+a time, and not 4096 bytes, which takes longer than the bytes themselves.
+
+A large page holds what lies in one mapping, so tensors smaller than one share it: each has a storage
+of its own within it, and gives its pages back when it goes.
+"""
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Plan", "new"]
+
+Plan = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""Shape, dtype and device of a tensor."""
+
+_LARGE = 1 << 21
+"""Bytes of a large page."""
+
+_FEW = 1 << 16
+"""Bytes of a tensor below which it lies where others do."""
+
+_MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+def new(plans: Sequence[Plan]) -> list[Tensor]:
+    """Tensors of no value yet, each with a storage of its own.
+
+    >>> [x.shape for x in new([((2, 3), torch.float32, torch.device("cpu"))])]
+    [torch.Size([2, 3])]
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in plans]
+    here = [d.type == "cpu" and n >= _FEW for (_, _, d), n in zip(plans, sizes, strict=True)]
+    pages = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE * h for n, h in zip(sizes, here, strict=True)]
+    room = _room(sum(pages)) if _MADVISE is not None and sum(pages) >= _LARGE else None
+    out, at = [], 0
+    for (shape, dtype, device), n, mine, taken in zip(plans, sizes, here, pages, strict=True):
+        if room is None or not mine:
+            out.append(torch.empty(shape, dtype=dtype, device=device))
+            continue
+        held = _storage(*room, at, n, taken)
+        out.append(torch.empty(0, dtype=dtype).set_(held, 0, torch.Size(shape), _strides(shape)))
+        at += taken
+    return out
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _room(nbytes: int) -> tuple[mmap.mmap, int]:
+    """A mapping and where in it so many bytes begin, at a large page; a part of one stays small."""
+    assert _MADVISE is not None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found = mmap.mmap(-1, nbytes + _LARGE, flags=flags)
+    begin = -_address(found, 0) % _LARGE
+    _MADVISE(_pointer(found, begin), ctypes.c_size_t(nbytes // _LARGE * _LARGE), mmap.MADV_HUGEPAGE)
+    return found, begin
+
+
+def _address(room: mmap.mmap, at: int) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(room, at))
+
+
+def _pointer(room: mmap.mmap, at: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(_address(room, at))
+
+
+def _storage(room: mmap.mmap, begin: int, at: int, nbytes: int, taken: int) -> torch.UntypedStorage:
+    held = (ctypes.c_ubyte * nbytes).from_buffer(room, begin + at)
+    held.pages = _Pages(room, begin + at, taken)  # type: ignore[attr-defined]
+    return torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
+
+
+class _Pages:
+    """Those of one tensor, which go with it."""
+
+    def __init__(self, room: mmap.mmap, at: int, nbytes: int) -> None:
+        self.room = room  # while it is held the addresses are nobody else's
+        self.where, self.nbytes = _pointer(room, at), ctypes.c_size_t(nbytes)
+
+    def __del__(self) -> None:
+        if _MADVISE is not None:
+            _MADVISE(self.where, self.nbytes, mmap.MADV_DONTNEED)
