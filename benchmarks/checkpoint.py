@@ -1,10 +1,11 @@
 """Save and load on 4 gloo ranks against torch.distributed.checkpoint, in one interleaved run.
 
-    python -m benchmarks.checkpoint [--megabytes 256] [--rounds 5] [--memory]
+    python -m benchmarks.checkpoint [--megabytes 256] [--rounds 5] [--memory | --cold]
 
 Both flush what they write to the disk, and both end a load with tensors that were not there before:
 ours makes them, DCP's are made empty for it to fill, within its time.  Each comes first in every
-other round, and neither finds memory that the other has left.  A time is that of the slowest rank;
+other round, and neither finds memory that the other has left; what is free the machine has touched
+before, but with ``--cold``, when a virtual machine's host may have taken it back.  A time is that of the slowest rank;
 ratios are medians of the rounds' own.  CPU is that of all ranks together, which other load on
 the machine stretches less.  ``--memory``: peak of anonymous memory beside what was there, sampled
 every 2 ms.
@@ -89,7 +90,9 @@ def tree(megabytes: int, layout: str) -> dict[str, Any]:
     }
 
 
-def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, list[float]]:
+def measure(
+    megabytes: int, rounds: int, memory: bool, cold: bool, place: str
+) -> dict[str, list[float]]:
     """Seconds (or bytes) of this rank, by what was done."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -105,8 +108,9 @@ def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, 
         gc.collect()
         trim(0)
         dist.barrier()
-        backed(3 * local)
-        dist.barrier()
+        if not cold:
+            backed(3 * local)
+            dist.barrier()
         if memory:
             with Peak() as peak:
                 out = run()
@@ -165,13 +169,13 @@ def measure(megabytes: int, rounds: int, memory: bool, place: str) -> dict[str, 
 
 
 def rank_main(
-    rank: int, port: int, megabytes: int, rounds: int, memory: bool, place: str
+    rank: int, port: int, megabytes: int, rounds: int, memory: bool, cold: bool, place: str
 ) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 4, rank == 0)  # as under torchrun
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     with sl.make_mesh(x=2, y=2, device="cpu"):
-        found = measure(megabytes, rounds, memory, place)
+        found = measure(megabytes, rounds, memory, cold, place)
     dist.destroy_process_group()
     return found
 
@@ -217,6 +221,7 @@ def main() -> int:
     p.add_argument("--megabytes", type=int, default=256)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--memory", action="store_true")
+    p.add_argument("--cold", action="store_true")
     args = p.parse_args()
     if args.memory:  # kept arenas would hide what is asked for
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
@@ -227,7 +232,8 @@ def main() -> int:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            ranks = [(r, port, args.megabytes, args.rounds, args.memory, place) for r in range(4)]
+            given = (args.megabytes, args.rounds, args.memory, args.cold, place)
+            ranks = [(r, port, *given) for r in range(4)]
             found = pool.starmap(rank_main, ranks, chunksize=1)
     report(found, args.memory)
     return 0
