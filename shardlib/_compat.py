@@ -48,6 +48,7 @@ __all__ = [
     "reduce_scatter_single",
     "seeded",
     "set_timeout",
+    "tensor_users",
     "watched",
 ]
 
@@ -672,6 +673,15 @@ def storage_users(x: torch.Tensor) -> int:
     counts as one.  When it goes: gathered buckets get new memory each time.
     """
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
+
+
+def tensor_users(x: torch.Tensor) -> int | None:
+    """How many hold this tensor itself: Python, all of it, counts as one, each graph that leads to it more.
+
+    ``Tensor._use_count`` seen in 2.13; None where it is missing: nobody can say.
+    """
+    count = getattr(x, "_use_count", None)
+    return None if count is None else int(count())
 
 
 def after_backward(run: Callable[[], None]) -> None:

@@ -874,12 +874,17 @@ def scatter_into(
     *,
     wire: torch.dtype | None = None,
     land: Tensor | None = None,
+    ahead: bool = False,
 ) -> Finish:
     """Post ``psum_scatter`` of a storage of vectors [n]; its ``finish`` writes ``out`` [n / p].
 
-    ``land``  memory of n elements to receive in; fresh pages cost as much as the sum.
-    Moves and sums as psum_scatter does, bit for bit; half precision is summed in fp32, which
-    ``out`` may keep.  ``flat`` and ``land`` must stay until it is finished.
+    ``land``   memory to receive in, of n elements, or of any number unless ``ahead``; fresh pages
+               cost as much as the sum.
+    ``ahead``  other work comes between this call and ``finish``: all travels meanwhile.  Without it
+               the ring waits for ``finish``, needs less memory, and fills slow links better.
+    Moves what psum_scatter moves.  Each part is summed round the ring, its owner last, everywhere the
+    same but on NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and ``land`` must stay
+    until it is finished.
     """
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
     if mesh.axis_size(axes) == 1:
@@ -887,13 +892,16 @@ def scatter_into(
     traces = scope().traces
     ends = _note(traces, _PSUM_SCATTER, flat, mesh, axes, params) if traces else []
     _remember("psum_scatter", flat, mesh, axes)
-    posted = backend(mesh).psum_scatter_into(flat, mesh, axes, out, *params[1:], land=land)
+    posted = backend(mesh).psum_scatter_into(
+        flat, mesh, axes, out, *params[1:], land=land, ahead=ahead
+    )
     return _heard(_ended(posted, ends), _PSUM_SCATTER, flat, mesh, axes)
 
 
-def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
     """Post ``all_gather`` of vectors in place: each rank's own part of ``flat`` [n] is there already.
 
+    ``ahead``  other work comes between this call and ``finish``, as in ``scatter_into``.
     Moves what all_gather of the parts moves.
     """
     if mesh.axis_size(axes) == 1:
@@ -903,7 +911,7 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
         part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
         ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
     _remember("all_gather", flat, mesh, axes)
-    posted = _ended(backend(mesh).all_gather_into(flat, mesh, axes), ends)
+    posted = _ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
     return _heard(posted, _ALL_GATHER, flat, mesh, axes)
 
 

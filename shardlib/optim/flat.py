@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardlib._compat import tensor_users
 from shardlib.collectives import blocks, gather_into, lead, played, psum, scatter_into, unwrap, wrap
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
@@ -19,12 +20,16 @@ from shardlib.tensor import Place, ShardedTensor
 __all__ = [
     "Hops", "adopt", "gather", "gather_later", "own", "own_parts", "put_back",
     "scatter", "shard_place", "slot_of",
-    "stack", "whole_place",
+    "stack", "unread", "whole_place",
 ]  # fmt: skip
 
 Hops = tuple[tuple[str, ...], ...]
 """The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
 and an outer one."""
+
+
+_ROOM = 1 << 20
+"""Elements in which a reduce-scatter receives that is waited for at once."""
 
 
 def stack(mesh: Mesh) -> tuple[int, ...]:
@@ -72,6 +77,16 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
                     x = leaves[i]
                     x.raw = block.detach().requires_grad_(x.raw.requires_grad)
     return flats
+
+
+def unread(x: ShardedTensor) -> bool:
+    """Whether no graph leads to these blocks and nothing hangs on them, so that others may take their
+    place.
+    """
+    raw = x.raw
+    if not raw.requires_grad:
+        return True
+    return raw.is_leaf and raw.grad is None and not raw._backward_hooks and tensor_users(raw) == 1
 
 
 def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
@@ -124,20 +139,25 @@ def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
 
 def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
     """All-gather whole buckets in place, all of them posted at once."""
-    for finish in [gather_later(flat, mesh, hops) for flat in flats]:
+    for finish in [gather_later(flat, mesh, hops, ahead=False) for flat in flats]:
         finish()
 
 
-def gather_later(flat: Tensor, mesh: Mesh, hops: Hops) -> Callable[[], object]:
-    """Post the all-gather of a whole bucket in place; of two hops the second one when it is finished."""
+def gather_later(
+    flat: Tensor, mesh: Mesh, hops: Hops, *, ahead: bool = True
+) -> Callable[[], object]:
+    """Post the all-gather of a whole bucket in place; of two hops the second one when it is finished.
+
+    ``ahead``  other work comes between this call and that of what it gives.
+    """
     if len(hops) == 1:
-        return gather_into(flat, mesh, hops[0])
+        return gather_into(flat, mesh, hops[0], ahead=ahead)
     inner, outer = hops
     n = flat.shape[-1] // mesh.axis_size(inner)
     places = [rank_along(inner, c, mesh.axes) for c in played(mesh)]
     views = [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
     part = torch.stack(views) if lead(mesh) else views[0]
-    first = gather_into(part, mesh, outer)
+    first = gather_into(part, mesh, outer, ahead=ahead)
 
     def finish() -> None:
         first()
@@ -158,18 +178,22 @@ def scatter(
     *,
     wire: torch.dtype | None = None,
     also: tuple[str, ...] = (),
+    ahead: bool = True,
 ) -> Callable[[], Tensor]:
     """Post the reduce-scatter of a bucket into ``out``; ``finish`` gives ``out``.
 
-    ``also``  axes over which the parts are summed beside, without being cut.
+    ``also``   axes over which the parts are summed beside, without being cut.
+    ``ahead``  other work comes between this call and that of what it gives; else it needs ``_ROOM``
+               elements of memory at most.
     """
     first, *rest = hops
     inner = mesh.axis_size(first)
     mid = out
     if rest:
         mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
-    land = memory.take(flat.shape, wire or flat.dtype, flat.device)
-    finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land)
+    room = flat.shape if ahead or wire is not None else (min(flat.numel(), _ROOM),)
+    land = memory.take(room, wire or flat.dtype, flat.device)
+    finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land, ahead=ahead)
 
     def finish() -> Tensor:
         finish_first()

@@ -53,6 +53,7 @@ class Sink:
                   gets its sum; "pending", it is kept whole and unsummed.
     ``dtypes``    of each bucket's gradients, and of the parts that are kept.
     ``most``      how many buckets may be on their way at once.
+    ``ahead``     whether gradients come from a backward that is running.
     ``heard``     is told, at the end, in which order the leaves' gradients came.
     """
 
@@ -69,11 +70,13 @@ class Sink:
         wire: torch.dtype | None = None,
         also: tuple[str, ...] = (),
         most: int = 2,
+        ahead: bool = False,
         heard: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.index, self.mesh, self.hops, self.memory = index, mesh, hops, memory
         self.dtypes, self.device, self.to = dtypes, device, to
         self.wire, self.also, self.most, self.heard = wire, also, most, heard
+        self.ahead = ahead and len(index.buckets) > 1  # a bucket of all is full when all is done
         self.pending = (*index.axes, *also)
         self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
@@ -161,9 +164,8 @@ class Sink:
             return
         shape = (*stack(self.mesh), bucket.length // self.index.ways)
         out = self.memory.take(shape, self.dtypes[b][1], self.device)
-        later = scatter(
-            flat, out, self.mesh, self.hops, self.memory, wire=self.wire, also=self.also
-        )
+        how = {"wire": self.wire, "also": self.also, "ahead": self.ahead}
+        later = scatter(flat, out, self.mesh, self.hops, self.memory, **how)
         self.flying.append((b, flat, later))
 
     def _summed(self, flat: Tensor) -> Callable[[], Tensor]:

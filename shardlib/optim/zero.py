@@ -29,7 +29,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.optim.buckets import Buckets, Index, Item, index, overlap, parts, unflatten
 from shardlib.optim.clip import global_norm
-from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place
+from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place, unread
 from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
 from shardlib.optim.names import load_state_dict, state_dict
@@ -161,8 +161,8 @@ def zero(
             return begun(_own(_parted(params)))
         leaves, *_ = _flat(params)
         where, mesh = seen.index(params, leaves)
-        if not any(x.requires_grad for x in leaves):  # a graph would go on with the old blocks
-            adopt(leaves, where, mesh)  # a copy of all is least while there are no gradients
+        if all(unread(x) for x in leaves):  # a graph would go on with the old blocks
+            adopt(leaves, where, mesh)  # a copy of all is least while nothing else is alive
         return begun(_parts(leaves, where, mesh))
 
     def begun(parts: Buckets) -> Any:
@@ -290,7 +290,7 @@ def zero(
             return Summed(where, mesh, hops, Memory(), dtypes, tree=tree, **how)
         heard = seen.hears(where, mesh)
         # on slow links backward must not wait for what is on its way
-        return sink_for(where, mesh, like, memory, heard=heard, most=4)
+        return sink_for(where, mesh, like, memory, heard=heard, most=4, ahead=True)
 
     if stage == 0:
         return tx._replace(sink=sink)

@@ -295,12 +295,33 @@ def test_no_maximum_passes_over_a_nan(pool: Any, size: int) -> None:
 FLAT = [({"x": 4}, ("x",)), ({"x": 2, "y": 2}, ("y", "x")), ({"x": 2, "y": 2}, ("y",))]
 
 
+def round_sum(
+    every: list[torch.Tensor], mesh: sl.Mesh, axes: tuple[str, ...], wire: torch.dtype | None
+) -> torch.Tensor:
+    """Each part summed from its owner's neighbour on round to the owner."""
+    p, ranks = mesh.axis_size(axes), coordinates(mesh.axes)
+    out = []
+    for coord in played(mesh):
+        owner, others = rank_along(axes, coord, mesh.axes), {}
+        for other, x in zip(ranks, every, strict=True):
+            if all(other[a] == coord[a] for a in mesh.names if a not in axes):
+                others[rank_along(axes, other, mesh.axes)] = x.view(p, -1)[owner]
+        total = torch.zeros(())
+        for i in range(1, p + 1):
+            one = others[(owner + i) % p]
+            one = one if wire is None or i == p else one.to(wire).to(one.dtype)
+            total = one if i == 1 else total + one
+        out.append(total)
+    return storage(out, mesh)
+
+
 def flat_vectors(axes: tuple[str, ...]) -> list[str]:
     """What differs between the collectives on flat vectors and those that allocate."""
     mesh, wrong = sl.current_mesh(), []
     for n, dtype, wire in [
         (8, torch.float32, None),
         (1 << 17, torch.float32, None),
+        ((1 << 17) + 24, torch.float64, None),
         (1 << 17, torch.float32, torch.bfloat16),
         (1 << 17, torch.bfloat16, None),
     ]:
@@ -316,16 +337,27 @@ def flat_vectors(axes: tuple[str, ...]) -> list[str]:
             unwrap(sl.all_gather(wrap(want, mesh), axes))
         with sl.trace() as two:
             land = torch.empty_like(raw)
-            got = scatter_into(raw.clone(), out, mesh, axes, wire=wire, land=land)()
+            got = scatter_into(raw.clone(), out, mesh, axes, wire=wire, land=land, ahead=True)()
             flat = torch.zeros_like(raw)
             parts = flat.unflatten(-1, (p, -1))
             for view, mine, c in zip(
                 blocks(parts, mesh), blocks(got, mesh), played(mesh), strict=True
             ):
                 view[rank_along(axes, c, mesh.axes)] = mine
-            gather_into(flat, mesh, axes)()
-        if dtype is torch.float32 and not torch.equal(got, want):
+            gather_into(flat, mesh, axes, ahead=True)()
+        turned = flat.clone()
+        for part, c in zip(blocks(turned, mesh), played(mesh), strict=True):
+            mine = rank_along(axes, c, mesh.axes)
+            part.view(p, -1)[[i for i in range(p) if i != mine]] = 0
+        if not torch.equal(gather_into(turned, mesh, axes)(), flat):
+            wrong.append(f"ring gather {n} {dtype}")
+        if dtype is not torch.bfloat16 and not torch.equal(got, round_sum(every, mesh, axes, wire)):
             wrong.append(f"sum {n} {dtype} {wire}")
+        for room in (None, land, land.view(-1)[: n // 16]):  # in large and small pieces
+            again = torch.empty_like(got)
+            scatter_into(raw.clone(), again, mesh, axes, wire=wire, land=room)()
+            if not torch.equal(again, got):
+                wrong.append(f"ring {n} {dtype} {wire} {None if room is None else room.numel()}")
         if not torch.equal(flat, unwrap(sl.all_gather(wrap(got, mesh), axes))):
             wrong.append(f"gather {n} {dtype}")
         if (one.bytes, one.messages) != (two.bytes, two.messages):

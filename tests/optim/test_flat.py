@@ -1,5 +1,7 @@
 """Parameters that are views of flat memory."""
 
+from typing import Any
+
 import torch
 
 import shardlib as sl
@@ -49,3 +51,21 @@ def test_own_pieces_are_the_ranks_parts_in_place() -> None:
     put_back(flats, mine)
     for x in leaves:  # each element was in the piece of one rank along data, of each rank along x
         assert (x.raw == 5).sum() == x.raw.numel() / 3
+
+
+def test_init_moves_what_no_graph_leads_to() -> None:
+    """So that the parameters' old memory is free before the first gradients need some."""
+    with sl.simulate(data=2):
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data")
+
+        def moved(read: Any) -> bool:
+            w = sl.shard(r(8, 4), "...").requires_grad_()
+            kept, before = read(w), w.raw.data_ptr()
+            tx.init({"w": w})
+            if isinstance(kept, torch.Tensor):
+                kept.backward()
+                assert w.raw.grad is not None  # it went where it was to go
+            return w.raw.data_ptr() != before
+
+        assert moved(lambda w: None)
+        assert not moved(lambda w: (w * w).sum().raw.sum())

@@ -73,11 +73,15 @@ class Backend(Protocol):
         out: Tensor,
         wire: torch.dtype | None = None,
         land: Tensor | None = None,
+        ahead: bool = False,
     ) -> Finish:
-        """psum_scatter of vectors, into ``out``; ``land`` is memory of x's size to receive in."""
+        """psum_scatter of vectors, into ``out``, each part summed round the ring, its owner last.
+
+        ``land``  memory to receive in.  ``ahead``  other work comes between posting and finish.
+        """
         ...
 
-    def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+    def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
         """all_gather of vectors in place: this rank's part lies where it belongs already."""
         ...
 

@@ -7,6 +7,7 @@ add them in rank order ourselves; NCCL keeps its native collectives.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -267,22 +268,27 @@ def psum_scatter_into(
     out: Tensor,
     wire: torch.dtype | None = None,
     land: Tensor | None = None,
+    ahead: bool = False,
 ) -> Finish:
-    """As psum_scatter, bit for bit, without memory of its own where ``land`` is given."""
     g = group(mesh, axes)
     parts = x.view(g.size, -1)
-    own = parts[g.index]
-    parts = parts if g.order is None else parts[_inverse(g.order)]
     if g.native and wire is None and out.dtype == x.dtype:
-        work = reduce_scatter_single(out, parts.view(-1), group=g.handle, async_op=True)
+        sent = parts if g.order is None else parts[_inverse(g.order)]
+        work = reduce_scatter_single(out, sent.view(-1), group=g.handle, async_op=True)
 
         def arrived() -> Tensor:
             work.wait()
             return out
 
         return arrived
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    alike = wire is None and not half and out.dtype == x.dtype
+    if alike and not (ahead or g.native) and g.size > 2 and parts[0].nbytes >= _LARGE:
+        return _round_sum(parts, g, out, land)
+    own = parts[g.index]
+    parts = parts if g.order is None else parts[_inverse(g.order)]
     sent = parts if wire is None else parts.to(wire)
-    fits = land is not None and land.dtype == sent.dtype
+    fits = land is not None and land.dtype == sent.dtype and land.numel() >= x.numel()
     came = land[: x.numel()].view_as(sent) if fits and land is not None else torch.empty_like(sent)
     works = _exchange(came, sent, g, own=False)
 
@@ -291,7 +297,7 @@ def psum_scatter_into(
             work.wait()
         blocks = list(came) if g.order is None else [came[i] for i in g.order]
         blocks[g.index] = own
-        half = x.dtype in (torch.bfloat16, torch.float16)
+        blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]
         if half or {b.dtype for b in blocks} != {out.dtype}:
             wide = torch.float32 if half else x.dtype
             return out.copy_(_summed([b.to(wide) for b in blocks], wide))
@@ -303,16 +309,79 @@ def psum_scatter_into(
     return finish
 
 
-def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+_AHEAD = 3
+"""Receives of a ring that are posted before they are needed: word of them travels behind what this
+rank sends, so that one more would wait until the link is idle."""
+
+
+def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Finish:
+    """Reduce-scatter round a ring: part j starts at its owner's right neighbour, and every rank adds
+    its own to what comes from the left.
+
+    A link carries one flow each way, which fills it; three flows into one port do not.  The work is
+    done in ``finish``, in pieces for which ``land`` has room twice ``_AHEAD`` times: one lands while
+    another is on its way on.
+    Source: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002, section 3.
+    """
+    size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
+    left, right = g.places[me - 1], g.places[(me + 1) % size]
+    room = parts.new_empty(n) if land is None else land.view(-1)
+    piece = min(n, max(room.numel() // (2 * _AHEAD), 1))
+    steps = [(at, i) for at in range(0, n, piece) for i in range(1, size)]
+    send, recv = g.handle.send, g.handle.recv
+    coming: list[Any] = []
+    sent: deque[Any] = deque()
+
+    def slot(k: int) -> Tensor:
+        at = k % (2 * _AHEAD) * piece
+        return room[at : at + min(piece, n - steps[k][0])]
+
+    def mine(k: int) -> Tensor:
+        at, i = steps[k]
+        return parts[me - i - 1, at : at + piece]
+
+    def expect(k: int) -> None:
+        if k < len(steps):
+            coming.append(recv([slot(k)], left, tag))
+
+    def begin(at: int) -> None:
+        sent.append(send([parts[me - 1, at : at + piece]], right, tag))
+
+    for k in range(_AHEAD):
+        expect(k)
+    begin(0)
+
+    def finish() -> Tensor:
+        for k, (at, i) in enumerate(steps):
+            coming[k].wait()
+            if i < size - 1:
+                sent.append(send([slot(k).add_(mine(k))], right, tag))
+            else:
+                if at + piece < n:
+                    begin(at + piece)
+                torch.add(slot(k), mine(k), out=out[at : at + piece])
+            if _AHEAD - 1 <= k < len(steps) - _AHEAD:
+                sent.popleft().wait()  # what was in the slot is gone; each is waited for once
+            expect(k + _AHEAD)
+        for work in sent:
+            work.wait()
+        return out
+
+    return finish
+
+
+def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
     g = group(mesh, axes)
     parts = flat.view(g.size, -1)
     me = g.places[g.index]
-    if g.native or parts[0].numel() * flat.element_size() < _LARGE:
+    if g.native or parts[0].nbytes < _LARGE:
         if g.order is not None:
             later = all_gather(parts[g.index].clone(), mesh, axes, 0)
             return lambda: flat.copy_(later())
         mine = parts[me] if g.native else parts[me].clone()
         works = [all_gather_single(flat, mine, group=g.handle, async_op=True)]
+    elif not ahead and g.size > 2:
+        return _round_gather(flat, parts, g)
     else:
         # place within the process group -> which part of the vector
         at = {place: i for i, place in enumerate(g.places)}
@@ -324,6 +393,30 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Finish:
 
     def finish() -> Tensor:
         for work in works:
+            work.wait()
+        return flat
+
+    return finish
+
+
+def _round_gather(flat: Tensor, parts: Tensor, g: _Group) -> Finish:
+    """All-gather round a ring, in pieces: what comes from the left goes on to the right."""
+    size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
+    left, right = g.places[me - 1], g.places[(me + 1) % size]
+    piece = -(-n // 4)
+    steps = [(at, i) for at in range(0, n, piece) for i in range(1, size)]
+    send = g.handle.send
+    coming = [g.handle.recv([parts[me - i, at : at + piece]], left, tag) for at, i in steps]
+    sent = [send([parts[me, :piece]], right, tag)]
+
+    def finish() -> Tensor:
+        for (at, i), work in zip(steps, coming, strict=True):
+            work.wait()
+            if i < size - 1:
+                sent.append(send([parts[me - i, at : at + piece]], right, tag))
+            elif at + piece < n:
+                sent.append(send([parts[me, at + piece : at + 2 * piece]], right, tag))
+        for work in sent:
             work.wait()
         return flat
 

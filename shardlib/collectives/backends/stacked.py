@@ -98,13 +98,24 @@ def psum_scatter_into(
     out: Tensor,
     wire: torch.dtype | None = None,
     land: Tensor | None = None,
+    ahead: bool = False,
 ) -> Tensor:
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return out.copy_(psum_scatter(x.float() if half else x, mesh, axes, 0, wire)())
+    y, order = _split(x.float() if half else x, mesh, axes)  # [groups, p, n]
+    p = y.shape[1]
+    parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
+    owner = torch.arange(p, device=x.device)
+    total = None
+    for i in range(1, p + 1):  # the owner's own comes last
+        term = parts[:, (owner + i) % p, owner]
+        term = term if wire is None or i == p else term.to(wire).to(y.dtype)
+        total = term if total is None else total + term
+    assert total is not None, "axes have one rank at least"
+    return out.copy_(_merge(total, mesh, order))
 
 
 @at_once
-def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Tensor:
     return flat.copy_(all_gather(pslice(flat, mesh, axes, 0)(), mesh, axes, 0)())
 
 
