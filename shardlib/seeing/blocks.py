@@ -330,11 +330,12 @@ def _panel(ax: Any, grid: Grid) -> None:
             look = {"facecolor": "none", "hatch": "///"} if pad else look
             ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
             text = _names(held, 4)
-            if not pad and width > 0.03 * len(text) and height > 0.08:
+            size = min(7.5, 100 * height)  # of a thin band smaller, down to what can be read
+            if not pad and width > 0.03 * len(text) and size > 4:
                 more = height > 0.2 and width > 0.03 * len(label) and label
                 ax.text(
                     x + width / 2, y + height / 2, f"{text}\n{label}" if more else text,
-                    ha="center", va="center", fontsize=7.5, color="white",
+                    ha="center", va="center", fontsize=size, color="white",
                 )  # fmt: skip
     ax.set_xlim(-0.01, 1.01)
     ax.set_ylim(1.02, -0.02)
