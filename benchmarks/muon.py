@@ -122,19 +122,24 @@ def ways() -> None:
 
 
 def sets() -> None:
-    right, lost = 0, []
+    right, tied, lost = 0, 0, []
     for (grid, weights), (out, _) in zip(SETS, run([(*s, 5) for s in SETS]), strict=True):
         cpu = {w: statistics.median(out[w]["slowest"]) for w in WAYS}
         cheapest, chosen = min(cpu, key=cpu.__getitem__), min(WAYS, key=lambda w: out[w]["price"])
         right += cheapest == chosen
         lost.append(cpu[chosen] / cpu[cheapest])
         row = ", ".join(f"{w} {1e3 * cpu[w]:.0f} ({1e3 * out[w]['price']:.1f})" for w in WAYS)
-        print(
-            f"  {grid} {len(weights):2} x {weights[0][0]}: {row}: cheapest {cheapest}, chosen {chosen}"
-        )
+        verdict = f"cheapest {cheapest}, chosen {chosen}"
+        if cheapest != chosen:
+            pairs = zip(out[chosen]["slowest"], out[cheapest]["slowest"], strict=True)
+            ratios = [a / b for a, b in pairs]
+            tie = min(ratios) < 1  # some repetition says the opposite: they cannot be told apart
+            tied += tie
+            verdict += f" [{min(ratios):.2f}-{max(ratios):.2f}]" + (", a tie" if tie else "")
+        print(f"  {grid} {len(weights):2} x {weights[0][0]}: {row}: {verdict}")
     print(
-        f"the price picks the cheapest way for {right} of {len(SETS)} sets; what it picks takes at most "
-        f"{max(lost):.2f} of the cheapest"
+        f"the price picks the cheapest way for {right} of {len(SETS)} sets, and for {tied} one that "
+        f"repetitions cannot tell from it; what it picks takes at most {max(lost):.2f} of the cheapest"
     )
 
 
