@@ -104,8 +104,9 @@ def _back_into(
 ) -> None:
     if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
         rows, width = logits.shape
+        grad = grad.to(torch.float32)  # which may lie in another way than it did
         step = 0 if grad.numel() == 1 else grad.stride(0)
-        grad = grad.to(torch.float32)
+        kept = kept.contiguous()
         call(
             "ce_back", code(logits), logits, dx, target, kept, grad, step, rows, cols, width,
             logits.stride(0), dx.stride(0), first, ignore, smooth, classes,

@@ -167,3 +167,20 @@ def test_real_ranks_give_the_bits_of_simulated_ones(
         want = on_a_rank(layouts)
     for got in pool.run(on_a_rank, layouts, x=2, y=2):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@needs_host
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_rows_may_lie_in_any_way_and_dtype(dtype: torch.dtype) -> None:
+    """Every other element of a buffer, or one for all: as the formula has it."""
+    assert built()
+    torch.manual_seed(0)
+    x, t = torch.randn(5, 9), torch.randint(0, 9, (5,))
+    kept = torch.ops.shardlib.row_loss(x, t, -100, 0.0)[1]
+    wide = torch.empty(5, 4).copy_(torch.cat([kept, kept], 1))[:, :2]
+    for g in (torch.randn(10).to(dtype)[::2], torch.randn(1).to(dtype).expand(5)):
+        with sl.kernels.use("eager"):
+            want = torch.ops.shardlib.ce_back(x, t, kept, g.to(torch.float32), 9, 0, -100, 0.0, 9)
+        with sl.kernels.use("native"):
+            got = torch.ops.shardlib.ce_back(x, t, wide, g, 9, 0, -100, 0.0, 9)
+        assert torch.allclose(got, want, atol=1e-6)
