@@ -8,6 +8,7 @@ of its own within it, and gives its pages back when it goes.
 import ctypes
 import math
 import mmap
+import time
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,12 @@ _LARGE = 1 << 21
 
 _FEW = 1 << 16
 """Bytes of a tensor below which it lies where others do."""
+
+_LONG, _OFTEN = 1e-3, 2
+"""Seconds within which a large page is there, for small ones take as long; and how many in a row may be
+late.  They are where memory is in pieces that must first be joined, and in a virtual machine whose
+host took back what was free.
+"""
 
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
@@ -53,13 +60,27 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A mapping and where in it so many bytes begin, at a large page; a part of one stays small."""
+    """A mapping, and where in it so many bytes begin: at a large page."""
     assert _MADVISE is not None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     found = mmap.mmap(-1, nbytes + _LARGE, flags=flags)
-    begin = -_address(found, 0) % _LARGE
-    _MADVISE(_pointer(found, begin), ctypes.c_size_t(nbytes // _LARGE * _LARGE), mmap.MADV_HUGEPAGE)
+    begin, large = -_address(found, 0) % _LARGE, nbytes // _LARGE * _LARGE
+    _MADVISE(_pointer(found, begin), ctypes.c_size_t(large), mmap.MADV_HUGEPAGE)
+    slow = 0
+    for at in range(begin, begin + large, _LARGE):
+        slow = slow + 1 if _touched(found, at) > _LONG else 0
+        if slow == _OFTEN:
+            rest = ctypes.c_size_t(begin + large - at)
+            _MADVISE(_pointer(found, at), rest, mmap.MADV_NOHUGEPAGE)
+            break
     return found, begin
+
+
+def _touched(room: mmap.mmap, at: int) -> float:
+    """Seconds of this thread that the page there takes."""
+    began = time.thread_time()
+    room[at] = 0
+    return time.thread_time() - began
 
 
 def _address(room: mmap.mmap, at: int) -> int:
