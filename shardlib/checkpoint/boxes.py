@@ -256,10 +256,10 @@ STRIP = 1 << 22
 Cuts = tuple[tuple[int, ...], ...]
 """Per dimension of a chunk where it is cut: places between 0 and its length, rising."""
 
-_TILE, _SMALLEST, _NARROWEST = 12 << 10, 1 << 10, 1 << 6
+_TILE, _SMALLEST, _NARROWEST = 12 << 10, 1 << 10, 1 << 2
 """Bytes that a tile of a large chunk has about, that one of a small chunk has, and of a tile's row."""
 
-_WORLDS = (2, 4, 8, 3, 6, 16, 12, 5, 32, 24, 64, 48, 10, 7, 128, 256)
+_WORLDS = (2, 4, 8, 3, 6, 5, 7, 16, 12, 10, 32, 24, 64, 48, 128, 256)
 """Numbers of ranks that a dimension may be split over by a reader, the likeliest first."""
 
 
@@ -272,8 +272,8 @@ def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
     numbers of ranks as tiles are worth their while.  The leading dimensions are cut further where a
     strip, the tiles side by side, would be too long to copy.
 
-    >>> grid(whole((1024, 8)), (1024, 8), 4)[0][:4]
-    (64, 86, 128, 171)
+    >>> grid(whole((1024, 128)), (1024, 128), 4)[0][:4]
+    (128, 256, 342, 384)
     >>> grid(whole((10, 2)), (10, 2), 4)
     ((), ())
     """
