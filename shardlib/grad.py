@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.mesh import remember
+from shardlib.mesh import remember, scope, within
 from shardlib.tensor import Place, ShardedTensor, Together, gradient_of, settle, typeof
 
 __all__ = ["frozen", "grad", "value_and_grad"]
@@ -107,6 +107,8 @@ def value_and_grad(
     the others are frozen: their gradient is None, nothing is computed or moved for it, and
     transforms leave them alone.  A tree that asks nowhere is differentiated whole, so one
     ``requires_grad_()`` freezes all the other leaves.
+    Within a function that is differentiated itself, value and gradients are functions of what it
+    was given, so that ``sl.grad(lambda w: sl.grad(f)(w).square().sum())`` is a second derivative.
     Raises: ShardError if the loss is no scalar.
 
     >>> import shardlib as sl
@@ -129,17 +131,27 @@ def value_and_grad(
         given: Any = [args[i] for i in at]
         leaves, tree = optree.tree_flatten(given)
         frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
+        inside = scope().differentiated and torch.is_grad_enabled()
+        if inside and into is not None:
+            raise ShardError(
+                "buckets hold gradients of which none is taken, and this call is differentiated",
+                op="value_and_grad",
+                fix="sl.value_and_grad(f)(params)",
+            )
         sink = None if into is None or into.sink is None else into.sink(given[0])
         over = axes if sink is None else sink.pending
-        ours = [_held(x) if f else _leaf(x, over) for x, f in zip(leaves, frozen_at, strict=True)]
+        pairs = zip(leaves, frozen_at, strict=True)
+        ours = [_held(x, inside) if f else _leaf(x, over, inside) for x, f in pairs]
         asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
         wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
         inner = list(args)
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
         with ExitStack() as stack:
-            together = stack.enter_context(Together(wanted)) if sink is None else None
-            with torch.enable_grad():
+            together = None
+            if sink is None and not inside:
+                together = stack.enter_context(Together(wanted))
+            with torch.enable_grad(), within(differentiated=True):
                 out: Any = f(*inner, **kwargs)
                 loss, aux = out if has_aux else (out, None)
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -149,20 +161,20 @@ def value_and_grad(
                         op="value_and_grad",
                         fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
                     )
-                raw = _ready(loss)
+                raw = _ready(loss).sum()
             if sink is not None:
                 hooks = [r.register_hook(partial(sink.take, i)) for i, r in enumerate(wanted)]
                 stack.callback(lambda: [hook.remove() for hook in hooks])
             if together is not None:
                 together.open = True
             found: Sequence[Tensor | None] = (
-                torch.autograd.grad(raw.sum(), wanted, allow_unused=True)
+                torch.autograd.grad(raw, wanted, allow_unused=True, create_graph=inside)
                 if raw.requires_grad
                 else [None] * len(wanted)
             )
             if together is not None:
                 found = _with_sums(found, together.finish())
-        value = loss.detach()
+        value = loss if inside else loss.detach()
         if sink is not None:
             return ((value, aux) if has_aux else value), sink.finish()
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
@@ -190,8 +202,8 @@ def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: Any) -> No
         )
 
 
-def _held(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+def _held(x: Any, inside: bool) -> Any:
+    return x.detach() if isinstance(x, Tensor) and not inside else x
 
 
 def _position(n: int, count: int) -> int:
@@ -248,7 +260,7 @@ def grad(
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
-def _leaf(x: Any, axes: tuple[str, ...]) -> Any:
+def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
         raise ShardError(
@@ -257,10 +269,17 @@ def _leaf(x: Any, axes: tuple[str, ...]) -> Any:
             fix="x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))",
         )
     if not isinstance(x, ShardedTensor):
-        return x.detach().requires_grad_()
+        return _apart(x, inside)
     plans, key = x.place.mesh.plans, (_leaf, x.place, axes)
     place = plans.get(key) or remember(plans, key, _deferring(x, axes))
-    return ShardedTensor(x.raw.detach().requires_grad_(), place)
+    return ShardedTensor(_apart(x.raw, inside), place)
+
+
+def _apart(raw: Tensor, inside: bool) -> Tensor:
+    """Give a leaf of the same values; within a function that is differentiated, a copy that is a
+    function of them.
+    """
+    return raw.clone() if inside and raw.requires_grad else raw.detach().requires_grad_()
 
 
 def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:

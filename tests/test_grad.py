@@ -395,3 +395,71 @@ def test_pending_gradients_sum_to_the_gradient() -> None:
         _, parts = sl.value_and_grad(loss, pending="data")(w, x)
         assert parts.sharding.partial == ("data",)
         assert torch.allclose(sl.unshard(parts), sl.unshard(whole), rtol=1e-12)
+
+
+def _block(w: Any, b: Any, x: Any) -> Any:
+    return F.gelu(F.layer_norm(x @ w + b, (8,))).square().mean()
+
+
+def _of_gradients(grad: Any) -> Any:
+    def outer(w: Any, b: Any, x: Any) -> Any:
+        of_w, of_b = grad(_block, (0, 1))(w, b, x)
+        return (of_w * of_w * w).sum() + of_b.pow(3).sum()
+
+    return outer
+
+
+def second_derivatives(of_x: str, of_w: str) -> float:
+    """The largest error of a gradient of gradients, in this mesh."""
+    draw = torch.Generator().manual_seed(6)
+    w, b, x = (torch.randn(s, dtype=torch.float64, generator=draw) for s in ((8, 8), (8,), (8, 8)))
+    want = torch.func.grad(_of_gradients(torch.func.grad), (0, 1, 2))(w, b, x)
+    placed = sl.shard(w, of_w), sl.shard(b, "..."), sl.shard(x, of_x)
+    got = sl.grad(_of_gradients(sl.grad), (0, 1, 2))(*placed)
+    return max(float((sl.unshard(g) - d).abs().max()) for g, d in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w"), [("x y", "x y"), ("x .", ". y"), (". y", "y ."), ("(x y) .", ". ."), ("y x", "x y")]
+)  # fmt: skip
+def test_a_gradient_of_gradients_equals_dense(of_x: str, of_w: str, pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        assert second_derivatives(of_x, of_w) < 1e-12
+    assert max(pool.run(second_derivatives, of_x, of_w, x=2, y=2)) < 1e-12
+
+
+def test_an_inner_call_sees_what_the_outer_differentiates() -> None:
+    cube = lambda p: p.pow(3).sum()  # noqa: E731
+    with sl.simulate(x=2):
+        w = sl.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]), "x")
+        v = torch.ones_like(w)
+        twice = sl.grad(lambda p: sl.grad(cube)(p).sum())
+        thrice = sl.grad(lambda p: twice(p).sum())
+        through = sl.grad(lambda p: sl.grad(lambda q: (p * q * q).sum())(v).sum())
+        value = sl.grad(lambda p: sl.value_and_grad(cube)(p)[0])
+        assert sl.unshard(twice(w)).tolist() == [6.0, 12.0, 18.0, 24.0]
+        assert sl.unshard(thrice(w)).tolist() == [6.0] * 4
+        assert sl.unshard(through(w)).tolist() == [2.0] * 4
+        assert sl.unshard(value(w)).tolist() == [3.0, 12.0, 27.0, 48.0]
+        assert not twice(w).requires_grad and not sl.value_and_grad(cube)(w)[0].requires_grad
+
+
+def test_what_is_taken_without_a_graph_is_constant() -> None:
+    def held(p: Any) -> Any:
+        with torch.no_grad():
+            g = sl.grad(lambda q: q.square().sum())(p)
+        return (g * p).sum()
+
+    with sl.simulate(x=2):
+        w = sl.shard(torch.tensor([1.0, 2.0]), "x")
+        assert sl.unshard(sl.grad(held)(w)).tolist() == [2.0, 4.0]
+
+
+def test_buckets_are_refused_where_their_gradients_would_be_differentiated() -> None:
+    with sl.simulate(data=2):
+        params = {"w": sl.shard(torch.ones(4), "...")}
+        tx = sl.optim.zero(sl.optim.adamw(1e-3), axis="data")
+        tx.init(params)
+        inner = sl.value_and_grad(lambda p: p["w"].sum(), into=tx)
+        with pytest.raises(sl.ShardError, match="this call is differentiated"):
+            sl.grad(lambda p: inner(p)[0])(params)

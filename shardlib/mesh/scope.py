@@ -35,6 +35,7 @@ class Scope(NamedTuple):
     saving: float | None = None  # bytes that a product may gather and save: sl.saving
     promoting: bool = False  # plain tensors that meet sharded ones count as the same on every rank
     placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
+    differentiated: bool = False  # a function runs whose gradient is taken: grad.py
     # runs what a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
     draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
