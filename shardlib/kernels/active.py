@@ -41,9 +41,9 @@ def checked(backend: str, op: str) -> str:
 class use:
     """Choose the kernels of the operations inside a ``with``.
 
-    ``backend``  "auto"; "native": those compiled from ``cuda/``, on CPUs too where ``build("host")``
-                 made them; "apex": NVIDIA's apex where it has the operation, else as "auto";
-                 "eager": torch's own operations.
+    ``backend``  "auto"; "native": those compiled from ``cuda/``, on CPUs too where
+                 ``build("host")`` made them; "apex": NVIDIA's apex where it has the operation, else
+                 as "auto"; "eager": torch's own operations.
     What has no such kernel (a dtype, a device, nothing built) runs eagerly; ``info`` says why.
     Raises: BadArgument for another name.
 

@@ -1,10 +1,10 @@
 """NVIDIA's apex behind the same operations, where it is installed and asked for by name.
 
 Its version says "0.1" since ever, so it is known by its features: which folders it has, which
-functions ``amp_C`` has, and what they compute.  At its first use on a device each function runs once
-on drawn numbers beside torch's formula; one that raises or differs is not used again, and a warning
-says so.  The registry has another package of this name, tools for a web framework: it is recognised
-by its files, never imported, and named in a warning.
+functions ``amp_C`` has, and what they compute.  At its first use on a device each function runs
+once on drawn numbers beside torch's formula; one that raises or differs is not used again, and a
+warning says so.  The registry has another package of this name, tools for a web framework: it is
+recognised by its files, never imported, and named in a warning.
 
 apex is no dependency, and is not imported until something asks for it.
 """
@@ -41,7 +41,8 @@ FEATURES = {
 class Probe(NamedTuple):
     """What was found under the name apex, without running it.
 
-    ``kind``  "nvidia", "other" or "none".     ``why``  in words.
+    ``kind``  "nvidia", "other" or "none".
+    ``why``   in words.
     """
 
     kind: str

@@ -111,11 +111,11 @@ def library(device: torch.device) -> CDLL | None:
 def build(kind: str = "cuda", arch: Sequence[int] = ARCHS) -> Path:
     """Compile the kernels into the user's cache, where this process finds them at once.
 
-    ``kind``  "cuda", by nvcc; "host", the same sources by g++: for tests, which prove on a CPU what a
-              GPU will run, and for fused operations on CPUs inside ``use("native")``.
+    ``kind``  "cuda", by nvcc; "host", the same sources by g++: for tests, which prove on a CPU what
+              a GPU will run, and for fused operations on CPUs inside ``use("native")``.
     ``arch``  compute capabilities; newer GPUs run the last one's PTX.
-    Nothing is compiled where the cache has these sources already.  The cache is ``~/.cache/shardlib``
-    or ``$SHARDLIB_CACHE``.
+    Nothing is compiled where the cache has these sources already.  The cache is
+    ``~/.cache/shardlib`` or ``$SHARDLIB_CACHE``.
     Raises: Unsupported where the compiler or the sources are missing, or it refuses them.
 
     >>> import shardlib as sl

@@ -1,9 +1,9 @@
 """A module whose parameters are sharded, with the methods it always had.
 
-``as_module(apply, params)`` is a shallow copy of the module: the same
-                             classes, the same names, but its parameters
-are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use it: ``generate``,
-a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come out.
+``as_module(apply, params)`` is a shallow copy of the module: the same classes, the same names, but
+its parameters are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use
+it: ``generate``, a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come
+out.
 
 A batch that does not divide over the ranks is filled up with copies of its last row,
 and these are dropped from what comes out.
@@ -72,7 +72,7 @@ def _parameter(p: Tensor, out_layout: Any) -> nn.Parameter:
 
 
 def _entered(apply: Apply, forward: Any, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
-    """A forward for callers outside: inputs are placed, and what comes out is plain."""
+    """Make a forward for callers outside: inputs are placed, and what comes out is plain."""
     takes = arguments(forward)
 
     @functools.wraps(forward)
@@ -92,7 +92,7 @@ def _entered(apply: Apply, forward: Any, copy: nn.Module, top: nn.Module, whole:
 
 
 def _mapped(f: Any, value: Any) -> Any:
-    """Every tensor in tuples, lists, dicts and a model's outputs."""
+    """Apply a function to every tensor in tuples, lists, dicts and a model's outputs."""
     if isinstance(value, Tensor):
         return f(value)
     if isinstance(value, Mapping):
@@ -104,7 +104,7 @@ def _mapped(f: Any, value: Any) -> Any:
 
 
 def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
-    """How many rows a batch has that does not divide, and how many it is filled up to."""
+    """Count the rows of a batch that does not divide, and the rows that it is filled up to."""
     for name, value in named:
         layout = apply.inputs.get(name)
         if (
@@ -117,7 +117,10 @@ def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
         ranks = apply.mesh.axis_size(layout.resolve(value.ndim).dims[0].axes)
         if value.shape[0] % ranks and value.shape[0] > 1:
             if torch.is_grad_enabled():
-                why = f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, and filling it up would "
+                why = (
+                    f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, "
+                    "and filling it up would "
+                )
                 loader = "DataLoader(data, batch_size, drop_last=True)"
                 raise _uneven(apply, name, value, f"{why}change what it trains", loader)
             return value.shape[0], -(-value.shape[0] // ranks) * ranks
@@ -148,9 +151,13 @@ def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -
         try:
             return apply.place(name, x)
         except UnevenSplit as e:
-            why = f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token at a time: generate "
+            why = (
+                f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token "
+                "at a time: generate "
+            )
             axis = next(iter(apply.mesh.names))
-            other = f"apply, params = sl.parallelize(module, sl.recipes.megatron1d(module, axis={axis!r}))"
+            recipe = f"sl.recipes.megatron1d(module, axis={axis!r})"
+            other = f"apply, params = sl.parallelize(module, {recipe})"
             raise _uneven(
                 apply, name, x, f"{why}under another, with the same weights", other
             ) from None
@@ -165,7 +172,7 @@ def _uneven(apply: Apply, name: str, x: Tensor, why: str, fix: str) -> UnevenSpl
 
 
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
-    """Lengthen ``x`` by copies of its last row; labels so added are those that losses ignore."""
+    """Lengthen ``x`` to ``rows`` rows by copies of its last, labels by -100, which is ignored."""
     last = x[-1:].expand(rows - x.shape[0], *x.shape[1:])
     return torch.cat(
         [x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last]
@@ -178,9 +185,7 @@ def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
 
 
 def _laid_with_keys(cache: Any) -> None:
-    """A cache of a fixed length makes its memory when it sees
-    the first keys: it then lies as they do.
-    """
+    """Have a cache of a fixed length lie as the first keys do that it sees."""
     for layer in getattr(cache, "layers", ()):
         make = getattr(layer, "lazy_initialization", None)
         if (

@@ -27,13 +27,13 @@ __all__ = [
 
 
 class Atom:
-    """A factor of a dimension.
-    ``factors``: it is their product, major first; ``parts``: it is them end to end.
+    """A factor of a dimension, which stands by itself or is made of other atoms.
 
-    ``seen``  what was done along it: "normed"; "embedded";
-              "heads", a batch dimension of a product of
-    activations; "across", it stays in one; "bound", contracted in
-    one, sorted or joined: it must be whole.
+    ``factors``: the atom is their product, major first; ``parts``: it is them end to end.
+
+    ``seen``  what was done along it: "normed"; "embedded"; "heads", a batch dimension of a product
+              of activations; "across", it stays in one; "bound", contracted in one, sorted or
+              joined: it must be whole.
     """
 
     __slots__ = ("factors", "parent", "parts", "seen", "size")
@@ -52,11 +52,11 @@ Row = list[Atom]
 
 
 class Apart(Exception):
-    """Two rows of atoms do not fit each other."""
+    """The error that two rows of atoms do not fit each other."""
 
 
 def root(atom: Atom) -> Atom:
-    """Find the atom that stands for all that are one with this."""
+    """Find the atom that stands for all those that were united with this one."""
     while atom.parent is not None:
         atom = atom.parent
     return atom
@@ -73,10 +73,12 @@ def leaves(row: Iterable[Atom]) -> Row:
 
 
 def length(row: Iterable[Atom]) -> int:
+    """Count the positions of a row of atoms."""
     return math.prod(root(a).size for a in row)
 
 
 def fresh(size: int, *seen: str) -> Row:
+    """Make the row of a dimension of which nothing is known but its size."""
     if size == 1:
         return []
     atom = Atom(size)
@@ -85,7 +87,7 @@ def fresh(size: int, *seen: str) -> Row:
 
 
 def mark(row: Iterable[Atom], what: str) -> None:
-    """Note ``what`` of every atom of a row, and of its pieces."""
+    """Note ``what`` in every atom of a row, and in its pieces."""
     for atom in leaves(row):
         atom.seen.add(what)
         for part in atom.parts or ():
@@ -137,7 +139,7 @@ def whole(row: Row) -> Atom:
 
 
 def parted(row: Row, major: int) -> tuple[Row, Row]:
-    """Part the leading atoms of a row, of ``major`` positions together, from the others."""
+    """Part a row in two: its leading atoms, of ``major`` positions together, and the others."""
     head, todo, need = list[Atom](), leaves(row), major
     while need > 1:
         if not todo:
@@ -155,7 +157,7 @@ def parted(row: Row, major: int) -> tuple[Row, Row]:
 
 
 def join(a: Row, b: Row) -> None:
-    """Make two rows of the same positions one."""
+    """Unite two rows of atoms that stand for the same positions."""
     one, two = leaves(a), leaves(b)
     while one and two:
         p, q = one.pop(0), two.pop(0)
@@ -226,7 +228,7 @@ def _cut(atom: Atom, borders: Sequence[int]) -> None:
 
 
 def piece(row: Row, start: int, stop: int) -> Row:
-    """Cut the atoms of positions ``start`` to ``stop`` of a dimension."""
+    """Return the atoms of positions ``start`` to ``stop`` of a dimension, cut where need be."""
     row = leaves(row)
     if (start, stop) == (0, length(row)):
         return row

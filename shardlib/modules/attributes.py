@@ -47,7 +47,7 @@ _OWN = frozenset(vars(nn.Module())) | {"_forward_hooks_called"}
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """(submodule, name) -> the value, kept so that no other takes its place, and what it held."""
+    """Map (submodule, name) to the value, so that no other takes its place, and its content."""
     return {
         (path, name): (value, _content(value))
         for path, part in module.named_modules()

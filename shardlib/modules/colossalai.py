@@ -1,4 +1,6 @@
-"""Colossal-AI's legacy configuration, ``dict(parallel=dict(...), zero=..., fp16=...)``, as a mesh and a recipe.
+"""Colossal-AI's legacy configuration as a mesh and a recipe.
+
+It is a dict: ``dict(parallel=dict(...), zero=..., fp16=...)``.
 
 Source: the keys that ``colossalai.legacy.launch`` and ``initialize`` read.
 """
@@ -32,13 +34,15 @@ FIX = (
 
 @dataclass(frozen=True)
 class Legacy:
-    """What a legacy configuration says, in our words.
+    """A legacy configuration in this library's words: mesh, recipe and options.
 
-    ``mesh``       axis sizes; ``data`` is -1 where the number of processes says it.
-    ``recipe``     the name of a recipe in ``sl.recipes``.
-    ``zero``       arguments of ``sl.optim.zero``; ``precision``  of ``sl.optim.Precision``, as text.
-    ``clip``       the bound of ``clip_by_global_norm``.     ``accumulate``  batches per update.
-    ``notes``      what has no counterpart because nothing need be said, and why.
+    ``mesh``        axis sizes; ``data`` is -1 where the number of processes says it.
+    ``recipe``      the name of a recipe in ``sl.recipes``.
+    ``zero``        arguments of ``sl.optim.zero``; ``precision``  of ``sl.optim.Precision``, as
+                    text.
+    ``clip``        the bound of ``clip_by_global_norm``.
+    ``accumulate``  batches per update.
+    ``notes``       what has no counterpart because nothing need be said, and why.
 
     >>> print(Legacy({"data": 2, "x": 4}, "megatron1d", clip=1.0).toml().strip())
     [mesh]
@@ -62,7 +66,7 @@ class Legacy:
     notes: tuple[str, ...] = ()
 
     def toml(self) -> str:
-        """Write the tables of a file for ``shardlib train``; [model], [data] and rates are yours."""
+        """Write the tables of a file for ``shardlib train``, all but [model], [data] and rates."""
         lines = [
             f"{k} = {v}"
             for k, v in (("accumulate", self.accumulate), ("seed", self.seed))
@@ -84,7 +88,10 @@ def _text(value: Any) -> str:
 
 
 def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
-    """Read a configuration.  Raises: Unsupported by name for what has no counterpart; BadArgument."""
+    """Read a legacy configuration, given as a dict.
+
+    Raises: Unsupported by name for what has no counterpart; BadArgument.
+    """
     if not isinstance(config, Mapping):
         raise _bad(f"a configuration is a dict, not {type(config).__name__}")
     for key in config:
@@ -96,7 +103,8 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     pipeline = _size(parallel.get("pipeline", 1), "parallel.pipeline")
     if pipeline != 1:
         raise Unsupported(
-            f"parallel.pipeline of {pipeline} stages: there are no pipelines here; a mesh of the same number of ranks "
+            f"parallel.pipeline of {pipeline} stages: there are no pipelines here; "
+            "a mesh of the same number of ranks "
             "splits each layer instead",
             op="from_colossalai_config",
             fix=FIX,
@@ -162,7 +170,8 @@ def _root(n: int, power: int, mode: str, size: int) -> int:
     if side**power != n:
         what = "square" if power == 2 else "cube"
         raise _bad(
-            f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; here a mesh need be none"
+            f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; "
+            "here a mesh need be none"
         )
     return side
 
@@ -204,7 +213,8 @@ def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
     policy = str(inner.get("tensor_placement_policy", "cuda"))
     if policy not in ("cuda", "auto") or inner.get("cpu_offload"):
         raise Unsupported(
-            f"zero.model_config: tensor_placement_policy={policy!r} keeps parameters in host memory; what is kept for "
+            f"zero.model_config: tensor_placement_policy={policy!r} keeps parameters in host "
+            "memory; what is kept for "
             'backward can go there: remat=[("h.*", "host")]',
             op="from_colossalai_config",
             fix=FIX,
@@ -220,7 +230,8 @@ def _precision(given: Any) -> tuple[dict[str, str], list[str]]:
         return {}, []
     table = _table(given, "fp16")
     known = (
-        "mode dtype initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale "
+        "mode dtype initial_scale min_scale growth_factor backoff_factor growth_interval "
+        "hysteresis max_scale "
         "verbose log_num_zeros_in_grad clip_grad_norm enabled opt_level init_scale"
     ).split()
     for key in table:

@@ -1,5 +1,5 @@
-"""What feeds what in a module: which dimensions of its
-parameters and activations are one and the same.
+"""What feeds what in a module: which dimensions of its parameters and activations are one and the
+same.
 
 The unmodified module runs once, on tensors of the meta device, and every operator beneath it is
 seen.  Each dimension of a tensor is a row of *atoms*.  An operator that sets two dimensions beside
@@ -41,10 +41,11 @@ __all__ = ["Dimensions", "Read", "trace_dimensions"]
 
 @dataclass
 class Read:
-    """One use of a parameter: in a product, a convolution or a lookup.
+    """A use of a parameter: in a product, a convolution or a lookup.
 
-    ``inputs``, ``outputs``  its dimensions that are contracted and that stay.     ``rows``  the leading atoms of
-    the activation it met.     ``given``  whether what was looked up are numbers from outside.
+    ``inputs``, ``outputs``  its dimensions that are contracted and that stay.
+    ``rows``                 the leading atoms of the activation it met.
+    ``given``                whether what was looked up are numbers from outside.
     """
 
     name: str
@@ -58,10 +59,12 @@ class Read:
 
 @dataclass
 class Dimensions:
-    """What one run showed.
+    """The dimensions of a module's parameters, and how one run on the meta device used them.
 
-    ``params``   parameter name -> per dimension its row of atoms.     ``reads``  their uses, in order.
-    ``sources``  features of the module's inputs.     ``numbers``  dimensions of those that are whole numbers.
+    ``params``   parameter name -> per dimension its row of atoms.
+    ``reads``    their uses, in order.
+    ``sources``  features of the module's inputs.
+    ``numbers``  dimensions of those that are whole numbers.
     ``unknown``  operators that nothing was learnt from.
     """
 
@@ -124,7 +127,7 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 
 
 class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
-    """Sees every operator and keeps the atoms of every tensor."""
+    """A mode that sees every operator and keeps the atoms of every tensor."""
 
     def __init__(self, found: Dimensions) -> None:
         super().__init__()
@@ -161,8 +164,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         return out
 
     def opaque(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Nothing is known of what comes out, and what goes in must be
-        whole, but for leading dimensions that stay.
+        """Note that nothing is known of what comes out.
+
+        What goes in must be whole, but for leading dimensions that stay.
         """
         given = _tensors((args, kwargs))
         for x in given:
@@ -227,7 +231,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
                     self.origin[id(y)] = self.origin[id(only[0])]
 
     def join(self, a: Row, b: Row) -> None:
-        """One from now on; where they do not fit, neither may be split."""
+        """Unite two rows; where they do not fit, neither may be split."""
         try:
             join(a, b)
         except Apart:
@@ -581,9 +585,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out[0], [q[0], q[1], q[2], v[3]])
 
     def shared(self, heads: Row, fewer: Row) -> None:
-        """Fewer heads of keys, each of which several heads of
-        queries that follow each other read.
-        """
+        """Fewer heads of keys, each of which several heads of queries that follow each other read."""
         try:
             first, _ = parted(leaves(heads), length(fewer))
         except Apart:
@@ -744,7 +746,8 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
             try:
                 return _run(model, args, kwargs, device)
             except Exception as e:  # a foreign module's own code
-                failed = f"it does not run on example inputs: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
+                what = str(e).splitlines()[0] if str(e) else type(e).__name__
+                failed = f"it does not run on example inputs: {what}"
     raise Unsupported(
         f"what feeds what in {type(model).__name__} is not known: {failed}",
         op="roles",
@@ -753,9 +756,7 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
 
 
 def _suggested(model: nn.Module) -> str:
-    """Inputs that the module runs on, found by trying its
-    parameters' sizes, for the user to judge.
-    """
+    """Write inputs that the module runs on, found by trying its parameters' sizes."""
     names = [
         n for n, p in inspect.signature(model.forward).parameters.items() if p.default is p.empty
     ]
@@ -836,7 +837,7 @@ class _Same:
 
 
 def _examples(model: nn.Module) -> Iterator[Any]:
-    """Arguments that the module's forward may accept."""
+    """List arguments that the module's forward may accept."""
     inner = model
     while not hasattr(inner, "main_input_name") and isinstance(
         below := getattr(inner, "model", None), nn.Module
@@ -886,7 +887,7 @@ def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
 
 
 def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
-    """Inputs of a Hugging Face model."""
+    """Make the inputs of a Hugging Face model."""
     takes = inspect.signature(model.forward).parameters
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
     text = config if isinstance(text, dict) else text

@@ -1,5 +1,5 @@
-"""Stacks of experts split over mesh axes: each rank runs its
-own experts, and what they give is summed.
+"""Stacks of experts split over mesh axes: each rank runs its own experts, and what they give is
+summed.
 
 A *stack* is a module that holds its experts' parameters as [E, ...], says E as ``num_experts``, and
 whose forward takes (hidden [T, D], index [T, k], weights [T, k]): row t of the result is the sum
@@ -7,8 +7,8 @@ over k of weights[t, k] times what expert index[t, k] makes of hidden[t].  The e
 transformers' mixtures are stacks.  Where a layout splits E over some axes, a call of the stack is
 
     gather   hidden, index and weights to whole rows over these axes, where they are split over them
-    run      the module's own forward, in the implementation that its configuration names, on the experts
-             that the rank holds and on the rows that are routed to them
+    run      the module's own forward, in the implementation that its configuration names, on the
+             experts that the rank holds and on the rows that are routed to them
     sum      the results over these axes, to where hidden lies: an all-reduce, or a reduce-scatter
 
 Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and
@@ -66,8 +66,8 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
 
     And those of transformers that they leave whole.
 
-    The latter run on each rank's own rows: transformers' contract is that
-    rows are apart, as it splits experts itself.
+    The latter run on each rank's own rows: transformers' contract is that rows are apart, as it
+    splits experts itself.
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
     found = []
@@ -98,7 +98,7 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
 
 @contextmanager
 def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run calls of these stacks, within it, on each rank's own experts."""
+    """Run the calls of these stacks inside the ``with`` on each rank's own experts."""
     before = [m.__dict__.get("forward") for m in modules]
     for m in modules:
         m.__dict__["forward"] = forward_of(m)
@@ -127,7 +127,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _elsewhere(hidden: Tensor, held: Iterable[Tensor]) -> bool:
-    """Whether a stack that is whole meets features that are split: nobody asked to gather them."""
+    """Say whether a stack that is whole meets features that are split, which it does not gather."""
     if not isinstance(hidden, ShardedTensor) or any(
         isinstance(p, ShardedTensor) and p.sharding.axes for p in held
     ):
@@ -147,7 +147,7 @@ def experts(
     weights: Tensor,
     *params: Tensor,
 ) -> Tensor:
-    """Compute what a stack makes of these rows, with parameters of these names."""
+    """Compute the output of a stack of experts for these rows, with parameters of these names."""
     operands = (hidden, index, weights, *params)
     if has_torch_function(operands):
         return handle_torch_function(experts, operands, module, names, *operands)  # type: ignore[no-any-return]

@@ -46,21 +46,21 @@ def init(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with fresh values, drawn shard by shard.
 
-    ``module``  best made on the meta device, where it takes no
-                memory: ``with torch.device("meta"): ...``.
-    ``seed``    of these values alone, the same on every rank; None
-                draws from the key in use (``sl.random``).
-    ``fill``    pattern -> function that fills a tensor in place, or its
-                value: for parameters and buffers that no
-                ``reset_parameters`` or ``_init_weights`` writes, and to write others anew.
+    ``module``  best made on the meta device, where it takes no memory: ``with torch.device("meta"):
+                ...``.
+    ``seed``    of these values alone, the same on every rank; None draws from the key in use
+                (``sl.random``).
+    ``fill``    pattern -> function that fills a tensor in place, or its value: for parameters and
+                buffers that no ``reset_parameters`` or ``_init_weights`` writes, and to write
+                others anew.
     The rest is ``parallelize``'s.  The module is read, never changed.
 
     A submodule's values come from the ``_init_weights(submodule)`` of the nearest module around it
     that has one (as models of transformers do), else or where that leaves something out from its
     own ``reset_parameters``.  What a constructor does beyond these is not repeated; values that a
     constructor gave are kept where the module is real.
-    Raises: UnknownParameter naming each tensor that has no
-            value; RuleLint, UnevenSplit, UnknownAxis.
+    Raises: UnknownParameter naming each tensor that has no value; RuleLint, UnevenSplit,
+            UnknownAxis.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with torch.device("meta"):
@@ -91,7 +91,9 @@ def init(
             "writes there",
             op="init",
             mesh=mesh,
-            fix=f"sl.init(module, rules, fill={{{', '.join(f'{n!r}: torch.nn.init.zeros_' for n in missing)}}})",
+            fix="sl.init(module, rules, fill={"
+            + ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
+            + "})",
         )
     return apply, params
 
@@ -99,7 +101,7 @@ def init(
 def _kept(
     tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
 ) -> None:
-    """What the module's code left out keeps the value that its constructor gave, where it has one."""
+    """Keep, where the module's code left a tensor out, the value that its constructor gave."""
     for name in todo.names(tensors):
         if not real[name].is_meta:
             to = tensors[name]
@@ -115,7 +117,7 @@ def restored(
     names: Sequence[str],
     mesh: Mesh,
 ) -> None:
-    """Give these parameters and buffers the values that the module's own code makes.
+    """Write into these parameters and buffers the values that the module's own code makes.
 
     Of the others, which have theirs, that code writes to stand-ins.
     Raises: UnknownParameter naming each that it does not write.
@@ -157,7 +159,7 @@ Code = Callable[["_Unwritten", list[str]], None]
 
 
 def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, list[str]]]:
-    """(what fills a submodule's own tensors, their names), children first as constructors do."""
+    """List (what fills a submodule's own tensors, their names), children before their parents."""
 
     def walk(
         sub: nn.Module, path: str, owner: nn.Module | None
@@ -183,7 +185,7 @@ def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, li
 
 
 def _initialises(module: nn.Module) -> bool:
-    """Whether it has an ``_init_weights(submodule)``."""
+    """Say whether a module has an ``_init_weights(submodule)``."""
     found = getattr(type(module), "_init_weights", None)
     if found is None:
         return False
@@ -206,10 +208,16 @@ def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
 
 
 def _run(
-    module: nn.Module, tensors: dict[str, ShardedTensor], names: list[str], code: Code, todo: "_Unwritten",
-    mesh: Mesh, aside: Mapping[str, Tensor] | None = None,
-) -> None:  # fmt: skip
-    """One submodule's code.
+    module: nn.Module,
+    tensors: dict[str, ShardedTensor],
+    names: list[str],
+    code: Code,
+    todo: "_Unwritten",
+    mesh: Mesh,
+    aside: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Run one submodule's code.
+
     Where it needs a dimension whole that is split, another is split, or none.
     """
     at, refusal = rewound(mesh), None
@@ -235,9 +243,7 @@ def _run(
 
 
 def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
-    """Blank blocks of the same tensor, split along dimension
-    ``on`` alone, or whole where it cannot be.
-    """
+    """Make blank blocks of the same tensor, split along dimension ``on`` alone or not at all."""
     axes = real_axes(x.mesh, x.sharding.axes)
     if not axes:
         return x
@@ -254,7 +260,7 @@ def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 
 
 def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
-    """What was filled, where it belongs."""
+    """Move what was filled to where it belongs."""
     if like.is_padded:
         cut = [
             d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t
@@ -273,7 +279,7 @@ def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
 
 
 class _Unwritten:
-    """Which tensors nobody has written to.  Every rank comes to the same answer."""
+    """The tensors that nobody has written to.  Every rank comes to the same answer."""
 
     def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
         self.mesh, self.written = mesh, set()
@@ -335,8 +341,9 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
 
 @contextmanager
 def _alike(mesh: Mesh) -> Iterator[None]:
-    """Plain tensors that the modules' code draws are every rank's;
-    torch's generators are left as they were.
+    """Draw the plain tensors of the modules' code alike on every rank.
+
+    Torch's generators are left as they were.
     """
     cuda = [mesh.device.index or 0] if mesh.device.type == "cuda" else []
     with torch.random.fork_rng(cuda, device_type="cuda"):

@@ -79,15 +79,16 @@ class Suggested(tuple[str, ...]):
 class Apply:
     """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
 
-    ``module``   the module's tree as it was when ``apply`` was made,
-                 without weights: change hooks or attributes
-    here.  While the caller keeps his module its ``train()`` and ``eval()`` count too.
-    ``layouts``  parameter name -> Layout.     ``tied``  alias -> the name that holds the value.
-    ``buffers``  name -> tensor, cloned from the module.
-    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
-    says so.
-    ``stacks``   modules of experts that are split, see experts.py.
-    ``remat``    module name -> what it keeps for backward, see remat.py.
+    ``module``       the module's tree as it was when ``apply`` was made, without weights: change
+                     hooks or attributes here.  While the caller keeps his module its ``train()``
+                     and ``eval()`` count too.
+    ``layouts``      parameter name -> Layout.
+    ``tied``         alias -> the name that holds the value.
+    ``buffers``      name -> tensor, cloned from the module.
+    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule says
+                     so.
+    ``stacks``       modules of experts that are split, see experts.py.
+    ``remat``        module name -> what it keeps for backward, see remat.py.
 
     Threads may call it at once: a call that finds the tree in use runs on a copy of it.
     """
@@ -142,7 +143,7 @@ class Apply:
     def mutable(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Give (output, new buffers), for modules that write to their buffers in forward."""
+        """Call a module that writes to its buffers in forward; return (output, new buffers)."""
         self.check(params)
         return self._run(params, buffers, args, kwargs)
 
@@ -157,7 +158,8 @@ class Apply:
                 f"{blank[0]!r}",
                 op="apply",
                 mesh=self.mesh,
-                fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')  # or take sl.init(module, rules)",
+                fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')"
+                "  # or take sl.init(module, rules)",
             )
         params = {
             **params,
@@ -191,7 +193,7 @@ class Apply:
 
     @contextmanager
     def _running(self) -> Iterator["Copy"]:
-        """A copy of the tree that no other thread runs on, in the modes that hold now."""
+        """Return a copy of the tree that no other thread runs on, in the modes that hold now."""
         for mode in self.modes:
             mode.follow()
         copy = next((c for c in self.copies if c.lock.acquire(blocking=False)), None)
@@ -208,9 +210,7 @@ class Apply:
             copy.lock.release()
 
     def _point_at(self, e: ShardError, module: nn.Module) -> None:
-        """Add to an error the submodule it came from, its
-        parameters, and a rule that leaves them whole.
-        """
+        """Add to an error its submodule, the parameters there and a rule that leaves them whole."""
         paths = {id(m): n for n, m in module.named_modules()}
         frames, path = e.__traceback__, ""
         while frames is not None:
@@ -235,8 +235,9 @@ class Apply:
 
     @contextmanager
     def calling(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Plain tensors are the same on every rank; gathered weights
-        are prefetched in the last call's order.
+        """Run a call inside the ``with``, with weights gathered ahead in the last call's order.
+
+        Plain tensors count as the same on every rank.
         """
         weights = {
             n: p.raw
@@ -249,11 +250,10 @@ class Apply:
             yield
 
     def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
-        """Name forward's first ``count`` arguments, where ``named`` are given by name.
+        """Name forward's first ``count`` positional arguments, where ``named`` are given by name.
 
-        Raises: RuleLint where one falls to ``*args`` and may be what
-                ``inputs=`` calls by a name that the signature
-        does not say, as that of a wrapper without functools.wraps.
+        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name
+                that the signature does not say, as that of a wrapper without functools.wraps.
         """
         given = self.arguments
         rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
@@ -274,9 +274,7 @@ class Apply:
         return positional(given, count)
 
     def place(self, name: str, value: Any) -> Any:
-        """An input of this name, where ``inputs=`` said;
-        one that lies nowhere yet is on every rank.
-        """
+        """Place an input of this name as ``inputs=`` says; without a layout, whole on each rank."""
 
         def place(x: Any) -> Any:
             if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
@@ -287,7 +285,7 @@ class Apply:
         return optree.tree_map(place, value, none_is_leaf=True)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Take every parameter by its name, and no other."""
+        """Check that every parameter is given by its name, and no other."""
         for name in params:
             if name not in self.layouts:
                 near = difflib.get_close_matches(name, self.layouts, 1)
@@ -313,7 +311,8 @@ class Apply:
 class Copy:
     """A tree of modules without weights, for one thread at a time.
 
-    ``stacks``  its modules of experts that are split.   ``state``  the tensors of the call that runs.
+    ``stacks``  its modules of experts that are split.
+    ``state``   the tensors of the call that runs.
     """
 
     def __init__(
@@ -327,7 +326,7 @@ class Copy:
     def swapped(
         self, state: Mapping[str, Tensor], written: Mapping[str, Tensor], run: Callable[[], Any]
     ) -> Any:
-        """Call ``run()`` once more, as the call with ``state`` saw the tree.
+        """Call ``run()`` once more on the tensors that the call with ``state`` saw.
 
         That call may be the one that runs.
 
@@ -341,13 +340,13 @@ class Copy:
 
 
 class Mode:
-    """train() and eval() of a module that the caller keeps, followed by its copy."""
+    """The mode, train() or eval(), of a module that the caller keeps, which its copy follows."""
 
     def __init__(self, module: nn.Module, copy: nn.Module) -> None:
         self.module, self.copy, self.seen = weakref.ref(module), copy, module.training
 
     def follow(self) -> None:
-        """Have the copy follow a mode that the caller changed since the last call."""
+        """Set the copy to the mode that the caller changed to since the last call."""
         module = self.module()
         if module is not None and module.training is not self.seen:
             self.copy.training = self.seen = module.training
@@ -360,7 +359,7 @@ Arguments = tuple[tuple[str, Any], ...]
 
 
 def arguments(forward: Callable[..., Any]) -> Arguments:
-    """Name and kind of a forward's arguments, seen through decorators, partials and methods."""
+    """List the names and kinds of a forward's arguments, through decorators and partials."""
     return tuple((p.name, p.kind) for p in inspect.signature(forward).parameters.values())
 
 
@@ -374,8 +373,9 @@ def _rest_name(given: Arguments) -> str:
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a key that forward has no argument for; with ``**kwargs``
-    one that looks like a misspelt argument.
+    """Refuse a key that forward has no argument for.
+
+    With ``**kwargs``, refuse one that looks like a misspelt argument.
     """
     if not isinstance(inputs, Mapping):
         raise RuleLint(
@@ -408,7 +408,7 @@ def swapped(
     stacks: Sequence[nn.Module],
     run: Callable[[], Any],
 ) -> Any:
-    """Call ``run()`` once more, as the call with ``state`` saw the module."""
+    """Call ``run()`` once more on the tensors, ``state``, that an earlier call saw."""
     with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
         return run()
 
@@ -449,7 +449,7 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
 
 
 def giving(weight: Tensor, layout: Layout) -> Tensor:
-    """Take the same weight as one whose products must lie as ``layout`` says."""
+    """Return the same weight, marked so that its products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
         return weight
     return weight.at(weight.place._replace(out_layout=layout))
@@ -461,7 +461,7 @@ def match_rules(
     axes: Mapping[str, str] | None = None,
     pad: bool = False,
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Find the layout of every parameter, and of the products with those whose rule names one.
+    """Find the layout of every parameter, and that of its products where the rule names one.
 
     First match wins; every parameter and every rule must be used.
     ``pad``  parameters are padded: a recipe's rules are those for that.
@@ -513,9 +513,7 @@ def match_rules(
 
 
 def _without(unused: list[Pattern[Tensor]], rules: Rules) -> str:
-    """The line that drops these rules; a function has no text
-    that finds it, so then by their numbers.
-    """
+    """Write the line that drops these rules, by their text, or by number if one is a function."""
     if all(isinstance(p, str | re.Pattern) for p in unused):
         texts = "".join(f"{_pattern_text(p)}, " for p in unused)
         return f"rules = [r for r in rules if r[0] not in ({texts})]"
@@ -530,9 +528,7 @@ def _read(
     shape: Sequence[int] = (1,),
     weight: bool = False,
 ) -> Layout:
-    """The layout that a rule or an input gives, its logical names
-    resolved; on ``mesh`` where one is given.
-    """
+    """Return the layout of a rule or an input, its logical names resolved, on ``mesh`` if given."""
     if not isinstance(layout, str):
         layout = as_layout(layout, "parallelize", "{}", shape=shape, weight=weight)
     found = logical(str(layout), axes or {})
@@ -604,8 +600,8 @@ def parallelize(
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
                 the layout that a product with the parameter must give, where several could.
     ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
-    ``inputs``  forward's argument name -> layout, for plain tensors
-                given to ``apply``, by position or by name.
+    ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position
+                or by name.
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which
                 a recipe leaves whole otherwise; the padding takes no part in the result and gets no
                 gradient.
@@ -644,9 +640,7 @@ def _naming(
     named: Mapping[str, Tensor],
     misfits: Callable[[], Sequence[str]] = tuple,
 ) -> Iterator[None]:
-    """A layout that does not fit a parameter is refused by the
-    parameter's name, with the rules to write: for it and all ``misfits``.
-    """
+    """Refuse a layout that does not fit a parameter, with the rules for it and all ``misfits``."""
     try:
         yield
     except _UNFIT as e:
@@ -657,7 +651,7 @@ def _naming(
 
 
 def _said(what: str, e: ShardError, fix: str) -> ShardError:
-    """The error of a layout that also says what the layout is of, and the line to write."""
+    """Return the error of a layout with what the layout is of, and the line to write."""
     return type(e)(
         f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix
     )
@@ -666,7 +660,7 @@ def _said(what: str, e: ShardError, fix: str) -> ShardError:
 def _misfits(
     named: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, pad: bool
 ) -> list[str]:
-    """The parameters that their layouts do not fit."""
+    """List the parameters that their layouts do not fit."""
     found = []
     for n, p in named.items():
         try:
@@ -678,9 +672,7 @@ def _misfits(
 
 
 def _rest(names: Sequence[str], rules: Rules, named: Mapping[str, Tensor]) -> str:
-    """The rules behind those for these parameters alone:
-    without the ones that then match nothing more.
-    """
+    """Return the rules behind those for these parameters that then still match something."""
     first = {n: next((p for p, *_ in rules if matches(p, n, v)), None) for n, v in named.items()}
     kept = [p for n, p in first.items() if n not in names]
     unused = [p for p, *_ in rules if p not in kept]
@@ -707,7 +699,7 @@ def placed(
     blank: bool = False,
     src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """``parallelize``; ``blank``: the module's values are not read, and blocks hold NaN."""
+    """Do as ``parallelize`` does; with ``blank`` no value is read, and blocks hold NaN."""
     named = dict(module.named_parameters())
     layouts, out_layouts = match_rules(named, rules, axes, pad)
     held = {id(p): n for n, p in named.items()}

@@ -17,7 +17,7 @@ _FROM = "_shardlib_module"
 
 
 class Paths:
-    """While it is open, ``now()`` is the name of the submodule whose forward runs.
+    """A watch over forward calls, whose ``now()`` is the name of the submodule that runs.
 
     Names are those of ``named_modules`` of the outermost module that was called, "" where it runs
     itself or none does; a region that is computed again in backward keeps its name.  Nothing is
@@ -52,12 +52,12 @@ class Paths:
         self.here = threading.local()
 
     def now(self) -> str:
-        """Name the submodule that runs in this thread."""
+        """Return the name of the submodule whose forward runs in this thread."""
         stack = self._stack()
         return stack[-1] if stack else ""
 
     def where(self, error: BaseException) -> str:
-        """Name the innermost submodule that an error came out of."""
+        """Return the name of the innermost submodule that an error came out of."""
         return error.__dict__.get(_FROM, "")
 
     def _stack(self) -> list[str]:

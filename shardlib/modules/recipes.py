@@ -16,16 +16,15 @@ GPT-2's Conv1D is a Linear stored (in, out), and a convolution of patches a Line
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 
-``experts`` names mesh axes that split a mixture's stacks of experts [E,
-            ...], every expert whole on one rank (see
-experts.py); without it experts are cut as other weights are, E whole.  Where a recipe splits rows
-over these axes, they are gathered for the experts and the results scattered.  Give axes the batch
-is not split over and only the sum travels, as with a column and a row, or ``data`` itself, so that
-no expert is copied:
+``experts`` names mesh axes that split a mixture's stacks of experts [E, ...], every expert whole on
+one rank (see experts.py); without it experts are cut as other weights are, E whole.  Where a recipe
+splits rows over these axes, they are gathered for the experts and the results scattered.  Give axes
+the batch is not split over and only the sum travels, as with a column and a row, or ``data``
+itself, so that no expert is copied:
 
-    sl.recipes.megatron1d(model, experts="x")         # one sum of [tokens, features] per layer and pass
-    sl.recipes.ddp(model, experts="data")             # rows gathered, results scattered
-    sl.recipes.megatron1d(model, experts="data x")    # E over all ranks
+    sl.recipes.megatron1d(model, experts="x")       # one sum of [tokens, features] per layer, pass
+    sl.recipes.ddp(model, experts="data")           # rows gathered, results scattered
+    sl.recipes.megatron1d(model, experts="data x")  # E over all ranks
 """
 
 import math
@@ -68,11 +67,13 @@ MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
 """Axes x, y, z: activations lie as ``(x y) z``, rows over x and within that y, columns over z."""
 
 _OUT = re.compile(
-    r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv|query_key_value|Wqkv|fc1|fc_in|w1|w3"
+    r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv"
+    r"|query_key_value|Wqkv|fc1|fc_in|w1|w3"
     r"|linear1|intermediate\.dense|lm_head|decoder|embed_out)$"
 )
 _BACK = re.compile(
-    r"(^|\.)((c|o|out|down)_proj|proj|(output|attention|mlp|self_attn)\.dense|dense_4h_to_h|fc2|fc_out|wo|w2|linear2)$"
+    r"(^|\.)((c|o|out|down)_proj|proj|(output|attention|mlp|self_attn)\.dense"
+    r"|dense_4h_to_h|fc2|fc_out|wo|w2|linear2)$"
 )
 _FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
 _KEYS = re.compile(r"(^|\.)(k|v)_proj$")
@@ -254,11 +255,14 @@ def cube3d(
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
     >>> with sl.simulate(x=2, y=2, z=2):
     ...     rules = cube3d(mlp)
-    >>> rules, rules.tokens, rules.labels
-    ([('0.weight', 'y (z x)'), ('0.bias', 'y'), ('2.weight', 'z (y x)'), ('2.bias', 'z')], '(x y) .', '(x z) .')
+    >>> rules
+    [('0.weight', 'y (z x)'), ('0.bias', 'y'), ('2.weight', 'z (y x)'), ('2.bias', 'z')]
+    >>> rules.tokens, rules.labels
+    ('(x y) .', '(x z) .')
     >>> with sl.simulate(x=2, y=2, z=2):
-    ...     cube3d(mlp, mlp="mnn")
-    [('0.weight', '(y z) x'), ('0.bias', '(y z)'), ('2.weight', '. (y z x)', '(x y) ... z'), ('2.bias', 'z')]
+    ...     rules = cube3d(mlp, mlp="mnn")
+    >>> rules[0], rules[2:]
+    (('0.weight', '(y z) x'), [('2.weight', '. (y z x)', '(x y) ... z'), ('2.bias', 'z')])
     """
     if mlp not in MLP_ROLES:
         raise ShardError(
@@ -297,7 +301,7 @@ def cube3d(
 
 
 def _token(*axes: str) -> str:
-    """One dimension over these axes."""
+    """Write the token of one dimension over these axes."""
     names = " ".join(axes).split()
     return f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "."
 
@@ -357,8 +361,8 @@ def ddp(
     """Split batches over ``data``, where every rank has all parameters, and sum their gradients.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
-    ``tx = sl.optim.zero(tx, **rules.zero)`` and ``sl.value_and_grad(loss, into=tx)`` sum gradients in
-    buckets while backward runs.
+    ``tx = sl.optim.zero(tx, **rules.zero)`` and ``sl.value_and_grad(loss, into=tx)`` sum gradients
+    in buckets while backward runs.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2):
@@ -385,9 +389,9 @@ def fsdp(
 ) -> Recipe:
     """Split batches and matrices over ``axis``; gather weights for products, scatter gradients.
 
-    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors,
-    convolutions and positions are whole.  With a
-    ``data`` axis besides, weights are copied over it and batches split over both.
+    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are
+    whole.  With a ``data`` axis besides, weights are copied over it and batches split over both.
+
     ``flat``  split all parameters instead, in flat buckets that are gathered block by block:
               ``tx = sl.optim.zero(tx, **rules.zero); params = tx.shard(params)``.
 
@@ -416,16 +420,18 @@ def fsdp(
 def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     """Read Colossal-AI's legacy configuration: mesh sizes, the recipe's name, ZeRO and precision.
 
-    ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=, ...)``;
-                names in capitals are the user's own, and passed over.
+    ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=,
+                ...)``; names in capitals are the user's own, and passed over.
     ``world``   the number of processes, where ``data`` is not said.
     ``found.toml()`` writes it for ``shardlib train``.
-    Raises: Unsupported naming the key that has no counterpart, as ``parallel.pipeline``; BadArgument.
+    Raises: Unsupported naming the key that has no counterpart, as ``parallel.pipeline``;
+            BadArgument.
 
     >>> found = from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))
     >>> found.mesh, found.recipe
     ({'data': 2, 'x': 2, 'y': 2}, 'optimus2d')
-    >>> from_colossalai_config(dict(parallel=dict(tensor=dict(size=8, mode="2.5d", depth=2))), world=16).mesh
+    >>> config = dict(parallel=dict(tensor=dict(size=8, mode="2.5d", depth=2)))
+    >>> from_colossalai_config(config, world=16).mesh
     {'data': 2, 'd': 2, 'x': 2, 'y': 2}
     """
     return legacy(config, world)
@@ -504,7 +510,8 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
                 if held
                 else "no experts"
             )
-            + ": a stack of experts holds parameters [E, ...], says E as num_experts, and its forward takes (hidden "
+            + ": a stack of experts holds parameters [E, ...], says E as num_experts, "
+            "and its forward takes (hidden "
             "[T, D], index [T, k], weights [T, k])",
             op="recipe",
             fix="sl.recipes.megatron1d(model)",
@@ -525,7 +532,7 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
 
 
 def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, str]) -> str:
-    """A call that this mesh has the axes for: this recipe's on axes that are left, or another's."""
+    """Write a call that this mesh has the axes for, of this recipe on other axes or of another."""
     own = [n for n in names if n != data]
     left = [n for n in own if n not in axes.values()]
     lacks = [argument for argument, n in axes.items() if n not in names]
@@ -561,12 +568,12 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
 
 
 def _stores_in_out(module: nn.Module) -> bool:
-    """GPT-2's Conv1D: y = x @ weight + bias."""
+    """Say whether a module is GPT-2's Conv1D: y = x @ weight + bias."""
     return type(module).__name__ == "Conv1D"
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a Linear, whichever way it is stored."""
+    """Return (inputs, outputs) of a Linear, whichever way it is stored."""
     weight: Any = module.weight
     return tuple(weight.shape if _stores_in_out(module) else reversed(weight.shape))
 
@@ -593,7 +600,7 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
 
 
 def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
-    """Name the weights that multiply activations between two others: what Muon is for.
+    """Name the weights that multiply activations between two other layers, those that Muon is for.
 
     Embeddings, heads (what comes out is read by no other weight), norms and biases are not among
     them.  ``inputs``  as a recipe's, for modules that need others than their signature tells.
@@ -614,12 +621,13 @@ def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
 
 
 def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
-    """Name the weights in which matrices lie side by side, and how many in rows and columns.
+    """Name the weights that hold matrices side by side, with how many in rows and in columns.
 
     It is their layouts that say so: ``(3 y) x`` is split as three matrices one above the other are.
     ``muon(..., side=beside(rules))`` makes each of them orthogonal on its own, on any mesh.
 
-    >>> beside([("qkv.weight", "(3 y) x"), ("c_attn.weight", "x (3 y)"), ("*.weight", "y x"), ("*", "...")])
+    >>> rules = [("qkv.weight", "(3 y) x"), ("c_attn.weight", "x (3 y)"), ("*.weight", "y x")]
+    >>> beside([*rules, ("*", "...")])
     [('qkv.weight', (3, 1)), ('c_attn.weight', (1, 3))]
     """
     out = []
@@ -639,7 +647,7 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
 
 
 def widening(model: nn.Module) -> set[str]:
-    """Name the linear layers of MLPs: what expands, and what then contracts from something wider.
+    """Name the linear layers of MLPs: those that widen, and those that contract what was widened.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     ['0', '2']
@@ -661,9 +669,7 @@ def widening(model: nn.Module) -> set[str]:
 def _rules(
     model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
 ) -> list[tuple[str, ...]]:
-    """One rule per kind of parameter; keys and values stay whole
-    where ``heads`` ranks cannot share them.
-    """
+    """Write one rule per kind of parameter; keys stay whole that ``heads`` ranks cannot share."""
     found, by_name = roles(model, widest), dict(model.named_modules())
     for name in found:
         owner = by_name[name.rpartition(".")[0]]

@@ -1,4 +1,4 @@
-"""What a module's regions keep for backward, by rules: ``parallelize(..., remat=[(pattern, policy)])``.
+"""What a module's regions keep for backward: ``parallelize(..., remat=[(pattern, policy)])``.
 
     "all"       keep what autograd keeps
     "products"  keep the inputs and the results of products and attention; make the rest again
@@ -44,7 +44,7 @@ Remat = Sequence[tuple[Pattern[nn.Module], str]]
 
 
 def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
-    """The policy of each module that a rule takes, by its name.
+    """Map each module that a rule takes, by its name, to its policy.
 
     Raises: RuleLint for a policy that there is not, a pattern that matches no module, and one that
     matches a list of modules, which is never called itself.
@@ -82,7 +82,7 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module has no forward of its own, as ModuleList has none."""
+    """Say whether a module has no forward of its own, as ModuleList has none."""
     return type(module).forward in _NEVER_CALLED
 
 
@@ -90,7 +90,7 @@ _NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward
 
 
 def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
-    """The rules, after a look at their form."""
+    """Return the rules, after a look at their form."""
     given: list[Any] = [remat] if isinstance(remat, str) else list(remat)
     for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
@@ -111,7 +111,7 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
 
 
 def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
-    """Have the forwards of these modules of a tree keep for backward what their policies say."""
+    """Make the forwards of these modules of a tree keep for backward what their policies say."""
     for name, policy in policies.items():
         m = module.get_submodule(name)
         if policy == "host":
@@ -121,7 +121,7 @@ def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
 
 
 def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
-    """The forward as a region of torch's checkpoint; ``keeps`` the results of its products.
+    """Make the forward a region of torch's checkpoint; ``keeps`` the results of its products.
 
     The second run sees what the first one saw: objects among the arguments as they were, such as a
     cache of keys that the first run filled; what it writes to buffers goes nowhere.
@@ -162,7 +162,7 @@ def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> 
 
 
 def version_of(x: Tensor) -> int:
-    """How often was written to a tensor in place; 0 for what torch does not count.
+    """Count in-place writes to a tensor; 0 for tensors whose writes torch does not count.
 
     Tensors made under ``torch.inference_mode`` count no writes, and no backward reads them.
     """
@@ -175,7 +175,7 @@ _FIXED_TOO = (torch.dtype, torch.device, torch.Size, range, slice, type(None), t
 
 
 def _may_change(x: Any) -> bool:
-    """Whether an argument holds something a call may change: no tensor, number or container."""
+    """Say whether an argument holds something a call may change: no tensor, number or container."""
     return not all(
         isinstance(leaf, _FIXED + _FIXED_TOO) for leaf in optree.tree_leaves(x, none_is_leaf=True)
     )
@@ -212,7 +212,7 @@ _SMALL = 4096  # bytes: what is less costs more to move than to keep
 
 
 def _on_host(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward whose saved tensors lie in host memory until backward; the weights stay."""
+    """Make a forward whose saved tensors lie in host memory until backward; the weights stay."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def _on_host(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 
 def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """What is saved under it goes to the host, where it is large and lies on a device."""
+    """Send what is saved under it to the host, where it is large and lies on a device."""
     raws = (w.raw if isinstance(w, ShardedTensor) else w for w in weights)
     stay = {raw.untyped_storage()._cdata for raw in raws}
 

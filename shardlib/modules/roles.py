@@ -10,8 +10,8 @@ two it lies between:
     contract residual <- inner       drop   whole <- inner       scores   whole <- residual
     land     residual <- whole       whole  whole <- whole
 
-A split that a layout cannot say for one parameter makes its atoms
-whole for all of them: right, and priced.
+A split that a layout cannot say for one parameter makes its atoms whole for all of them: right, and
+priced.
 """
 
 import itertools
@@ -44,14 +44,17 @@ MATRIX = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a recipe lays out: role -> (matrix stored (out, in), vector, layout of the products).
+    """The layouts that a recipe gives to the roles of parameters.
 
+    ``layouts``   role -> (matrix stored (out, in), vector, layout of the products).
     ``sizes``     mesh axis -> size.
-    ``residual``  axes that split the residual stream's features.    ``inner``  those of heads and widths.
-    ``wide``      those of MLPs, where they are others.     ``widest``  a matrix that contracts is called so
-    only if more goes in than comes out.     ``apart``  rows lie differently beside inner features.
-    ``pad``       a vocabulary that does not divide is split
-                  all the same, for its rows to be padded.
+    ``residual``  axes that split the residual stream's features.
+    ``inner``     those of heads and widths.
+    ``wide``      those of MLPs, where they are others.
+    ``widest``    a matrix that contracts is called so only if more goes in than comes out.
+    ``apart``     rows lie differently beside inner features.
+    ``pad``       a vocabulary that does not divide is split all the same, for its rows to be
+                  padded.
     """
 
     layouts: Mapping[str, tuple[str, ...]]
@@ -64,6 +67,7 @@ class Way:
     pad: bool = False
 
     def ways(self, axes: Iterable[str]) -> int:
+        """Count the blocks that splitting over these axes makes."""
         return math.prod(self.sizes[a] for a in axes)
 
 
@@ -80,7 +84,7 @@ class _Found:
     left: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def of(self, row: Iterable[Atom]) -> str:
-        """The kind of a dimension: that of what could be split in it."""
+        """Return the kind of a dimension: that of what could be split in it."""
         every = {self.kind.get(id(a), "") for a in deep(row)}
         return next((k for k in ("inner", "residual", "") if k in every), "whole")
 
@@ -94,7 +98,7 @@ class _Found:
 
 
 def deep(row: Iterable[Atom]) -> list[Atom]:
-    """Every atom of a row, of pieces theirs."""
+    """List every atom of a row, those of pieces in place of the atom that is cut."""
     out = []
     for a in leaves(row):
         out += deep(a.parts) if a.parts else [a]
@@ -105,7 +109,8 @@ def kinds(dims: Dimensions) -> _Found:
     """Tell residual from inner atoms, before anything is known of a mesh.
 
     >>> from shardlib.modules.dimensions import trace_dimensions
-    >>> found = kinds(trace_dimensions(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    >>> found = kinds(trace_dimensions(mlp))
     >>> [found.of(found.dims.params[n][0]) for n in ("0.weight", "2.weight")]
     ['inner', 'residual']
     """
@@ -202,7 +207,7 @@ def _runs(
 
 
 def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tuple[int, int]]]:
-    """Per rank the ranges of a dimension that it holds, its atoms of a kind split over ``p``."""
+    """List per rank the ranges that it holds of a dimension split over ``p`` in atoms of a kind."""
     row = list(row)
     if found.of(row) != kind:
         raise _Unsaid
@@ -233,7 +238,7 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
 
 
 def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p: int) -> str:
-    """Write the token that splits a dimension's atoms of a kind over axes.
+    """Write the token that splits a dimension's atoms of one kind over axes.
 
     Raises: _Unsaid.
     """
@@ -265,7 +270,7 @@ def _token(axes: Sequence[str]) -> str:
 def assign(
     model: nn.Module, dims: Dimensions, way: Way
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Give the layout of every parameter, and what was left whole and why.
+    """Find the layout of every parameter, and say what was left whole and why.
 
     And of its products, where several could be.
     """
@@ -316,9 +321,7 @@ def _bare(a: Atom) -> bool:
 
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
-    """Tables of a vocabulary: tied to a matrix, or the first
-    one looked up by numbers from outside.
-    """
+    """List the tables of a vocabulary: tied to a matrix, or the first looked up by numbers."""
     looked = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup"))
     given = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup" and r.given))
     tied = {r.name for r in dims.reads if r.kind == "product"}
@@ -326,7 +329,7 @@ def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
 
 
 def _axes(found: _Found, row: Row, way: Way) -> tuple[str, ...]:
-    """The axes that split what is inner in a row."""
+    """List the axes that split what is inner in a row."""
     if way.wide is not None and any(id(a) in found.mlp for a in deep(row)):
         return way.wide
     return way.inner
@@ -388,7 +391,7 @@ def _settle_row(
 
 
 def _shared(found: _Found, row: Row, p: int) -> bool:
-    """Whether other rows repeat these heads, and divide."""
+    """Say whether other rows repeat these heads, and divide."""
     mine = {id(a) for a in leaves(row)}
     for rows in found.dims.params.values():
         for other in rows:
@@ -435,7 +438,7 @@ def _settle_product(found: _Found, r: Read, way: Way) -> None:
 
 
 def _dropped(found: _Found, row: Row) -> bool:
-    """Whether some product makes these from inner features."""
+    """Say whether some product makes these from inner features."""
     mine = {id(a) for a in deep(row)}
     products = [r for r in found.dims.reads if r.kind == "product" and r.outputs and r.inputs]
     makers = [r for r in products if mine & {id(a) for a in deep(found.row(r.name, r.outputs))}]
@@ -443,7 +446,7 @@ def _dropped(found: _Found, row: Row) -> bool:
 
 
 def _side(found: _Found, row: Row, way: Way) -> str:
-    """The kind of a dimension as far as a layout says it."""
+    """Return the kind of a dimension as far as a layout says it."""
     kind = found.of(row) or "whole"
     axes = _axes(found, row, way) if kind == "inner" else way.residual if kind == "residual" else ()
     try:
@@ -489,7 +492,7 @@ def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[s
 
 
 def _fitting(axes: Sequence[str], n: int, way: Way) -> str:
-    """As many of the axes, from the major one on, as divide ``n``."""
+    """Return as many of the axes, from the major one on, as divide ``n``."""
     axes = list(axes)
     while axes and n % way.ways(axes):
         axes.pop()
@@ -508,7 +511,10 @@ def _table(found: _Found, name: str, way: Way, tokens: bool) -> str:
         return ". ."
     split = _token(rows.axes) if way.pad and tokens else _fitting(rows.axes, n, way)
     if tokens and split != _token(rows.axes):
-        why = f"{n} rows have no even split over {way.ways(rows.axes)}; sl.parallelize(..., pad=True) pads them"
+        why = (
+            f"{n} rows have no even split over {way.ways(rows.axes)}; "
+            "sl.parallelize(..., pad=True) pads them"
+        )
         found.left.setdefault((name, 0), why)
     return f"{split} {_fitting(cols.axes, width, way)}"
 
@@ -581,7 +587,7 @@ def patterns(
 
 
 def _candidates(name: str) -> Iterable[str]:
-    """The name with its numbers as stars: all of them, then fewer, the last ones kept first."""
+    """List a name's forms with stars for all its numbers, then for fewer, the last kept first."""
     words = name.split(".")
     numbers = [i for i, w in enumerate(words) if w.isdigit()]
     if len(numbers) > 6:
@@ -594,5 +600,5 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _short(text: str, ndim: int) -> str:
-    """``...`` for a tensor of several dimensions that is whole."""
+    """Write ``...`` for a tensor of several dimensions that is whole."""
     return "..." if ndim > 1 and set(text.split()) == {"."} else text

@@ -1,12 +1,11 @@
 """The tree of a module without its weights: what calls run on, so that the weights may go.
 
-``skeleton(module)`` is a shallow copy of the tree: other Module objects of
-                     the same classes, whose parameters lie on
-the meta device.  Whatever led from the module back to itself leads to the copy: shared submodules
-and tensors, bound methods, partials and closures in attributes and hooks, lists and dicts of its
-parameters or submodules.  Everything else is shared with the module: configurations, locks,
-generators, hooks and objects of one's own, tensors that are neither parameters nor buffers, modules
-that are not registered.
+``skeleton(module)`` is a shallow copy of the tree: other Module objects of the same classes, whose
+parameters lie on the meta device.  Whatever led from the module back to itself leads to the copy:
+shared submodules and tensors, bound methods, partials and closures in attributes and hooks, lists
+and dicts of its parameters or submodules.  Everything else is shared with the module:
+configurations, locks, generators, hooks and objects of one's own, tensors that are neither
+parameters nor buffers, modules that are not registered.
 """
 
 import functools
@@ -68,9 +67,7 @@ def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module
 
 
 class _Exchange:
-    """Values with what has a copy exchanged for that; a value from which
-    nothing of the kind is reached is itself.
-    """
+    """The exchange of values for their copies, where a value leads to something copied."""
 
     def __init__(self, instead: Mapping[int, Any]) -> None:
         self.instead = dict(instead)
@@ -95,7 +92,7 @@ class _Exchange:
         return False
 
     def _rebuilt(self, value: Any) -> Any:
-        """A copy, known before its parts are looked at: they may lead to it."""
+        """Make a copy that is known before its parts are looked at: they may lead to it."""
         kind, put = type(value), self.instead.__setitem__
         if kind is list:
             put(id(value), items := [])
@@ -127,9 +124,7 @@ class _Exchange:
         return new
 
     def _function(self, f: FunctionType) -> FunctionType:
-        """The function over the copies of what it closes over, with
-        the attributes that functools.wraps leaves.
-        """
+        """Make the function over the copies of what it closes over, as functools.wraps did."""
         open_cells = {
             id(c): CellType()
             for c in f.__closure__ or ()
@@ -149,7 +144,7 @@ class _Exchange:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What a value that can be rebuilt leads to; None of any other."""
+    """List what a value that can be rebuilt leads to; None of any other."""
     kind = type(value)
     if kind in (list, tuple):
         return list(value)
@@ -177,7 +172,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """List where the module holds its tensors, each once: (a dict, its key there, first name)."""
+    """List (a dict, its key there, the first name) of each place that holds a tensor."""
     first: dict[int, str] = {}
     found = []
     for path, m in module.named_modules():
@@ -191,7 +186,7 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
 
 @contextmanager
 def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Have the module hold these tensors, by their first names, within it.
+    """Have the module hold these tensors, by their first names, inside the ``with``.
 
     Those that it writes anew come into ``state``.
 

@@ -17,9 +17,10 @@ __all__ = ["CLUSTERS", "Cluster", "cluster_of", "measured"]
 class Cluster:
     """What a rank has, and how ranks are joined.
 
-    ``memory``   bytes of one rank.     ``flops``    operations per second that its products reach.
-    ``node``     ranks that are joined by links ``inside``; others are by links ``between``.
-    ``source``   where the links' figures come from.
+    ``memory``  bytes of one rank.
+    ``flops``   operations per second that its products reach.
+    ``node``    ranks that are joined by links ``inside``; others are by links ``between``.
+    ``source``  where the links' figures come from.
 
     >>> Cluster(memory=80e9, flops=4e14).node
     8
@@ -83,8 +84,8 @@ def cluster_of(given: str | Cluster) -> Cluster:
 def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Cluster:
     """Measure the links of the ranks that run, as ``probe`` does, in place of a cluster's own.
 
-    Called by all ranks of a job, under torchrun or in ``sl.launch``; those of one node stand side by
-    side.  Where there is one node, what joins nodes stays as it was; one rank measures nothing.
+    Called by all ranks of a job, under torchrun or in ``sl.launch``; those of one node stand side
+    by side.  Where there is one node, what joins nodes stays as it was; one rank measures nothing.
 
     ``cluster``  whose memory and operations count.
     ``ranks``    of one node; by default LOCAL_WORLD_SIZE as torchrun says it, else all.

@@ -1,5 +1,5 @@
-"""What a function of sharded tensors will do: every
-operation's layouts, algorithm, bytes and memory.
+"""What a function of sharded tensors will do: every operation's layouts, algorithm, bytes and
+memory.
 
 Nothing runs: blocks are on the meta device and the mesh is only a mapping of names to sizes, so
 a plan for 512 ranks takes as long as one for two.
@@ -80,13 +80,15 @@ class Row:
 class Explanation:
     """Every operation that communicates or multiplies, and the totals.
 
-    ``rows``    in the order they run.
-    ``bytes``   received per rank, forward and backward; ``messages`` likewise.
+    ``rows``                   in the order they run.
+    ``bytes``                  received per rank, forward and backward; ``messages`` likewise.
     ``parameters``, ``state``  bytes of the parameters and of the optimizer's state, per rank.
-    ``transient``  bytes alive at the most beside them: what is saved for backward, as ``remat``
-                says, temporaries, gradients.   ``peak``  all three together.
-    ``bound``   the least bytes that any algorithm must receive for the forward products, each alone
-                (Al Daas et al., SPAA 2022), and ``products`` what is received for them here.
+    ``transient``              bytes alive at the most beside them: what is saved for backward, as
+                               ``remat`` says, temporaries, gradients.
+    ``peak``                   all three together.
+    ``bound``                  the least bytes that any algorithm must receive for the forward
+                               products, each alone (Al Daas et al., SPAA 2022), and ``products``
+                               what is received for them here.
     """
 
     rows: list[Row]
@@ -223,14 +225,14 @@ def explain(
 ) -> Explanation:
     """Run ``apply(params, *inputs)`` on shapes alone and say what each operation would do.
 
-    ``inputs``    a tensor, a tuple of arguments or a dict of
-                  keyword arguments; only shapes are read.
+    ``inputs``    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes are
+                  read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
     ``tx``        an optimizer's transform, whose state is then part of the peak.
 
-    Raises: what ``apply`` would raise, for example UnevenSplit at another size; Unsupported, with the
-    submodule, where a module's own code raises on shapes alone.
+    Raises: what ``apply`` would raise, for example UnevenSplit at another size; Unsupported, with
+    the submodule, where a module's own code raises on shapes alone.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2, y=2):

@@ -68,9 +68,11 @@ class Grid3:
 class Choice:
     """The best grid, and every other with its price.
 
-    ``mesh``    axis sizes for ``make_mesh(**choice.mesh)``.     ``recipe``  a function of ``shardlib.modules.recipes``.
-    ``save``    operands to keep gathered; if any, train within ``sl.saving()``.
-    ``table``   the candidates, best first.     ``rejected``  how many grids do not divide or do not fit.
+    ``mesh``      axis sizes for ``make_mesh(**choice.mesh)``.
+    ``recipe``    a function of ``shardlib.modules.recipes``.
+    ``save``      operands to keep gathered; if any, train within ``sl.saving()``.
+    ``table``     the candidates, best first.
+    ``rejected``  how many grids do not divide or do not fit.
 
     >>> found = choose([(512, 2048), (2048, 512)], 4, batch=64)
     >>> found.mesh, found.best.name, len(found.table)
@@ -132,17 +134,17 @@ def choose(
 ) -> Choice:
     """Find the fastest grid of ``world`` ranks for one training step of a model's linear layers.
 
-    ``model``     a module, or (inputs, outputs) of its linear
-                  layers in turn: expanding, contracting, ...
-    ``memory``    bytes per rank for weights, gradients, ``state`` bytes per parameter, saved
-                  activations and the largest gathered pair; None for no limit.
-    ``heads``     attention heads, which the axis n must divide.
-    ``links``     one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
-    ``flops``     multiply-adds x 2 per second and rank, to include the products themselves.
+    ``model``   a module, or (inputs, outputs) of its linear layers in turn: expanding, contracting,
+                ...
+    ``memory``  bytes per rank for weights, gradients, ``state`` bytes per parameter, saved
+                activations and the largest gathered pair; None for no limit.
+    ``heads``   attention heads, which the axis n must divide.
+    ``links``   one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
+    ``flops``   multiply-adds x 2 per second and rank, to include the products themselves.
 
     Products with weights are priced, each distinct one once, whatever modules hold them; attention
-    and norms move nothing or little under these layouts.  ``planning.plan`` runs all of a step on paper.
-    Ties go to fewer messages.  Raises: ShardError where no grid divides or fits.
+    and norms move nothing or little under these layouts.  ``planning.plan`` runs all of a step on
+    paper.  Ties go to fewer messages.  Raises: ShardError where no grid divides or fits.
 
     >>> mlp = [(1024, 4096), (4096, 1024)]
     >>> for sequence in (1, 64, 1024):

@@ -115,9 +115,12 @@ class Weighed:
 class Plan:
     """The best way, and the others.
 
-    ``table``  best first; those that fit before those that do not.   ``best``  None where none fits.
-    ``rejected``  (way, why) of those that cannot be.    ``looked``  how many were estimated.
-    ``batch``  rows of a step.     ``cluster``  whose memory, operations and links were taken.
+    ``table``     best first; those that fit before those that do not.
+    ``best``      None where none fits.
+    ``rejected``  (way, why) of those that cannot be.
+    ``looked``    how many were estimated.
+    ``batch``     rows of a step.
+    ``cluster``   whose memory, operations and links were taken.
 
     >>> from torch import nn
     >>> words = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
@@ -187,18 +190,20 @@ def plan(
 ) -> Plan:
     """Find how to train a language model on so many ranks: mesh, recipe, ZeRO, micro-batches.
 
-    ``model``     best on the meta device; its dtype counts.
-    ``batch``     rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.
-    ``cluster``   what ranks have and how they are joined: "a100", "h100", "h200", "b200", yours, or
-                  what ``sl.planning.measured`` found on the ranks that run.
-    ``memory``    bytes of one rank, else the cluster's.
-    ``state``     bytes that the optimizer keeps per parameter: AdamW 8, with an fp32 master 12.
-    ``recipe``    those to look at.     ``most``  how many run on paper.
-    ``loss``      of (apply, params, ids, labels); by default cross entropy of the logits.
-    ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does not fit.
-    ZeRO is used over the axes that copy parameters.  Of its stages from 1 on, of micro-batches and of
-    ``remat`` of whole layers, that is taken which fits and takes least time: a micro-batch more is
-    messages more, stages 2 and 3 reduce gradients once for each, stage 3 gathers for each, and
+    ``model``       best on the meta device; its dtype counts.
+    ``batch``       rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.
+    ``cluster``     what ranks have and how they are joined: "a100", "h100", "h200", "b200", yours,
+                    or what ``sl.planning.measured`` found on the ranks that run.
+    ``memory``      bytes of one rank, else the cluster's.
+    ``state``       bytes that the optimizer keeps per parameter: AdamW 8, with an fp32 master 12.
+    ``recipe``      those to look at.
+    ``most``        how many run on paper.
+    ``loss``        of (apply, params, ids, labels); by default cross entropy of the logits.
+    ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does
+                    not fit.
+    ZeRO is used over the axes that copy parameters.  Of its stages from 1 on, of micro-batches and
+    of ``remat`` of whole layers, that is taken which fits and takes least time: a micro-batch more
+    is messages more, stages 2 and 3 reduce gradients once for each, stage 3 gathers for each, and
     ``remat`` computes a third more.  Transfers are not thought to be hidden.
     Raises: BadArgument where there is nothing to plan.
 

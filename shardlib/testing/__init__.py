@@ -1,5 +1,5 @@
-"""The laws that an algorithm, an attention engine or a mask
-of one's own must keep, each as one call.
+"""The laws that an algorithm, an attention engine or a mask of one's own must keep, each as one
+call.
 """
 
 from shardlib.testing.attention import check_engine, check_mask, dense_attention

@@ -139,8 +139,8 @@ def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
 
 
 class _Wanted(NamedTuple):
-    """Output, log-sum-exp and the gradients of q, k, v, bias,
-    sink on whole tensors, and the cotangents.
+    """Output, log-sum-exp and the gradients of q, k, v, bias, sink on whole tensors, and the
+    cotangents.
     """
 
     values: list[Tensor]

@@ -38,8 +38,8 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
 
     ``meshes``  axis names and sizes; every axis is used for every dimension.
 
-    Raises: AssertionError naming the operands, the law and both
-            values.  An algorithm that takes nothing fails.
+    Raises: AssertionError naming the operands, the law and both values.  An algorithm that takes
+            nothing fails.
 
     >>> import shardlib as sl
     >>> sl.testing.check_algorithm("matmul", "cannon", meshes=[{"x": 2, "y": 2}])[0]
