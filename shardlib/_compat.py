@@ -78,7 +78,7 @@ DispatchMode: Any = TorchDispatchMode
 
 
 def watched() -> bool:
-    """Whether another such context sees the aten calls made now.
+    """Say whether another such context sees the aten calls made now.
 
     Seen in 2.11 to 2.15.  When it goes: True, and every operation on paper runs each time.
     """
@@ -268,9 +268,7 @@ class _Seeded:
     last = 0
 
     def holds(self) -> bool:
-        """Whether the last seeding is still in effect, not
-        undone by ``fork_rng`` or ``set_rng_state``.
-        """
+        """Say whether the last seeding holds, not undone by ``fork_rng`` or ``set_rng_state``."""
         return torch.initial_seed() in (self.last % 2**64, (self.last - 1) % 2**64)
 
 
@@ -278,8 +276,7 @@ SEEDED = _Seeded()
 
 
 def _hear_seeds() -> None:
-    """``torch.manual_seed`` and ``torch.seed`` both tell custom
-    devices of the seed; this listens there.
+    """Hear of ``torch.manual_seed`` and ``torch.seed``, which both tell custom devices of the seed.
 
     They are imported by name before us, so replacing them would miss calls.
     ``torch.random._seed_custom_device`` seen in 2.11 to 2.15.  When it goes: wrap
@@ -298,8 +295,9 @@ _hear_seeds()
 
 
 def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[type]) -> None:
-    """``torch.nn.init`` functions that do not ask their argument first do
-    so: a wrapper goes to ``instead[name]``.
+    """Have ``torch.nn.init`` functions ask their argument: a wrapper goes to ``instead[name]``.
+
+    Theirs are those that do not ask it first.
 
     They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a
     wrapper.  Callers import them by name, so their code is replaced, under the same signature.
@@ -338,7 +336,7 @@ def job_store() -> Any:
 
 
 def set_timeout(group: Any, seconds: float) -> None:
-    """How long a transfer of this group may take, those of gloo's sends and receives included.
+    """Set how long a transfer of this group may take, gloo's sends and receives included.
 
     Seen in 2.11 and 2.13 as ``torch.distributed.distributed_c10d._set_pg_timeout``, which warns in
     2.15: there ``torch.distributed.set_timeout`` is public.  When 2.15 is the oldest supported
@@ -366,7 +364,8 @@ def foreach_ops() -> dict[str, Callable[..., Any]]:
 
 
 def fused_steps() -> list[Callable[..., Any]]:
-    """``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.
+    """List ``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.
+
     Seen in 2.11 to 2.15.
     """
     names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -374,8 +373,9 @@ def fused_steps() -> list[Callable[..., Any]]:
 
 
 def fused_step(name: str) -> Callable[..., None] | None:
-    """One of them as ``run(lists, steps, **how)``, where lists are parameters, gradients and what
-    the optimizer keeps; None where torch has none of this name.
+    """Give one of them as ``run(lists, steps, **how)``; None where torch has none of this name.
+
+    ``lists`` are parameters, gradients and what the optimizer keeps.
 
     When they go: transforms run through ``update``.
     """
@@ -433,8 +433,7 @@ HookFunction: Any = torch.nn.modules._functions.BackwardHookFunction
 
 
 class Local(torch.autograd.Function):
-    """Base of the library's own Functions: always on raw
-    blocks, so torch's C entry is called at once.
+    """Base of the library's own Functions, given raw blocks alone: torch's C entry runs at once.
 
     ``torch._C._FunctionBase.apply`` seen in 2.11 to 2.15.  When it goes: drop the line.
     """
@@ -473,9 +472,10 @@ def intercept_functions(
     instead: Callable[[Any, tuple[Any, ...]], Any],
     hid: Callable[[Any, tuple[Any, ...], Any], Any],
 ) -> None:
-    """Where a wrapper is among the arguments of a user's ``Function.apply``, ``instead(cls, args)``
-    runs; where one is only among the results (it came in a list, or in a closure), ``hid(cls, args,
-    out)`` judges.
+    """Have a user's ``Function.apply`` that takes or gives wrappers go to ``instead`` or ``hid``.
+
+    ``instead(cls, args)`` runs where a wrapper is among the arguments; ``hid(cls, args, out)``
+    judges where one is among the results alone (it came in a list, or in a closure).
 
     ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``,
     sees the arguments after defaults are bound and leaves ``Function.apply`` itself, which
@@ -635,7 +635,7 @@ class _Untraced(MetaPathFinder):
 
 
 def run_uncompiled() -> None:
-    """See _Untraced."""
+    """Have torch.compile leave the library uncompiled; see _Untraced."""
     found = sys.modules.get(_Untraced.name)
     if found is not None:
         found.add("shardlib")  # type: ignore[attr-defined]
@@ -667,7 +667,7 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def storage_users(x: torch.Tensor) -> int:
-    """How many tensors look at the memory of ``x``, itself included.
+    """Count the tensors that look at the memory of ``x``, itself included.
 
     ``torch._C._storage_Use_Count`` seen in 2.11 to 2.15, where torch's compiler uses it; asking
     counts as one.  When it goes: gathered buckets get new memory each time.
@@ -676,7 +676,7 @@ def storage_users(x: torch.Tensor) -> int:
 
 
 def tensor_users(x: torch.Tensor) -> int | None:
-    """How many hold this tensor itself: Python, all of it, counts as one, each graph that leads to it more.
+    """Count what holds this tensor: Python, all of it, is one; so is each graph that leads to it.
 
     ``Tensor._use_count`` seen in 2.13; None where it is missing: nobody can say.
     """

@@ -1,5 +1,4 @@
-"""torch.autocast for sharded values: the same functions are
-cast to the same dtypes as torch casts them.
+"""torch.autocast for sharded values: functions are cast to the dtypes that torch casts them to.
 
 Implementations run with autocast off: their blocks have the dtype that torch's operator would
 compute in, and what a implementation does inside (a sum in fp32, an accumulator) is not cast again.
@@ -93,8 +92,9 @@ def _on(device: str) -> Iterator[None]:
 
 
 def casting(func: Any) -> AbstractContextManager[Any]:
-    """Give autocast back as the caller has it, where torch runs this function on blocks or its
-    Python body runs.  What is done to blocks before and after (cut, gathered, stacked, summed) is not cast.
+    """Set autocast as the caller has it, where torch runs this function, or its Python, on blocks.
+
+    What is done to blocks before and after (cut, gathered, stacked, summed) is not cast.
     """
     casts = scope().casts
     return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])

@@ -1,4 +1,4 @@
-"""Batches: global tensors of what each data rank read, in an order that no number of ranks changes."""
+"""Batches: global tensors of what data ranks read, in an order that the number of ranks keeps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal

@@ -1,6 +1,4 @@
-"""The border to torch's DTensor: conversion without a copy, and
-our matmul algorithms on plain DTensors.
-"""
+"""The border to torch's DTensor: conversion without a copy, and our products of plain DTensors."""
 
 from typing import TYPE_CHECKING, Any
 

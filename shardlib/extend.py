@@ -1,5 +1,4 @@
-"""What an author of an algorithm, an engine or a mask needs;
-``docs/writing_an_algorithm.md`` writes one.
+"""Names for authors of algorithms, engines and masks; see ``docs/writing_an_algorithm.md``.
 
 An *operator* has one implementation and, for matmul and attention, several *algorithms*.  Each
 looks at a case and answers with a ``Match`` (the result's layout, its price, what runs) or with a

@@ -244,9 +244,7 @@ _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
 
 
 class _Final(Local):
-    """apply(gradient, name, *cotangents): a gradient that has no
-    gradient, and says so when it is asked for.
-    """
+    """apply(gradient, name, *cotangents): a gradient that refuses to be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, name: str, *raws: Tensor) -> Tensor:
@@ -314,9 +312,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Sharded results of plain arguments: right where no argument
-    has a gradient, for torch tracks no other.
-    """
+    """Refuse sharded results of plain arguments that have a gradient, which would be lost."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise ShardError(
             "its results are sharded and its arguments are not: their gradient would be lost",
@@ -393,9 +389,7 @@ def _hooked(*tensors: Any) -> Any:
 
 
 def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
-    """Reentrant checkpointing runs backward inside backward, which
-    knows no ``inputs``: the other kind is right.
-    """
+    """Checkpoint without reentry, which runs backward inside backward and knows no ``inputs``."""
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)

@@ -283,7 +283,7 @@ def _apart(raw: Tensor, inside: bool) -> Tensor:
 
 
 def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
-    """The place of a leaf whose gradient is left unsummed over those of the axes that do not split it."""
+    """The place of a leaf whose gradient is left unsummed over those axes that do not split it."""
     for a in axes:
         x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")
     return x.place._replace(deferred=frozenset(a for a in axes if a not in x.sharding.axes))

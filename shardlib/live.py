@@ -12,8 +12,7 @@ __all__ = ["Live"]
 
 
 class Live(DispatchMode):  # type: ignore[misc, valid-type]
-    """Bytes of storages made while it is open and still alive,
-    and their peak; tables of integers aside.
+    """Bytes of storages made within it and still alive, and their peak; tables of integers aside.
 
     >>> import torch
     >>> with Live() as live:

@@ -1,5 +1,4 @@
-"""Masks of attention, as values in global positions: ``Causal() &
-Documents(borders)``, or one of your own.
+"""Masks of attention as values in global positions: ``Causal() & Documents(borders)``, or your own.
 
 ``sl.ring_attention`` and ``F.scaled_dot_product_attention`` take them; ``&`` joins two.
 """

@@ -146,7 +146,7 @@ def shard(
 
 
 def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:
-    """``shard`` of one tensor, whose blocks are not compared with those of the other ranks."""
+    """Shard one tensor without comparing the ranks' blocks."""
     size = padded_size(lay, x, m) if pad else x.shape
     lay.check(tuple(size), m, op="shard")
     if src is not None:
@@ -482,9 +482,7 @@ def _whole(x: ShardedTensor) -> Tensor:
 
 @implements(Tensor.cpu, Tensor.cuda)
 def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor itself where it is there already, a copy of a
-    value that every rank holds; blocks stay.
-    """
+    """Return a tensor that is there already, or copy one every rank holds; refuse for blocks."""
     x = args[0]
     if x.raw.device.type == func.__name__:
         return x

@@ -45,7 +45,8 @@ _WORD = (1 << 64) - 1
 @dataclass(eq=False)
 class _Seed:
     """One seeding: what this rank was given, and what the ranks agreed on.
-    ``exact``: all must give the same.
+
+    ``exact``  all must give the same.
     """
 
     given: int
@@ -223,8 +224,7 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
 
 
 class Plain:
-    """What a function draws as plain tensors, such as
-    ``torch.rand(shape)``, made the same on every rank of a job.
+    """What a function such as ``torch.rand(shape)`` draws as plain tensors, alike on all ranks.
 
     Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen
     to draw them the ranks compare their generators before each call (8 bytes from each); where they

@@ -1,4 +1,4 @@
-"""What surrounds a call, kept for code that runs again later, and results that it need not make again.
+"""Keep the ambient scope and saved results for a recomputation.
 
 torch.utils.checkpoint recomputes in backward, when the mesh, ``implicit``, ``saving``,
 ``algorithm`` and the parameters of ``apply`` are no longer in scope, or on a thread where they
@@ -61,7 +61,7 @@ class Kept:
         self.at, self.first = -1, not self.results
 
     def given(self) -> tuple[Any, ...] | None:
-        """The next operation's results, where the first run kept them."""
+        """Return the next operation's results, where the first run kept them."""
         self.at += 1
         if self.first:
             return None
@@ -71,7 +71,7 @@ class Kept:
         return tuple(_alias(x) for x in found) or None
 
     def keep(self, *results: Any) -> None:
-        """What ``given()`` answers in later runs; nothing: the operation runs again."""
+        """Keep what ``given()`` returns in later runs; of nothing, the operation runs again."""
         if self.first:
             held = tuple(_alias(x) for x in results)
             self.results.append((held, []))
@@ -80,7 +80,7 @@ class Kept:
                     self.watch(x)
 
     def watch(self, x: Tensor) -> None:
-        """Results are given back only while nothing is written to ``x``, which shares them."""
+        """Give results back only while nothing is written to ``x``, which shares their memory."""
         self.results[self.at][1].append((x.detach(), x._version))
 
 
@@ -89,7 +89,7 @@ def _alias(x: Any) -> Any:
 
 
 def once(run: Callable[[], Tensor]) -> Tensor:
-    """``run()``, one call of torch's product or attention, whose kernel runs once in a region."""
+    """Return ``run()``, one call of torch's product or attention; its kernel runs once a region."""
     region = scope().region
     if region is None:
         return run()

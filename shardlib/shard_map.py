@@ -230,8 +230,9 @@ def _check_axes(
     i: int,
     line: Callable[[object], str],
 ) -> None:
-    """Refuse a result that varies along an axis where its layout says it is the same, or that is
-    the same where its layout says that the ranks' parts are still to be summed.
+    """Refuse a result that varies where its layout says that it is the same, or the reverse.
+
+    The reverse: it is the same where its layout says that the ranks' parts are still to be summed.
 
     Only simulated ranks can be compared for nothing; the same body runs on real ones.
     """

@@ -1,4 +1,4 @@
-"""Verify, once at set-up, that the ranks hold the same where a layout says so; and agree on a value.
+"""Verify, once at set-up, that ranks hold the same where a layout says so; and agree on a value.
 
 Each rank leaves a digest of its blocks in the job's store, or finds that of another rank which
 holds the same blocks, and compares: a few bytes for each value, and no wait.  A difference is
@@ -63,7 +63,7 @@ _KEEP = 16
 
 
 def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None:
-    """The numbers of the rank that says them first, on every rank of the mesh; nobody waits.
+    """Give every rank of the mesh the numbers of the rank that says them first; nobody waits.
 
     ``what``  names them; the n-th call with one name is the n-th on every rank.
     None where no store connects the ranks.

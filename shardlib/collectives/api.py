@@ -899,7 +899,7 @@ def scatter_into(
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
-    """Post ``all_gather`` of vectors in place: each rank's own part of ``flat`` [n] is there already.
+    """Post ``all_gather`` of vectors in place: each rank's part of ``flat`` [n] is there already.
 
     ``ahead``  other work comes between this call and ``finish``, as in ``scatter_into``.
     Moves what all_gather of the parts moves.

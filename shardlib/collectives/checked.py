@@ -67,7 +67,7 @@ class Mode(Trace):
         """Follow what an operator chose: it follows from the layouts."""
 
     def note(self, text: str) -> None:
-        """What every rank must have done alike before its next transfer."""
+        """Add a call to the fingerprint that ranks compare."""
         self.calls += 1
         self.crc = zlib.crc32(text.encode(), self.crc)
         if (job := current_job()) is not None:
@@ -188,7 +188,7 @@ _INSIDE: dict[str, bool] = {}
 
 
 def line_of_user() -> str:
-    """``user_line``, whose answer for a file is remembered."""
+    """Find ``user_line`` of the caller; what is known of a file is remembered."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -222,7 +222,7 @@ class check(Entered):
 
 
 def checking() -> Mode | None:
-    """The check mode in force."""
+    """Return the check mode in force, or None."""
     traces = scope().traces
     return next((t for t in traces if type(t) is Mode), None) if traces else None
 

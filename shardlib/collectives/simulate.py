@@ -187,8 +187,9 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: int) -> bool:
-    """Where one more dimension would change what torch does: 0-dim
-    operands of other dtypes, memory formats.
+    """Say whether one more dimension would change what torch does, so that ranks run one by one.
+
+    It would for 0-dim operands of other dtypes, and for memory formats.
     """
     name = func.__name__
     if kwargs.get("memory_format") is not None or name in ("masked_fill", "masked_fill_"):

@@ -34,12 +34,12 @@ class Varies:
         self.axes = axes
 
     def join(self, axes: frozenset[str] | None) -> None:
-        """What varies over these axes was written into it."""
+        """Note that what varies over these axes was written into the block."""
         self.axes = None if axes is None or self.axes is None else self.axes | axes
 
 
 def real(mesh: Mesh, axes: Collection[str]) -> frozenset[str]:
-    """The axes of more than one rank."""
+    """Return those of the axes that have more than one rank."""
     return frozenset(a for a in axes if mesh.axes[a] > 1)
 
 
@@ -109,7 +109,7 @@ _SUMS = frozenset(["psum", "psum_scatter", "preduce"])
 def after_move(
     op: str, x: Any, mesh: Mesh, axes: Sequence[str], params: tuple, spelled: str
 ) -> Varies | None:
-    """Over which axes the result of a collective varies; None where nothing is known of ``x``.
+    """Return over which axes the result of a collective varies; None if nothing is known of ``x``.
 
     A tensor that a body made without a block, such as torch.ones, is the same everywhere, and its
     sum counts ranks.
@@ -160,7 +160,7 @@ def _whole(
 
 
 def differing(raw: Tensor, mesh: Mesh, axes: Sequence[str]) -> str | None:
-    """The first axis along which simulated blocks differ by more than their rounding.
+    """Find the first axis along which simulated blocks differ by more than their rounding.
 
     A sum taken in another order on each rank may differ by its rounding.
     """

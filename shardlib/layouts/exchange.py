@@ -25,9 +25,7 @@ Side = tuple[tuple[Dim, ...], str]  # dimensions and skew
 
 @dataclass(frozen=True)
 class Round:
-    """One ppermute: ``takes[s]`` of the sender's old block
-    becomes ``puts[d]`` of the receiver's new one.
-    """
+    """One ppermute: ``takes[s]`` of the sender's old block becomes ``puts[d]`` of the new one."""
 
     pairs: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
@@ -37,8 +35,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Exchange:
-    """``kept``: rank -> what it keeps, where that was and
-    where it goes; ``shape`` of the new blocks.
+    """All that makes new blocks of old ones: what each rank keeps, and rounds of ppermute.
+
+    ``kept``   rank -> what it keeps, where that was and where it goes.
+    ``shape``  of the new blocks.
     """
 
     shape: tuple[int, ...]
@@ -123,9 +123,7 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 @lru_cache(maxsize=8192)
 def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Say where what is in both lies in the one and in the other, in
-    the order of the other; None if nothing is.
-    """
+    """Say where what both hold lies in each, in the second's order; None if they share nothing."""
     if isinstance(old, range) and isinstance(new, range):
         start, stop = max(old.start, new.start), min(old.stop, new.stop)
         if start >= stop:

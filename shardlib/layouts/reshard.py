@@ -302,9 +302,7 @@ _WORLD = 64
 def _exchanges(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Step, _State]]:
-    """Go straight to the end where the same sums are
-    pending; ``_settled`` finds the exchange later.
-    """
+    """Go straight to the end if the same sums are pending; ``_settled`` finds exchanges later."""
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
         words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)

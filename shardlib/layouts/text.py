@@ -1,4 +1,4 @@
-"""Reading a layout's text form into the fields of a ``Layout``, with errors that show the mistake."""
+"""Reading a layout's text form into the fields of a ``Layout``; errors show the mistake."""
 
 import difflib
 import re

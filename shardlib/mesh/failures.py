@@ -51,7 +51,7 @@ _GRACE = 3.0  # how long the roll waits for an answer
 
 
 def spelled(entry: Sequence[Any]) -> str:
-    """An operation in words.
+    """Write an operation in words.
 
     >>> import torch
     >>> spelled((12, "psum", ("x",), torch.Size([4, 2]), torch.float32))
@@ -162,7 +162,7 @@ class Job:
         self._set("roll", "called")
 
     def said(self, key: str) -> Any:
-        """What a rank said; None if it has not."""
+        """Read what a rank said; None if it has not."""
         return self._get(key)
 
     def raised(self, error: BaseException) -> None:
@@ -190,7 +190,7 @@ class Job:
     # -------------------------------------------------------- the first cause
 
     def lost(self, error: BaseException, doing: str, ranks: Sequence[int]) -> RankFailed:
-        """What a rank raises whose transfer among ``ranks`` failed."""
+        """Build the error for a failed transfer among ranks."""
         self.failed = True
         self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
         self._set("roll", "called")
@@ -381,7 +381,7 @@ _JOBS: "weakref.WeakKeyDictionary[Any, Job]" = weakref.WeakKeyDictionary()
 
 
 def current_job() -> Job | None:
-    """The job whose processes run now, once a mesh was made of them."""
+    """Return the job whose processes run now, once a mesh was made of them."""
     return _JOBS.get(dist.group.WORLD) if dist.is_initialized() else None
 
 

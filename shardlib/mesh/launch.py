@@ -1,5 +1,4 @@
-"""Run a function in local processes, one for each rank of a mesh: start them, wait, tell what
-went wrong.
+"""Run a function in local processes, one per rank of a mesh: start, wait, tell what went wrong.
 
 The processes meet at a store that this one serves on the loopback interface; their transfers stay
 there too.
@@ -87,7 +86,7 @@ _FOLDER = "SHARDLIB_LAUNCH_FOLDER"
 
 
 def loopback_store() -> tuple[dist.TCPStore, int]:
-    """Where the ranks meet, and its port: it listens on the loopback interface alone."""
+    """Open the store where the ranks meet, on the loopback interface; return it and its port."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
     store = dist.TCPStore(

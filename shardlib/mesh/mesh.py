@@ -60,9 +60,7 @@ def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
 
 
 class Registered:
-    """``changes``  how often algorithms were registered or
-    taken out; what was chosen before is void.
-    """
+    """A count of algorithms registered or taken out: when it changes, earlier choices are void."""
 
     changes = 0
 
@@ -132,7 +130,7 @@ class Mesh(Mapping[str, int]):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The job's ranks of which it is made, in its order; 0, 1, ... where one process plays them."""
+        """The job's ranks of which it is made, in order; 0, 1, ... where one process plays them."""
         if self.device_mesh is None:
             return tuple(range(self.size))
         return tuple(self.device_mesh.mesh.flatten().tolist())  # torch makes it anew when asked
@@ -479,7 +477,7 @@ def check_timeout(seconds: float, op: str, fix: str) -> None:
 
 
 def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:
-    """A mesh of real processes whose transfers may take so long."""
+    """Set how long transfers of a mesh of real processes may take, and return the mesh."""
     if seconds is None or mesh.device_mesh is None:
         return mesh
     mesh.timeout = float(seconds)

@@ -56,9 +56,7 @@ class Scope(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A scope entered in a generator's body; ``task``: the asyncio
-    task, where the generator is asynchronous.
-    """
+    """A scope entered in a generator's body; ``task``: the asyncio task of an asynchronous one."""
 
     frame: FrameType
     task: Any
@@ -162,9 +160,7 @@ def _unlinked(now: Scope, by: Any) -> Scope:
 
 
 class Entered(ContextDecorator):
-    """Base of the context managers that users write:
-    ``changes`` of what is in scope while it is open.
-    """
+    """Base of the context managers that users write: ``changes`` of the scope while one is open."""
 
     def changes(self, now: Scope) -> dict[str, Any]:
         raise NotImplementedError
@@ -177,8 +173,9 @@ class Entered(ContextDecorator):
 
 
 class within:
-    """``with within(promoting=True):`` for the library's own
-    code, which is left as it was entered.
+    """Changes of the scope for the library's own code, which is left as it was entered.
+
+    ``with within(promoting=True):`` is an example.
     """
 
     __slots__ = ("before", "changes")
@@ -195,8 +192,7 @@ class within:
 
 
 class bind:
-    """Put a mesh in scope with as little ado as possible, or
-    a whole scope that was kept for backward.
+    """A mesh put in scope with as little ado as possible, or a whole scope kept for backward.
 
     Of a scope that was kept, what the program said holds (mesh, algorithms, budgets, promotion);
     what listens is what listens now, and nothing is fetched ahead: what runs is a repetition.

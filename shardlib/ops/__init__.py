@@ -1,6 +1,4 @@
-"""Implementations: importing this package fills the table that
-ShardedTensor dispatches on; the order means nothing.
-"""
+"""Implementations: importing this package fills ShardedTensor's table; the order means nothing."""
 
 from shardlib.ops import (
     along,

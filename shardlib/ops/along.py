@@ -99,9 +99,7 @@ declare("diag_embed(input, offset=0, dim1=-2, dim2=-1)\nview_as_complex(input)",
 
 
 def _into(b: Bound) -> Labels:
-    """What is written into lies along ``dim`` as one piece; a
-    selected piece has no such dimension.
-    """
+    """Label all but ``dim`` rows: what is written to has it whole, a selected piece lacks it."""
     x, src = b["input"], b["src"]
     (dim,) = where(b["dim"], x.ndim)
     kept = [d for d in range(x.ndim) if src.ndim == x.ndim or d != dim]

@@ -107,9 +107,7 @@ def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
-    """Say whether ``dim``, or with None any dimension, lies on several
-    ranks; an empty tensor has nothing there.
-    """
+    """Say whether ``dim`` (None: any dimension) lies on several ranks of a tensor not empty."""
     ndim = len(x.padded_shape)
     if dim is not None:
         dim = dim_of(dim, ndim, "max")
@@ -138,8 +136,9 @@ def _positions(x: ShardedTensor) -> list[Tensor]:
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
-    """Each block's best along dimension ``d`` and their positions in
-    the tensor, gathered: whole along ``d``.
+    """Gather each block's best along dimension ``d`` and their positions in the tensor.
+
+    Both are whole along ``d``.
     """
 
     def here(block: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,9 +159,7 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
-    """Each block's extreme and its position in the flattened
-    tensor, of every rank: [ranks] each.
-    """
+    """Give every rank's extreme and its position in the flattened tensor: [ranks] each."""
     strides = [math.prod(x.padded_shape[d + 1 :]) for d in range(len(x.padded_shape))]
 
     def here(block: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,9 +176,7 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return the extreme along ``d`` and its position; the first of
-    several, and NaN before all, as in torch.
-    """
+    """Return the extreme along ``d`` and its first position; NaN comes before all, as in torch."""
     known = values.detach()
     best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
     if values.dtype.is_floating_point:

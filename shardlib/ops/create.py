@@ -1,6 +1,4 @@
-"""New tensors made from a sharded one: nothing of it is read
-but dtype, device, mesh and where it lies.
-"""
+"""New tensors made from a sharded one, of which only dtype, device, mesh and layout are read."""
 
 from typing import Any
 

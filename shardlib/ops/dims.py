@@ -214,9 +214,7 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
-    """A key for the plan of a call of leading tensors and plain
-    numbers on real ranks; None for any other.
-    """
+    """Return a key for the plan of tensors, then numbers, on real ranks; None for other calls."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or lead(first.mesh):
         return None

@@ -1,5 +1,4 @@
-"""Dropout of every kind: which elements, or channels, drop is a function
-of the key and of their global positions.
+"""Dropout of every kind: a key and global positions decide which elements, or channels, drop.
 
 The same drop under every layout and number of ranks (random.py).  What is saved for backward
 is one byte per element, or per channel.
@@ -95,9 +94,7 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
 
 
 def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """Alpha dropout: what drops takes SELU's lowest value, and all
-    is scaled back to mean 0 and variance 1.
-    """
+    """Apply alpha dropout: what drops takes SELU's lowest value; mean 0 and variance 1 stay."""
     alpha = 1.7580993408473766
     a = (alpha**2 * p + 1) ** -0.5 * (1 - p) ** -0.5 if p < 1 else 0.0
     noise = keep.to(x.dtype)

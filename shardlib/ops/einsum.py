@@ -21,8 +21,9 @@ __all__ = ["contract", "product_line"]
 
 
 def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
-    """Letters of every operand and of the result, ``...`` written
-    out (broadcast dimensions share letters).
+    """Read the letters of every operand and of the result, ``...`` written out.
+
+    Broadcast dimensions share letters.
     """
     equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")

@@ -87,9 +87,7 @@ _NUMBERS = frozenset(("alpha", "value"))
 def _placed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with its operands by position; the
-    function itself reads the other arguments.
-    """
+    """Return the call with its operands by position; the function reads the other arguments."""
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
         raise Unfit("Python's operators know no other names")
@@ -151,9 +149,7 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
             mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
 
     def brought(x: Any) -> Any:
-        """What is computed in the padding has a gradient there,
-        maybe 0 * inf; it ends before it is summed.
-        """
+        """Put 1 in a tracked operand's padding, where its gradient (maybe 0 * inf) ends."""
         x = x.with_padding if isinstance(x, ShardedTensor) else x
         tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
         if tracked and not x.ndim:  # it gets dimensions, and would promote as they do
@@ -346,8 +342,9 @@ def _met(
 def brought(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
-    """As ``aligned``, but the axes over which each operand's gradient
-    must be summed are given, not yet heeded.
+    """Like aligned, but return the axes instead of inserting the psum.
+
+    They are those over which each operand's gradient must be summed.
     """
     mesh, moving = values[0].mesh, False
     key = tuple([(v.place.layout, v.place.shape) for v in values])
@@ -384,8 +381,9 @@ def brought(
 
 
 class _Spread(Local):
-    """Broadcast a half precision block to ``shape``; its gradient
-    is summed in fp32, over ``axes`` as well.
+    """Broadcast a half precision block to ``shape``; its gradient is summed in fp32.
+
+    It is summed over ``axes`` as well.
     """
 
     @staticmethod

@@ -1,5 +1,4 @@
-"""torch's lists of tensors: ``_foreach_*``, the fused optimizer
-steps, and the check of a gradient scaler.
+"""torch's lists of tensors: ``_foreach_*``, fused optimizer steps, a gradient scaler's check.
 
 torch.optim, clip_grad_norm_ and GradScaler work through these.  An update of one element depends on
 that element alone, so where the lists lie alike torch's own kernel runs on all blocks at once.
@@ -47,9 +46,7 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
-    """Return the same arguments with blocks for sharded tensors,
-    where every list lies as the first one does.
-    """
+    """Return the arguments with blocks for sharded tensors, where every list lies as the first."""
     head = args[0]
     out: list[Any] = []
     for a in args:

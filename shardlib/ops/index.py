@@ -41,9 +41,7 @@ def _dim(b: Bound) -> int:
 
 
 def _at_positions(b: Bound) -> Labels:
-    """Operands of one rank; a row has the same size in all of
-    them (torch allows smaller indices).
-    """
+    """Label as rows the dimensions of equal size in all operands (torch allows smaller indices)."""
     x, dim = b["input"], _dim(b)
     found = slots(b)
     if any(s.ndim != x.ndim for s in found) or b.get("sparse_grad"):
@@ -215,9 +213,7 @@ _ALL = slice(None)
 
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """x[..., -1] of a split dimension: the rank that has it
-    gives it to the others; a copy, not a view.
-    """
+    """Give x[..., -1] of a split dimension: the rank that has it sends it to others, a copy."""
     out = _picked(
         x, tuple(replicated(torch.tensor(i), x.mesh) if isinstance(i, int) else i for i in given)
     )
@@ -228,9 +224,7 @@ def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 
 def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
-    """Per rank, for each of ``n`` positions: where it lies
-    in the rank's block, or the block's size.
-    """
+    """Find where ``n`` positions lie in each rank's block; the block's size if elsewhere."""
     key = _here, n, token
     found = mesh.plans.get(key)
     if found is None:
@@ -250,8 +244,7 @@ def _whole(i: ShardedTensor) -> ShardedTensor:
 
 
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """x[given]: positions are brought to every rank, and each gives the
-    elements that it has; one sum joins them.
+    """Give x[given]: every rank gets the positions and gives its elements; one sum joins them.
 
     Nothing is summed where the dimensions they address are
     whole.  None where something else is asked for.
@@ -534,9 +527,7 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _searched(b: Bound) -> Labels:
-    """Each value is looked for apart; sequences of several
-    dimensions share the leading ones with the values.
-    """
+    """Label values apart; sequences of several dimensions share the leading ones with them."""
     sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
     own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
     lead = tuple(range(sequence.ndim - 1))

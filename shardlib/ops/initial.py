@@ -1,5 +1,4 @@
-"""torch.nn.init on sharded tensors: fan-in and fan-out are the
-global tensor's, values are keyed by position.
+"""torch.nn.init on sharded tensors: global fan-in and fan-out, and values keyed by position.
 
 Most of it is torch's own code, which fills tensors in place (random.py).  Here are those that would
 draw from each rank's generator, move data, or write single elements.

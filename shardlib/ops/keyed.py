@@ -61,8 +61,9 @@ def _bar(p: float) -> int:
 
 @dataclass(frozen=True)
 class Pairs:
-    """For numbers that need 32 bits: two neighbours in the last dimension share 64.
-    ``make``: [m] -> [m, 2].
+    """A maker of numbers that need 32 bits: two neighbours in the last dimension share 64.
+
+    ``make``  [m] -> [m, 2].
     """
 
     make: Make
@@ -178,8 +179,9 @@ def drawn(
 
 
 def places(x: ShardedTensor) -> list[Where] | None:
-    """Say where the blocks played here lie in the true tensor, as kernels take it; None where they
-    have more dimensions than those count.
+    """Say where the blocks played here lie in the true tensor, as kernels take it.
+
+    None where they have more dimensions than kernels count.
     """
     size, strides = tuple(x.padded_shape), [1]
     for n in reversed(tuple(x.shape)[1:]):

@@ -59,8 +59,9 @@ __all__ = ["cross_entropy"]
 
 
 class _RowLoss(Local):
-    """Loss of each row, and softmax.  logits [R, C/axes], target [R]
-    -> [R], [R, C/axes]; zero where ignored.
+    """Loss of each row, and softmax: logits [R, C/axes], target [R] -> [R], [R, C/axes].
+
+    The loss is zero where ignored.
 
     Softmax is what backward saves; as an output it has a graph,
     so backward can be differentiated again.
@@ -126,9 +127,7 @@ class _RowLoss(Local):
 
 
 def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
-    """Return the logits' gradient on raw blocks, out of
-    operations that can be differentiated again.
-    """
+    """Return the logits' gradient on raw blocks, by operations that can be differentiated again."""
     mesh, axes, smooth, classes = ctx.place
     p, here, outside, ignored = ctx.saved_tensors
     dx: Any = 0
@@ -151,8 +150,9 @@ def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
 
 
 class _KernelLoss(Local):
-    """The same by kernels around one all-gather of four numbers per row: apply(logits, target, mesh,
-    axes, ignore, smooth, classes, given_up) -> [R] in fp32.
+    """The same by kernels around one all-gather of four numbers per row; its result is [R] in fp32.
+
+    apply(logits, target, mesh, axes, ignore, smooth, classes, given_up).
 
     The logits are kept, and no softmax; where they are ``given_up`` they become their gradient.
     """
@@ -210,9 +210,7 @@ class _KernelLoss(Local):
 def _class_blocks(
     logits: Tensor, target: Tensor, mesh: Mesh, axes: tuple[str, ...], classes: int
 ) -> list[tuple[Tensor, Tensor, int, int]]:
-    """Of each rank played here: logits, target, how many of its
-    classes are no padding, and its first class.
-    """
+    """List, per rank played here, logits, target, its count of true classes, its first class."""
     size = logits.shape[-1]
     out = []
     for x, t, c in zip(blocks(logits, mesh), blocks(target, mesh), played(mesh), strict=True):
@@ -267,9 +265,7 @@ class _WholeRowLoss(Local):
 
 
 def _some_rows(x: Tensor, *more: Tensor) -> Any:
-    """x and tensors with as many rows, cut into parts that a
-    cache holds (on a GPU: that fill it).
-    """
+    """Cut x, and tensors with as many rows, into parts that fit a cache (a GPU: that fill it)."""
     part = (1 << 18 if x.device.type == "cpu" else 1 << 26) // max(x.shape[-1], 1) or 1
     if x.is_meta or part >= len(x):
         return [(x, *more)]
@@ -285,8 +281,9 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
 def _split_cross_entropy(
     func: Any, args: Any, kwargs: Any, classes: int | None = None, given_up: bool = False
 ) -> Tensor:
-    """F.cross_entropy(logits [N, C], target [N]) with N, C or both
-    split; ``classes`` of them are no padding.
+    """Compute F.cross_entropy(logits [N, C], target [N]) where N, C or both are split.
+
+    ``classes`` of them are no padding.
     """
     names = (
         "input",
@@ -421,9 +418,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Mean(Local):
-    """apply(losses, target, ignore, mesh, axes): their sum over
-    their number, both over ``axes`` in one psum.
-    """
+    """apply(losses, target, ignore, mesh, axes): their mean; sum and count share one psum."""
 
     @staticmethod
     def forward(
@@ -610,9 +605,7 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
 
 
 def _checked(given: Bound, classes: int | None = None) -> str:
-    """The reduction of a cross entropy whose arguments torch takes;
-    ``classes`` of the logits are no padding.
-    """
+    """Check the arguments as torch does and return the reduction; ``classes`` are no padding."""
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     whole_numbers = not t.is_floating_point()
     if whole_numbers and t.dtype not in (torch.int64, torch.uint8):

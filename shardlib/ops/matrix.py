@@ -81,9 +81,7 @@ declare(
 
 
 def _aligned_left(b: Bound) -> Labels:
-    """Operands of other ranks, such as pivots, agree in their
-    leading dimensions; torch does not check that.
-    """
+    """Label leading dimensions rows; torch does not check that those of pivots agree."""
     found = slots(b)
     lead = found[0].ndim - 2
     if any(s.shape[:lead] != found[0].shape[:lead] or s.ndim < lead for s in found):
@@ -102,9 +100,7 @@ declare(
 
 
 def _solve(b: Bound) -> Labels:
-    """B is a batch of vectors where its shape is that of A
-    without the last dimension, else of matrices.
-    """
+    """Label all but matrices rows; B holds vectors if its shape is A's less the last dimension."""
     a, y = b["A"], b["B"]
     tail = 1 if y.ndim == 1 or (y.ndim == a.ndim - 1 and y.shape == a.shape[:-1]) else 2
     return {

@@ -1,6 +1,4 @@
-"""What torch asks of a tensor beside its values' functions:
-properties, autograd, copies, Python values.
-"""
+"""What torch asks of a tensor besides its values' functions: properties, autograd, copies."""
 
 import weakref
 from typing import Any
@@ -332,9 +330,7 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.data.__set__, padded=True)
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """``x.data = y``: x holds y's blocks; as in torch its
-    dtype may change, and no graph records it.
-    """
+    """Serve ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
     x, new = args
     if not isinstance(new, ShardedTensor) and scope().promoting:
         new = lift(new, x.mesh, "data")

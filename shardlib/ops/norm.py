@@ -68,8 +68,9 @@ def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tens
 
 
 class _Normalise(Local):
-    """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2)
-    + eps) * w, over ``width`` trailing dims.
+    """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * w.
+
+    It normalises over ``width`` trailing dimensions.
 
     apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the
     trailing dims, ``overs`` are those over which the gradients of x, w and b are summed.  Half
@@ -206,7 +207,7 @@ def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | N
 def _flat_blocks(
     mesh: Mesh, width: int, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]] | None:
-    """Of each rank played here rows x [R, H] and its factors [H]; None where kernels take others."""
+    """Give each rank's rows x [R, H] and factors [H]; None where kernels take others."""
     if not active.native(x_raw, w_raw, b_raw):
         return None
     out = []
@@ -347,9 +348,7 @@ _RMS = binder(
 
 
 def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand whose normalised dimensions have no
-    padding: rows of ones are padding again.
-    """
+    """Serve an operand whose normalised dimensions have no padding: rows of ones are padding."""
     given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
     x, width = given["input"], len(given["normalized_shape"])
     others = (given["weight"], given.get("bias"))

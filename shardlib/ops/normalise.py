@@ -1,6 +1,4 @@
-"""Normalisations over batches, groups and instances; those over
-trailing dimensions are in norm.py.
-"""
+"""Normalisations over batches, groups and instances; those over trailing dimensions: norm.py."""
 
 from typing import Any
 

@@ -538,8 +538,9 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores along the last dimension, and where in
-    the whole row: of every rank's own largest.
+    """Return the largest scores along the last dimension and their places in the whole row.
+
+    They are found among every rank's own largest.
     """
     layout = x.sharding.resolve(x.ndim)
     value, local = scores.topk(min(count, scores.shape[-1]), -1)

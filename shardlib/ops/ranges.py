@@ -1,5 +1,4 @@
-"""Ids, targets and indices that a table or a set of classes does not
-have are refused, as torch refuses them.
+"""Ids, targets and indices outside a table or a set of classes are refused, as torch refuses them.
 
 On a CPU the ids are looked at before they are used, and the error comes at once.  On CUDA that
 would make the host wait for the device at every lookup, so the device asserts, as torch's own

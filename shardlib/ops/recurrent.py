@@ -33,9 +33,7 @@ declare(
 
 
 def _by_layers(implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout between layers: one layer after the other, with
-    ``F.dropout``, which is keyed by position.
-    """
+    """Run one layer after the other with ``F.dropout``, keyed by position, between them."""
     if kwargs or len(args) != 9 or not isinstance(args[3], bool) or not (args[5] and args[6]):
         return implementation(func, args, kwargs)
     x, hx, params, biases, layers, p, train, both, first = args

@@ -179,8 +179,10 @@ def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def extreme(
     func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = False
 ) -> ShardedTensor:
-    """``nans``  the gradient of a NaN goes to all that are, as in
-    torch's max() and norms; else nowhere finite.
+    """Reduce by a local extreme, and over split dimensions by a pmax as well.
+
+    ``nans``  the gradient of a NaN goes to all that are, as in torch's max() and norms; else
+              nowhere finite.
     """
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
@@ -207,8 +209,9 @@ def extreme(
 
 
 class _Shared(Local):
-    """apply(x, value, share, mesh, axes): ``value``, a reduction of x, which lies over ``axes``;
-    each element has its share of the gradient.
+    """apply(x, value, share, mesh, axes): ``value``, a reduction of x over ``axes``.
+
+    Each element has its share of the gradient.
     """
 
     @staticmethod
@@ -225,8 +228,9 @@ class _Shared(Local):
 
 
 def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> Tensor:
-    """The extreme over mesh axes; the least is what is largest of the
-    negatives (~x: of integers that always is).
+    """Take the extreme over mesh axes; the least is the largest of the negatives.
+
+    Of integers these are ~x, which always exists.
     """
     dtype = raw.dtype
     real = dtype.is_floating_point
@@ -277,8 +281,9 @@ def _written(
     value: Callable[[Any, bool, bool], Any],
     *how: Any,
 ) -> Any:
-    """Reduce x, over split dimensions with the gradient that ``node`` writes as torch does: it is
-    finite, and is not, where torch's is, which that of several steps is not.
+    """Reduce x, over split dimensions with the gradient that ``node`` writes as torch does.
+
+    It is finite exactly where torch's is; the gradient of several steps is not.
 
     ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
     """
@@ -657,9 +662,7 @@ def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Te
 
 
 def _norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
-    """Without an order a vector's norm; with one a matrix's where
-    two dimensions are named, or there are two.
-    """
+    """Take a vector's norm; with an order and two dimensions (named, or all) a matrix's."""
     if (
         ord is None
         or isinstance(dim, int)

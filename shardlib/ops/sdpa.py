@@ -158,9 +158,7 @@ def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, st
 def _round_a_ring(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]
 ) -> ShardedTensor:
-    """Return the arguments of F.scaled_dot_product_attention as
-    ``ring_attention``'s: its mask is a bias here.
-    """
+    """Return F.scaled_dot_product_attention's arguments as ``ring_attention``'s (mask: bias)."""
     heads = [t.padded_shape[1] for t in (q, k, v)]
     if heads[1] != heads[2] or heads[0] < heads[1]:  # a ring has keys' heads for queries' groups
         q, k, v = (
@@ -175,9 +173,7 @@ def _round_a_ring(
 
 
 def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
-    """Keys or values whose heads are whole, cut to the
-    heads of the queries; nothing moves for that.
-    """
+    """Cut keys or values whose heads are whole to the heads of the queries; nothing moves."""
     ndim = len(q.padded_shape)
     mine, theirs = q.sharding.resolve(ndim).dims, t.dims
     if (

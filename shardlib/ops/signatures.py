@@ -118,9 +118,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     """
 
     def compiled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for the first call: three hundred signatures
-        at import would take a third of its time.
-        """
+        """Compile at the first call: three hundred signatures would take a third of the import."""
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
 

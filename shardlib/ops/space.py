@@ -1,6 +1,4 @@
-"""Operators over space: batches, and channels where they are apart,
-are rows; positions and weights are whole.
-"""
+"""Operators over space: batches, and channels if apart, are rows; positions, weights are whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,9 +71,7 @@ declare(
 
 
 def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
-    """Samples are rows, and so are filters unless channels
-    are grouped; channels and space are whole.
-    """
+    """Label samples rows, and filters unless channels are grouped; channels and space are whole."""
 
     def labels(b: Bound) -> Labels:
         x, w, bias = b["input"], b["weight"], b["bias"]
@@ -99,9 +95,7 @@ declare(
 
 
 def _depthwise(k: int) -> None:
-    """One filter per channel: channels are rows too, for a block of
-    filters convolves its own block of channels.
-    """
+    """Declare convolutions of one filter per channel: a block of filters has its own channels."""
     name = f"conv{k}d"
     plain, text = (
         getattr(F, name),
@@ -203,9 +197,7 @@ declare(
 
 
 def _samples(b: Bound) -> Labels:
-    """The first dimension of the input, and of the operands
-    named here, is rows; the rest is whole.
-    """
+    """Label the first dimension of the input, and of the operands named here, rows; no others."""
     first, *rest = slots(b)
     alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
     out: Labels = {s.at: (None,) * s.ndim for s in rest}

@@ -100,8 +100,9 @@ spelled("dsplit(input, indices_or_sections)", _cut(2))
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Pieces cut without a graph ask for a gradient in torch (seen in
-    2.13), but not those of unsafe functions.
+    """Detach what unsafe functions cut without a graph; other pieces ask for a gradient.
+
+    So in torch 2.13.
     """
     return x if torch.is_grad_enabled() else x.detach()
 

@@ -165,9 +165,7 @@ def _with_ones(
 
 
 def _dim(digits: _Digits) -> Dim:
-    """Digits as a token: unsplit digits before the last axis
-    are factors, those after it the rest.
-    """
+    """Return digits as a token: unsplit ones before the last axis are factors, others the rest."""
     if digits and isinstance(digits[-1][0], Dim):
         ring = digits[-1][0]
         groups = _dim([*digits[:-1], ("", 1)]).parts[:-1]
@@ -294,9 +292,7 @@ VIEW = binder("""
 
 
 def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand: other dimensions merge and split;
-    the padded last one stays as it is.
-    """
+    """Serve a padded operand: other dimensions merge and split, the padded last one stays."""
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
     known = [n for n in wanted if n != -1]
@@ -315,9 +311,7 @@ def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand of a function that moves
-    dimensions about, and leaves each as it is.
-    """
+    """Serve a padded operand of a function that moves dimensions, and leaves each as it is."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor))
 
     def of(y: Tensor) -> tuple[Any, Any]:
@@ -492,7 +486,7 @@ def movedim(func: Any, args: Any, kwargs: Any) -> Any:
     Tensor.unsqueeze_,
 )
 def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Refuse: a value has one shape."""
+    """Refuse to change a value's shape in place."""
     name, x = func.__name__.rstrip("_"), args[0]
     rest = [*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())]
     raise Unsupported(
@@ -763,9 +757,7 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
-    """Slices of split dimensions of which every rank holds an
-    equal share, taken; the index that is left.
-    """
+    """Take slices of split dimensions of which ranks hold equal shares; return the index left."""
     out, d = list(index), 0
     for k, i in enumerate(index):
         if i is None:

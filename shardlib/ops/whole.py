@@ -149,9 +149,7 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
 
 
 def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
-    """Return the ranks' results as one view of all ranks'
-    blocks, if they are the same view of each.
-    """
+    """Return the ranks' results as one view of all blocks, if they are the same view of each."""
     first = found[0]
     for raw in blocks:
         if (
@@ -335,8 +333,9 @@ def on_whole(
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call that writes to a plain tensor, which no sharded value can
-    become: its operands are plain and whole.
+    """Answer a call that writes to a plain tensor, which no sharded value can become.
+
+    Its operands are plain and whole.
     """
     name = func.__name__
     stats = [t for t in _statistics(func, args, kwargs) if isinstance(t, Tensor)]
@@ -469,8 +468,9 @@ def _per_rank(
     func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor], values: Any, moved: Any,
     mesh: Mesh, deferred: Any, quiet: list[bool],
 ) -> Any:  # fmt: skip
-    """Simulated ranks whose gradients differ: one after the other, each on copies, so that what one
-    writes in place is not what another saved.
+    """Run simulated ranks whose gradients differ one after the other, each on copies.
+
+    What one writes in place is then not what another saved.
     """
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
 
@@ -584,8 +584,9 @@ def _gathered(x: ShardedTensor) -> ShardedTensor:
 
 
 def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
-    """What the function wrote to a gathered copy, back to where the
-    tensor lies; ``ranks``: it holds every rank's.
+    """Bring what the function wrote to a gathered copy back to where the tensor lies.
+
+    ``ranks``  the copy holds every rank's.
     """
     mesh = x.mesh
     if raw is moved.raw and moved is x:

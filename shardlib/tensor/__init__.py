@@ -1,6 +1,4 @@
-"""The sharded tensor: its place, its dispatch, its gradient
-calculus, and plain tensors beside it.
-"""
+"""The sharded tensor: its place, its dispatch, its gradients, and plain tensors beside it."""
 
 from shardlib.tensor.gradients import (
     Wide,

@@ -106,9 +106,7 @@ def _handed_over(
 
 
 class _Sum(Local):
-    """psum whose result is the same on every rank, and so is
-    its cotangent: backward is the identity.
-    """
+    """psum whose result, and whose cotangent, is the same on every rank: backward is identity."""
 
     @staticmethod
     def forward(
@@ -138,8 +136,7 @@ class _Share(Local):
 
 
 class _OfPending(Local):
-    """Identity on a part of a pending sum; its gradient is the
-    same on the ``count`` ranks that compute it.
+    """Identity on a part of a pending sum; ``count`` ranks compute the same gradient of it.
 
     They compute it from values marked by ``vary``, so each returns
     its share of what comes back through it.
@@ -156,9 +153,7 @@ class _OfPending(Local):
 
 
 class _ToPending(Local):
-    """Identity on a part of a pending sum; its cotangent, a
-    replicated value, meets parts that differ.
-    """
+    """Identity on a part of a pending sum; its cotangent, a replicated value, meets other parts."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -197,9 +192,7 @@ _SERIAL = itertools.count()
 
 
 class _Made:
-    """What was made of a value's blocks, and of which: an entry
-    is void once they changed in place.
-    """
+    """Values derived from a block, and which block; an entry is void once that changed in place."""
 
     __slots__ = ("found", "raw", "serial", "tracked", "version")
 
@@ -213,7 +206,10 @@ class _Made:
 
 
 def made_of(x: ShardedTensor) -> dict[Any, Any]:
-    """Give what was made of ``x`` as it is now, by key; empty if changes in place are not seen."""
+    """Return the cache of values derived from x; it is empty after a change in place.
+
+    Under inference mode, where changes in place are not seen, it is empty and forgotten.
+    """
     raw = x.raw
     if raw.is_inference():
         return {}
@@ -269,9 +265,7 @@ def widened(
 
 
 class _VaryAll(Local):
-    """apply(mesh, axes, *raws): each as it is, half precision in
-    fp32; their gradients are summed in one psum.
-    """
+    """apply(mesh, axes, *raws): each as it is, half precision in fp32; gradients share a psum."""
 
     @staticmethod
     def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:

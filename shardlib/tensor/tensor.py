@@ -152,7 +152,7 @@ class ShardedTensor(torch.Tensor):
     def when_read(
         place: Place, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]
     ) -> "ShardedTensor":
-        """A value whose block comes from ``read()``, each time that it is asked for."""
+        """Make a value whose block is fetched at each access, by ``read()``."""
         shape = place.shape if place.true_shape is None else place.true_shape
         make = torch.Tensor._make_wrapper_subclass
         self = make(ShardedTensor, shape, dtype=dtype, device=device)
@@ -167,7 +167,7 @@ class ShardedTensor(torch.Tensor):
         raise AttributeError(name)
 
     def at(self, place: Place) -> "ShardedTensor":
-        """The same blocks at another place, unread if they are."""
+        """Return the same blocks at another place, unread if they are."""
         if self.read is None:
             return ShardedTensor(self.raw, place)
         return ShardedTensor.when_read(place, self.dtype, self.device, self.read)
@@ -175,7 +175,7 @@ class ShardedTensor(torch.Tensor):
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """Make another block at the same place, or one whose layout or global sizes have changed."""
+        """Make another block at the same place, or where layout or global sizes have changed."""
         if layout is None and shape is None:
             return ShardedTensor(raw, self.place)
         old = self.place
@@ -406,7 +406,9 @@ def blockwise(
     rest: tuple[Any, ...] | None = None,
     strided: bool = False,
 ) -> Any:
-    """End a call whose result is ``func`` of the blocks, and lies at ``place``.
+    """Run func on the local blocks and remember the call.
+
+    The result lies at ``place``.
 
     The next call that differs in the operands' values alone runs so at once, without its
     implementation; of calls whose blocks travel ``repeats_so`` says the same.  ``args[0]`` is
@@ -427,7 +429,7 @@ def blockwise(
 
 
 def repeats_so(func: Any, args: Any, kwargs: Any, place: Place, run: Callable[..., Any]) -> None:
-    """Say how a call runs once more whose blocks travel: ``run`` of their storages.
+    """Remember a call that moves blocks: the next like it is ``run`` of their storages.
 
     As ``blockwise``, and only where nothing is fetched ahead and nothing that was made of the first
     operand can be used.
@@ -491,8 +493,9 @@ _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
 def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """What tells a call from others but its operands' values; None where anything else may count,
-    and where somebody listens.
+    """Return the key of a call, or None if it must not be remembered.
+
+    It holds all that tells calls apart but their operands' values.  None also where one listens.
     """
     if not args or type(args[0]) is not ShardedTensor or any_autocast():
         return None
@@ -533,9 +536,7 @@ def has_padding(values: Iterable[Any]) -> bool:
 
 
 def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
-    """Where padding would be read, and may hold anything; what is
-    written in other functions may be right.
-    """
+    """Refuse a call that would read padding, which may hold anything; others may be right."""
     if func not in TABLE and FALLBACK:
         try:
             return FALLBACK[0](func, args, kwargs, None)

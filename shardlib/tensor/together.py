@@ -23,8 +23,9 @@ _Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None]
 
 
 class Together:
-    """The sums of one call: its leaves know of them within ``with``, in which forward is run, and
-    their gradients are taken while it is ``open``.
+    """The sums of one call: its leaves know of them within ``with``, in which forward runs.
+
+    Their gradients are taken while it is ``open``.
 
     ``raws``  storages of the leaves.
     ``most``  bytes from which what waits is posted: a fifth of the leaves', so that small models
@@ -50,7 +51,7 @@ class Together:
         self.raws = []  # nothing here keeps a block alive
 
     def takes(self, i: int) -> bool:
-        """Whether a gradient of leaf ``i`` may come later: backward is ours, and no hook hears it."""
+        """Say whether leaf ``i``'s gradient may come later: backward is ours, no hook hears it."""
         return self.open and not torch.is_grad_enabled() and not self.raws[i]._backward_hooks
 
     def take(
@@ -90,5 +91,5 @@ class Together:
 
 
 def together_of(raw: Tensor) -> tuple[Together, int] | None:
-    """What sums this leaf's gradient with others', and its number there."""
+    """Return the Together that sums this leaf's gradient, and its index."""
     return raw.__dict__.get("together")

@@ -75,14 +75,14 @@ class Backend(Protocol):
         land: Tensor | None = None,
         ahead: bool = False,
     ) -> Finish:
-        """psum_scatter of vectors, into ``out``, each part summed round the ring, its owner last.
+        """Sum vectors into ``out`` as psum_scatter does, each part round the ring, its owner last.
 
         ``land``  memory to receive in.  ``ahead``  other work comes between posting and finish.
         """
         ...
 
     def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
-        """all_gather of vectors in place: this rank's part lies where it belongs already."""
+        """Gather vectors in place: this rank's part lies where it belongs already."""
         ...
 
     def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:

@@ -315,8 +315,10 @@ rank sends, so that one more would wait until the link is idle."""
 
 
 def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Finish:
-    """Reduce-scatter round a ring: part j starts at its owner's right neighbour, and every rank adds
-    its own to what comes from the left.
+    """Reduce and scatter round a ring.
+
+    Part j starts at its owner's right neighbour, and every rank adds its own to what comes from the
+    left.
 
     A link carries one flow each way, which fills it; three flows into one port do not.  The work is
     done in ``finish``, in pieces for which ``land`` has room twice ``_AHEAD`` times: one lands while
@@ -505,7 +507,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: in
 
 
 def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Finish:
-    """On gloo every receive is posted before any send, as in ``_exchange``."""
+    """Send parts of unequal length; on gloo receives are posted before sends, see ``_exchange``."""
     g = group(mesh, axes)
     me, tag = g.index, next(g.turns)
     came = [row[me] for row in counts]

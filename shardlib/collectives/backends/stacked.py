@@ -1,6 +1,4 @@
-"""One process plays every rank: a storage is ``[ranks,
-*block]``, and a collective a reshape and a sum.
-"""
+"""One process plays every rank: storages are ``[ranks, *block]``, collectives reshapes and sums."""
 
 import math
 from collections.abc import Sequence

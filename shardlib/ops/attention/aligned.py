@@ -20,9 +20,7 @@ def bias_and_sink(
 
 
 def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
-    """Lay out the rows of a bias [.., s, t] for this rank's
-    queries, all keys: [b or 1, h or 1, lq or 1, t].
-    """
+    """Lay out a bias [.., s, t] for this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
     s, t = q.shape[2], k.shape[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
@@ -43,9 +41,7 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
 
 
 def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
-    """Lay out one score per local head: [1, h, 1], with a
-    leading dimension of ranks under simulate.
-    """
+    """Lay out one score per local head: [1, h, 1], behind a dimension of ranks under simulate."""
     h = q.padded_shape[1]
     if tuple(sink.shape) != (h,):
         raise ShardError(

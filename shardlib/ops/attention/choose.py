@@ -1,6 +1,4 @@
-"""Which engine runs: each is an algorithm of "attention" that
-answers a case with a plan and its price.
-"""
+"""Which engine runs: each is an algorithm of "attention" that answers a case with a priced plan."""
 
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -152,7 +152,7 @@ class Engine(Protocol):
     def forward(
         self, job: "Job", q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Attend.  A bias has this rank's rows and all keys; a sink is [1, h, 1]."""
+        """Attend; a bias has this rank's rows and all keys, and a sink is [1, h, 1]."""
 
     @abstractmethod
     def backward(

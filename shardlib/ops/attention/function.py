@@ -163,9 +163,7 @@ def _kernel(
 
 
 def _marked(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> tuple[Tensor, ...]:
-    """Mark raw blocks; the gradient of whole keys is summed
-    over the axes along which queries differ.
-    """
+    """Mark raw blocks; the gradient of whole keys is summed over the axes where queries differ."""
     split = {*q.sharding.axes, *q.deferred, *k.deferred, *v.deferred}
     return tuple(
         vary(t.raw, t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)

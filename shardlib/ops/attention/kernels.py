@@ -27,8 +27,7 @@ __all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "on_pape
 
 @dataclass
 class Block:
-    """q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]: heads of
-    keys are shared by h / g heads of queries.
+    """One call of a kernel: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]; h / g heads share keys.
 
     ``causal``  square and lower triangular.     ``bias``  added to the scores, -inf where not allowed.
     ``keep``    rows -> what the probabilities of those rows are multiplied with (dropout).
@@ -208,7 +207,7 @@ def _cpu_backward(
 
 
 def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """Attend as F.scaled_dot_product_attention on shapes alone, by the kernel that values would run.
+    """Attend as F.scaled_dot_product_attention on shapes alone, by the kernel values would run.
 
     torch's own choice on the meta device is the formula, whose scores no kernel holds.
     """
@@ -276,9 +275,7 @@ def _folded(x: Tensor, r: int) -> Tensor:
 
 
 def _expanded(b: Block) -> Tensor | None:
-    """Give the bias in the queries' dtype, its last dimension padded in
-    memory to what the kernels load at once.
-    """
+    """Give the bias in the queries' dtype, its last dimension padded to what kernels load."""
     if b.bias is None:
         return None
     n = b.bias.shape[-1]

@@ -1,5 +1,4 @@
-"""Linformer over a split sequence: keys and values projected from
-t positions to r, then whole everywhere.
+"""Linformer over a split sequence: keys and values projected from t positions to r, then whole.
 
 Each rank projects its own positions and one psum adds them up; attention is then local.  What
 moves, and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.

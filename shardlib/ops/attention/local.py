@@ -1,5 +1,4 @@
-"""What one rank computes of its own queries: kernel calls with
-their masks, biases and dropout, merged.
+"""What one rank computes of its own queries: kernel calls with masks, biases and dropout, merged.
 
 Storage here is raw (``[ranks, *block]`` under simulate), so that each rank makes its own calls.
 Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).

@@ -375,9 +375,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """Document numbers [1 or b, s], their borders where one
-    row says it all, and a value to compare by.
-    """
+    """Document numbers [1 or b, s], borders where one row says all, and a value to compare by."""
 
     numbers: Tensor
     borders: tuple[int, ...]

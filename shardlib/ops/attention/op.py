@@ -1,6 +1,4 @@
-"""``ring_attention``: operands checked, a plan chosen, its
-engine run; each step in a file of its own.
-"""
+"""``ring_attention``: operands checked, a plan chosen, its engine run; each step has a file."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload

@@ -1,6 +1,4 @@
-"""What ``ring_attention`` is given: DTensors, local blocks or
-sharded tensors, checked as one kind of value.
-"""
+"""What ``ring_attention`` is given: DTensors, local blocks or sharded tensors, checked alike."""
 
 import math
 from collections.abc import Callable
@@ -25,9 +23,7 @@ __all__ = ["Operands", "attention_case", "check", "entered"]
 
 
 class Operands(NamedTuple):
-    """q, k and v as sharded tensors, and the way back to
-    what was given, if that was something else.
-    """
+    """q, k and v as sharded tensors, and the way back to what was given, if of another kind."""
 
     q: ShardedTensor
     k: ShardedTensor
@@ -93,9 +89,7 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
 
 
 def _token(layout: Any) -> Dim:
-    """How a layout splits the sequence: a Ring over whatever
-    dimension, or dimension 2 of a Layout.
-    """
+    """Say how a layout splits the sequence: as a Ring's dimension, or as a Layout's dimension 2."""
     if isinstance(layout, Ring):
         return layout.layout.dims[-1]
     fix = "sl.ring_attention(q, k, v, layout={})"

@@ -16,9 +16,7 @@ __all__ = ["Piece", "narrowed", "pieces"]
 
 
 class Piece(NamedTuple):
-    """Rows q0:q1 of the queries against rows k0:k1 of the keys;
-    kind: full, causal (then square) or masked.
-    """
+    """Rows q0:q1 of queries by rows k0:k1 of keys; kind: full, causal (then square) or masked."""
 
     q0: int
     q1: int

@@ -39,7 +39,7 @@ def cannon_ab(
     over: Axes = (),
     bias: Tensor | None = None,
 ) -> Tensor:
-    """C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
+    """Compute C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
     b = b if skewed[1] else _skew_b(b, row, col, q)
@@ -56,7 +56,7 @@ def cannon_ab(
 def cannon_abt(
     c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
 ) -> Tensor:
-    """A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
+    """Compute A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     q = axis_size(row)
     b = b if skewed[1] else _skew_b(b, row, col, q)
     a = accumulator(c, *c.shape[:-1], b.shape[-2])
@@ -71,7 +71,7 @@ def cannon_abt(
 def cannon_atb(
     a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
 ) -> Tensor:
-    """B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
+    """Compute B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     q = axis_size(row)
     a = a if skewed[0] else _skew_a(a, row, col, q)
     b = accumulator(c, *a.shape[:-2], a.shape[-1], c.shape[-1])

@@ -1,6 +1,4 @@
-"""What the matmul algorithms need to know of a product Y = X
-W: layouts, sizes, mesh; no tensors.
-"""
+"""What the matmul algorithms must know of a product Y = X W: layouts, sizes, mesh, no tensors."""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Operands that no algorithm fits as they lie, though one would if a
-rank took a part of what it holds whole.
+"""Slice operands that are whole, where an algorithm fits their parts.
 
 As a row-parallel layer does to an input that is not split.  Nothing moves forward; the gradient of
 what was cut is gathered.
@@ -17,9 +16,7 @@ __all__ = ["cut_for", "whole_rows"]
 
 
 def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
-    """Where rows that a weight's rule takes to be split are whole,
-    as those of another weight: they stay so.
-    """
+    """Give Y whole rows if X's are, though a weight's rule asks for split ones; None if unfit."""
     if case.out is None or any(d.is_split for d in case.x.dims[:-1]):
         return None
     out = Layout((*case.x.dims[:-1], case.out.dims[-1]))
@@ -27,8 +24,9 @@ def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
 
 
 def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
-    """Layouts of X and W that an algorithm fits and that cut what each
-    rank holds whole, so that nothing moves.
+    """Find layouts of X and W that an algorithm fits and that cut what ranks hold whole.
+
+    Nothing moves.
 
     The cut value's gradient is gathered in turn, and counts: the cheapest wins.
     """
@@ -42,9 +40,7 @@ def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
 
 
 def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
-    """X's contraction cut as W's, or W's as X's; and besides,
-    X's rows over an axis that splits W alone.
-    """
+    """Yield X cut as W's contraction, or W as X's; also X's rows over an axis of W alone."""
     x, w = case.x, case.w
     if len(case.w_shape) != 2 or x.skew or w.skew:
         return

@@ -87,9 +87,7 @@ def oned(case: MatmulCase) -> Match | str:
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
     ) -> Tensor:
-        """X's gradient is summed once for all products that
-        read it; a local product is torch's own.
-        """
+        """Multiply as torch does, or sum X's gradient once for all products that read it."""
         axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
         if not (axes or over[1] or wide is not None):
             if bias is None:

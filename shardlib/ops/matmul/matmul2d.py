@@ -1,5 +1,4 @@
-"""Products of matrices in 2D blocks: the forms, the schedule that
-SUMMA and Cannon share, which layouts fit.
+"""Products in 2D blocks: the forms, the schedule SUMMA and Cannon share, and which layouts fit.
 
 Three matrices A [M, K], B [K, N], C [M, N] lie in blocks on a (row, col) grid.  Each of three forms
 computes one of them from the others, and the gradients of one form are the other two:

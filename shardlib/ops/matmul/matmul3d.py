@@ -147,8 +147,9 @@ def _rows(x: Tensor) -> Tensor:
 def _scatter(
     a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None
 ) -> Pending:
-    """a @ b, scattered, and summed over further axes; of half precision
-    only what travels is rounded before a sum.
+    """Compute a @ b, scattered and summed over further axes.
+
+    In half precision only what travels is rounded before a sum.
     """
     if not moves:
         out = summed_product(a, b, over, bias)
@@ -194,7 +195,7 @@ class Matmul3D:
         return not self.cube.save
 
     def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """What backward sees where it gathers both again: of an X gathered for several, its block."""
+        """Return the X and W that backward gathers; of an X gathered for several, its block."""
         if self.again is None or self.x is None:
             return x, w
         self.again.readers += 1
@@ -279,9 +280,7 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
 
 
 class Movements(NamedTuple):
-    """What moves, Y's layout, Y's layout while its sum is
-    pending, and the axes summed without a scatter.
-    """
+    """What moves, Y's layout, that while its sum is pending, and axes summed without scatter."""
 
     cube: Cube
     out: Layout

@@ -1,5 +1,4 @@
-"""Matrix products of sharded values: torch's matmul and linear,
-``sl.matmul``, and the bias added inside.
+"""Matrix products of sharded values: torch's matmul and linear, ``sl.matmul``, a bias added inside.
 
 ``product_of`` looks up which algorithm fits the operands' layouts (registry.py), has its schedule
 run on their blocks (function.py), and says where the result lies.
@@ -141,8 +140,9 @@ def _transposed(w: ShardedTensor) -> Any:
 
 
 def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    """Refuse a bias with which the result would have another shape; sizes that do not fit are
-    refused where they are added.
+    """Refuse a bias with which the result would have another shape.
+
+    Sizes that do not fit are refused where they are added.
     """
     if bias is None or len(bias.shape) == 1:
         return
@@ -330,9 +330,7 @@ def _planned(
     bias: Place | None,
     dtype: torch.dtype,
 ) -> _Plan | tuple[Layout, Layout, Layout | None]:
-    """The plan of a product, or the layouts to which operands
-    are cut before they are multiplied.
-    """
+    """Plan a product, or return the layouts to which operands are cut before the product."""
     try:
         match = decide("matmul", case)
     except NoImplementation:
@@ -368,9 +366,10 @@ _NOTHING: frozenset[Any] = frozenset()
 
 
 def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
-    """W's blocks, whose gradient is summed over ``axes`` with those of other leaves: of a leaf of
-    ``value_and_grad`` or its transpose; None of any other, and in half precision, of which the
-    product sums what it did not round.
+    """Return W's block, its gradient to be summed over ``axes`` with those of other leaves.
+
+    W is a leaf of ``value_and_grad`` or its transpose.  None of any other, and in half precision,
+    of which the product sums what it did not round.
     """
     raw = w.raw
     leaf = raw if raw.is_leaf else raw._base
@@ -384,8 +383,9 @@ def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
 
 
 def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds | None:
-    """May the algorithm add this bias: before a half precision
-    result is rounded, or by torch's own function?
+    """Say how the algorithm adds this bias: before rounding to half precision, or as torch does.
+
+    None where it does not.
     """
     mesh, half = of_y.mesh, dtype in (torch.bfloat16, torch.float16)
     torchs = match.adds and not lead(mesh)
@@ -397,9 +397,7 @@ def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds |
 
 
 class _Biased(Local):
-    """apply(y, bias, mesh, axes): y, which holds the bias already; the
-    bias's gradient is summed over ``axes``.
-    """
+    """apply(y, bias, mesh, axes): y, which holds the bias; its gradient is summed over ``axes``."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: Mesh, axes: Axes) -> Tensor:

@@ -150,9 +150,7 @@ def summed_product(
 
 
 class Panels(NamedTuple):
-    """``steps``: per K panel A's owner along ``col`` and slot
-    there, B's owner along ``row`` and slot.
-    """
+    """``steps``: per K panel A's owner along ``col`` and slot there, B's along ``row`` and slot."""
 
     steps: list[tuple[int, int, int, int]]
     of_a: int  # panels that a rank owns of A, and of B

@@ -1,5 +1,4 @@
-"""Prefetch of gathered weights: each product starts the
-all-gather that the next one needs, as FSDP does.
+"""Prefetch of gathered weights: each product starts the next one's all-gather, as FSDP does.
 
 Forward, the next one is that of the last call, whose order is remembered; backward, the product
 before.  The gather travels while the weight before it is multiplied, so one gathered weight more is
@@ -129,8 +128,7 @@ class _Call:
         return here
 
     def again(self, x: ShardedTensor) -> bool | None:
-        """Will a later product read this X?  As in the last
-        call, as long as this one goes as that did.
+        """Say whether a later product reads this X: as in the last call, if this one goes alike.
 
         Else yes, though it is a guess: what is gathered for several moves no more than what is
         gathered for one, and only stays longer.
@@ -171,9 +169,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class _Rehearsal:
-    """A plan of a call: nothing is guessed, and ``learnt`` counts the
-    calls found to read a value more than once.
-    """
+    """A plan of a call without guesses; ``learnt`` counts calls reading a value repeatedly."""
 
     learnt = 0
 
@@ -207,7 +203,7 @@ def not_prefetching() -> within:
 
 
 def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
-    """Give what ``plan`` gives when it is known how often values are read, as ``rehearse`` finds out.
+    """Give what ``plan`` gives once it is known how often values are read, by ``rehearse``.
 
     That is forward alone, which takes a third of a step.
     """

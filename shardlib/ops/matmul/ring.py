@@ -32,7 +32,7 @@ Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite w
 
 
 def ring_ag_matmul(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (1,)) -> Tensor:
-    """gather(X) W.  x [.., M/axis, .., K], w [K, N] -> [.., M, .., N]; M is dimension ``dim``."""
+    """Compute gather(X) W; M is ``dim``.  x [.., M/axis, .., K], w [K, N] -> [.., M, .., N]."""
     steps = [
         [block @ w for block in blocks] for blocks in rotate(x.chunk(len(ways), dim), axis, ways)
     ]
@@ -40,7 +40,7 @@ def ring_ag_matmul(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (
 
 
 def matmul_ring_rs(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (1,)) -> Tensor:
-    """scatter(X W).  x [.., M, .., K], w [K, N] -> [.., M/axis, .., N], summed over ``axis``."""
+    """Compute scatter(X W) over ``axis``.  x [.., M, .., K], w [K, N] -> [.., M/axis, .., N]."""
 
     def part(j: int) -> Callable[[int], Tensor]:
         return lambda back: cut(x, axis, back, dim).chunk(len(ways), dim)[j] @ w

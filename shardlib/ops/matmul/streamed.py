@@ -45,8 +45,7 @@ def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """One product of a whole X, of which ``x`` is the block and
-    ``again`` the gather that backward makes.
+    """One product of a whole X: ``x`` is X's block, and ``again`` the gather that backward makes.
 
     ``wide``  where X's gradient is added in fp32, for the node that scatters it for all products.
     """
@@ -70,7 +69,7 @@ class Streamed:
         return y, *self.blocks(x, w)
 
     def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """What backward sees: of X its block, where it will be gathered again."""
+        """Return what backward sees: of X its block, where it will be gathered again."""
         if self.again is None or self.x is None:
             return x, w
         self.again.readers += 1
@@ -140,7 +139,7 @@ def streamed(case: MatmulCase) -> Match | str:
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
     ) -> Tensor:
-        """X is gathered for all products that read it."""
+        """Gather X for all products that read it, and multiply."""
         whole, once = gathered(x, cube.x, over[0])
         made_of(x)["again", cube.x, over[0]] = None
         schedule = Streamed(axis, once, x.raw, once.sum if is_half(whole) else None)

@@ -56,7 +56,7 @@ Bias = Tensor | None
 def summa_ab(
     a: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
-    """C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
+    """Compute C = A B, C stationary.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     steps, of_a, of_b = cuts
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     send_a, send_b = broadcasts(col, a_cut[0]), broadcasts(row, b_cut[0])
@@ -75,7 +75,7 @@ def summa_ab(
 def summa_abt(
     c: Tensor, b: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
-    """A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
+    """Compute A = C B^T, C stationary.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
@@ -97,7 +97,7 @@ def summa_abt(
 def summa_atb(
     a: Tensor, c: Tensor, row: str, col: str, cuts: Panels, over: Axes = (), bias: Bias = None
 ) -> Tensor:
-    """B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
+    """Compute B = A^T C, C stationary.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     steps, of_a, of_b = cuts
     more = bool(over) or bias is not None
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])

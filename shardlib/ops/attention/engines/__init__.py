@@ -1,6 +1,4 @@
-"""The attention engines, one file each: it ends with its
-registration, and their order means nothing.
-"""
+"""The attention engines: each file ends with its engine's registration; the order means nothing."""
 
 from shardlib.ops.attention.engines.allgather import AllGather
 from shardlib.ops.attention.engines.both_ways import BothWays

@@ -42,9 +42,7 @@ __all__ = ["AllGather"]
 
 @dataclass(frozen=True)
 class AllGather(Engine):
-    """Gather the keys and values of ``heads`` heads (None:
-    all), attend, scatter their gradients back.
-    """
+    """Keys and values gathered, ``heads`` heads at once (None: all); gradients scattered back."""
 
     heads: int | None = None
 
@@ -151,8 +149,9 @@ def _attend_back(
 def _gathered(
     job: Job, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield (heads, keys and values of every rank [p, b, heads, lk, d +
-    e]) by groups of heads, the next under way.
+    """Yield groups of heads with the keys and values of every rank, the next group under way.
+
+    They are [p, b, heads, lk, d + e].
     """
     kv = torch.cat([k, v], -1)
 

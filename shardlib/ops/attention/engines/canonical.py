@@ -1,5 +1,4 @@
-"""Everything gathered and computed in tiles, in global order:
-bitwise the same for any number of ranks.
+"""Everything gathered and computed in tiles, in global order: the same bits on any number of ranks.
 
 Every rank computes whole tiles of rows, and the gradients of its keys from gathered queries: the
 same kernel calls on the same numbers for every ring and layout, at twice the work.

@@ -17,9 +17,7 @@ __all__ = ["DoubleRing"]
 
 @dataclass(frozen=True)
 class DoubleRing(Routes):
-    """Keys round rings of ``inner`` ranks, then on to the next
-    ring; None: the largest up to the root of p.
-    """
+    """Keys round rings of ``inner`` ranks, then on to the next ring; None: at most sqrt(p)."""
 
     inner: int | None = None
 

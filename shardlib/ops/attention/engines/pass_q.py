@@ -178,9 +178,7 @@ class _Travel:
     def calls(
         self, step: int, ranks: list[LocalQueries], block: Tensor
     ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Yield of every rank played here: itself, the queries that stop
-        there, their calls, its keys' positions.
-        """
+        """Yield each rank played here, the queries stopping there, their calls, its positions."""
         plan = self.job.plan
         for rank in ranks:
             owner = self.chunks[0].owner(step, rank.place)

@@ -47,9 +47,7 @@ View = Callable[[Tensor], Tensor]
 
 
 class Routes:
-    """Keys and values stop at other ranks, which fold in what
-    they add; an engine but for its plan.
-    """
+    """Base of engines: keys and values stop at other ranks, which fold in what they add."""
 
     saves_operands = True
 
@@ -173,9 +171,7 @@ def _own(plan: Plan, rank: int) -> Calls:
 
 
 def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
-    """Give (owner, kernel calls) on what a rank holds of a chunk at a
-    step; columns count from the chunk's lo.
-    """
+    """Give (owner, kernel calls) on what a rank holds of a chunk; columns count from its lo."""
     owner = chunk.owner(step, rank) if step <= len(chunk.at) else None
     if owner is None:
         return -1, ()
@@ -195,9 +191,7 @@ def _own_calls(
 def _calls(
     plan: Plan, ranks: list[LocalQueries], n: int, step: int
 ) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Yield of every rank that has calls on what it holds of
-    a chunk: these, and the keys' positions.
-    """
+    """Yield every rank with calls on what it holds of a chunk: these, and the keys' positions."""
     chunk = plan.chunks[n]
     for rank in ranks:
         owner, calls = _visit(plan, chunk, step, rank.place)
@@ -229,9 +223,7 @@ def busiest(plan: Plan) -> tuple[int, int]:
 
 
 class _Travel:
-    """The keys and values of the chunks: posted as soon as their
-    sender has them, dropped after their last use.
-    """
+    """The chunks' keys and values: posted once their sender has them, dropped after last use."""
 
     def __init__(self, job: Job, k: Tensor, v: Tensor) -> None:
         self.chunks, self.d = job.plan.chunks, k.shape[-1]
@@ -265,9 +257,7 @@ class _Travel:
 
 
 class _Sums:
-    """The gradients of the chunks, which follow the keys one step later;
-    they leave in one call with the next keys.
-    """
+    """The chunks' gradients, which follow the keys a step later, in one call with the next keys."""
 
     def __init__(self, chunks: tuple[Chunk, ...]) -> None:
         self.chunks, self.coming = chunks, Coming()
@@ -296,9 +286,7 @@ class _Sums:
 
 
 class _Part:
-    """The gradient of a chunk so far: what comes from its last
-    stop, or zeros; waited for when first used.
-    """
+    """The gradient of a chunk so far: what its last stop sends, waited for when used, or zeros."""
 
     def __init__(self, like: Tensor, came: Callable[[], Tensor] | None) -> None:
         self.like, self.came = like, came

@@ -177,9 +177,7 @@ def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Part:
-    """The scores of a rank's n queries with the m keys of the
-    owner whose block it holds at a step.
-    """
+    """The scores of a rank's n queries with the m keys of an owner whose block it now holds."""
 
     def __init__(self, rank: LocalQueries, step: int, lk: int) -> None:
         owner = (rank.place - step) % rank.job.plan.p

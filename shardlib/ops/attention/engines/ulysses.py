@@ -54,7 +54,8 @@ class Heads(NamedTuple):
 
     @staticmethod
     def of(h: int, g: int, u: int) -> "Heads":
-        """
+        """Deal h heads of queries, and g of keys, to u ranks.
+
         >>> Heads.of(8, 4, 2), Heads.of(8, 2, 4)
         (Heads(per_rank=4, sent=()), Heads(per_rank=2, sent=(0, 0, 1, 1)))
         >>> Heads.of(6, 3, 4)
@@ -153,8 +154,9 @@ class Ulysses(Engine):
 
 
 def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
-    """Plan what runs while the sequence is split over the
-    outer axes alone: both ways, for fewer heads.
+    """Plan what runs, both ways, while the sequence is split over the outer axes alone.
+
+    It has fewer heads.
     """
     sizes, z = dict(case.mesh), case.sizes
     p = math.prod(sizes[a] for a in outer)
@@ -292,8 +294,9 @@ class _Swap:
 
 
 class _Tables(NamedTuple):
-    """Per place on the outer ring: the rows, as they came, in the order of
-    positions; and back.  () changes nothing.
+    """Per place on the outer ring: the rows that came, in the order of positions, and the way back.
+
+    () changes nothing.
     """
 
     there: tuple[Tensor, ...]
