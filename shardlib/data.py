@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardlib.collectives import Stacked, holds_values, lead, played, storage
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
-from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.layouts import Layout, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, within
 from shardlib.random import branch, mixed
 from shardlib.tensor import Place, ShardedTensor
@@ -65,7 +65,7 @@ def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
 
 def _per_leaf(spec: Any, count: int, layout: Any, op: str) -> list[Any]:
     """A layout for each tensor.  Raises: BadArgument."""
-    if isinstance(layout, LayoutLike) or callable(layout):
+    if is_layout(layout) or callable(layout):
         return [layout] * count
     try:
         return spec.flatten_up_to(layout)
@@ -298,7 +298,7 @@ class Batches:
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
         """Which rows of a batch a rank reads: those of any of its fields."""
-        one = isinstance(self.layout, LayoutLike)
+        one = is_layout(self.layout)
         given = [self.layout] if one else optree.tree_leaves(self.layout) or ["..."]
         held: set[int] = set()
         for text in dict.fromkeys(given):

@@ -7,6 +7,7 @@ is an ``Engine``, a value that plans, states what it moves, and carries its plan
 """
 
 from shardlib.cost import Cost, moving, summing
+from shardlib.layouts import LayoutFamily
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
@@ -28,8 +29,8 @@ from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 
 __all__ = [
-    "At", "AttentionCase", "Cost", "Engine", "Job", "LocalQueries", "Mask", "Match", "MatmulCase",
-    "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered",
+    "At", "AttentionCase", "Cost", "Engine", "Job", "LayoutFamily", "LocalQueries", "Mask", "Match",
+    "MatmulCase", "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered",
     "local_queries", "moving", "positions", "register_engine", "remove", "scattered", "started",
     "summing", "sums_like", "viewed",
 ]  # fmt: skip

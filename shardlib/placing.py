@@ -32,7 +32,7 @@ from shardlib.collectives import (
 from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.pack import copy_box, packable
-from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout
+from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along, scope
 from shardlib.tensor import (
     Place,
@@ -112,7 +112,7 @@ def shard(
     if not isinstance(x, Tensor):
         given: Any = x
         leaves, tree = optree.tree_flatten(given)
-        single = isinstance(layout, LayoutLike) or layout is None or callable(layout)
+        single = is_layout(layout) or layout is None or callable(layout)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
             _no_tensors(x, leaves, "shard", layout if isinstance(layout, Layout | str) else "...")
         layouts = [layout] * len(leaves) if single else _per_leaf(tree, layout)

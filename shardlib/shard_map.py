@@ -27,7 +27,7 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import RankMismatch, ShardError, WrongAxes, lettered
-from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout
 from shardlib.mesh import MeshLike, as_mesh, bind, simulate, within
 from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
 
@@ -99,7 +99,7 @@ def shard_map(
             out = f(*blocks)
         single = isinstance(out, Tensor)
         leaves, tree = optree.tree_flatten(out)
-        outs = result * len(leaves) if isinstance(out_layouts, LayoutLike) else result
+        outs = result * len(leaves) if is_layout(out_layouts) else result
         if len(outs) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
             kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
             raise ShardError(
@@ -127,7 +127,7 @@ def shard_map(
 
 def _each(layouts: Layouts, name: str) -> list[Layout]:
     """One layout, or one per tensor."""
-    several = layouts if isinstance(layouts, list | tuple) else [layouts]
+    several: Sequence[LayoutLike] = [layouts] if is_layout(layouts) else layouts  # type: ignore[assignment]
     return [as_layout(one, "shard_map", f"{name} = {{}}") for one in several]
 
 

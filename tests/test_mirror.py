@@ -12,7 +12,6 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "modules/test_dimensions.py": "modules/atoms",  # atoms are what the dimensions of a module are made of
     "planning/test_grids.py": "cost planning/bounds planning/links",
     "planning/test_outline.py": "planning/products",  # which are counted layer by layer
-    "test_public.py": "layouts/like",  # every verb that takes a layout
     "ops/attention/test_masks.py": "masks",  # the public names
     "checking/test_proof.py": "checking/places testing/plugin",
     "test_desync.py": "command/desync",

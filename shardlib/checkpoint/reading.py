@@ -24,7 +24,7 @@ from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played
 from shardlib.errors import BadArgument, UnknownAxis
-from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.layouts import Layout, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.patterns import matches
 from shardlib.placing import padded_size
@@ -411,9 +411,7 @@ def target_of(
 
 def _given(name: str, layouts: Any, plain: Target) -> Any:
     """The layout that a rule gives a tensor."""
-    if layouts is None or isinstance(layouts, str | Layout) or callable(layouts):
-        return layouts
-    if isinstance(layouts, LayoutLike):
+    if layouts is None or is_layout(layouts) or callable(layouts):
         return layouts
     like = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
     rules = layouts.items() if isinstance(layouts, Mapping) else layouts

@@ -7,14 +7,14 @@ from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import Dim, axis_sizes, positions
 from shardlib.layouts.exchange import Exchange
 from shardlib.layouts.layout import Layout
-from shardlib.layouts.like import LayoutLike, as_layout
+from shardlib.layouts.like import LayoutFamily, LayoutLike, as_layout, is_layout
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.reshard import ReshardPlan, Step
 from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row
 
 __all__ = [
-    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "LayoutLike",
-    "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "Step", "as_layout", "axis_sizes",
-    "positions",
+    "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "LayoutFamily",
+    "LayoutLike", "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "Step", "as_layout",
+    "axis_sizes", "is_layout", "positions",
 ]  # fmt: skip

@@ -24,6 +24,11 @@ class Layout3D:
     z: str
 
     @property
+    def layout(self) -> Layout:
+        """What the family means where one layout is expected: that of activations."""
+        return self.act
+
+    @property
     def act(self) -> Layout:
         return Layout.parse(f"({self.x} {self.y}) ... {self.z}")
 

@@ -33,6 +33,11 @@ class Layout25D:
     depth: str
 
     @property
+    def layout(self) -> Layout:
+        """What the family means where one layout is expected: that of activations."""
+        return self.act
+
+    @property
     def act(self) -> Layout:
         return Layout.parse(f"({self.depth} {self.rows}) ... {self.cols}")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardlib.errors import UnevenSplit, UnknownAxis
 from shardlib.layouts.dims import WHOLE, Dim
-from shardlib.layouts.orders import block, declared
+from shardlib.layouts.orders import block, declared, uncovered
 
 __all__ = ["block_shape", "check_axes", "check_sizes"]
 
@@ -37,10 +37,15 @@ def check_sizes(
     """Raise UnevenSplit where a dimension does not divide over the axes that split it."""
     for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
         ways = _ways(dim, n, sizes)
-        if n % ways == 0:
-            continue
         length = declared(dim.order)
-        if length is not None:
+        held = uncovered(dim.order) if n % ways == 0 and n == length else ""
+        if n % ways == 0 and not held:
+            continue
+        if held:
+            what = f"does not fit {dim}, which holds position {held}"
+            without = " ".join(map(str, (*dims[:d], WHOLE, *dims[d + 1 :])))
+            fix = f"sl.shard(x, {without!r})"
+        elif length is not None:
             rest = "whose shares differ" if n == length else f"written for {length}"
             what = f"does not fit {dim}, {rest}"
             without = " ".join(map(str, (*dims[:d], WHOLE, *dims[d + 1 :])))

@@ -2,25 +2,69 @@
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from shardlib.errors import LayoutSyntax, ShardError
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col
-from shardlib.layouts.cube3d import Layout3D
-from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import axis_sizes
 from shardlib.layouts.layout import Layout
 from shardlib.layouts.replicated import Partial, Replicated
-from shardlib.layouts.ring import Ring
 from shardlib.layouts.row import Row
 
-__all__ = ["LayoutLike", "as_layout"]
+__all__ = ["LayoutFamily", "LayoutLike", "as_layout", "is_layout"]
 
-LayoutLike = Layout | str | Ring | Layout25D | Layout3D
-"""A layout, its text, or a family of layouts that has one for activations."""
 
-_FAMILIES: tuple[Any, ...] = (Row, Col, Layout2D, Layout25D, Layout3D, Ring, Replicated, Partial)
+@runtime_checkable
+class LayoutFamily(Protocol):
+    """A value that says where a tensor lies, by its ``layout``.
+
+    ``sl.Ring``, ``sl.Layout25D`` and ``sl.Layout3D`` are such values.  One of your own is taken
+    wherever they are: nothing is registered, and ``sl.testing.check_layout`` proves it.  One that
+    has a ``weight`` besides is for activations: a rule for a weight must say which of the two.
+
+    >>> import torch, shardlib as sl
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Dealt:  # rows dealt in turn: four of them over two ranks as 0 2 | 1 3
+    ...     axis: str
+    ...     rounds: int = 2
+    ...
+    ...     @property
+    ...     def layout(self) -> sl.Layout:
+    ...         return sl.Layout.parse(f"({self.rounds} {self.axis}) ...")
+    >>> isinstance(Dealt("x"), sl.extend.LayoutFamily)
+    True
+    >>> with sl.simulate(x=2):
+    ...     print(sl.shard(torch.arange(4), Dealt("x")))
+    ShardedTensor(i64[4@(2 x)] on x=2
+    x=0: tensor([0, 2])
+    x=1: tensor([1, 3]))
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """Where the tensor lies."""
+        ...
+
+
+LayoutLike = Layout | str | LayoutFamily
+"""A layout, its text, or a value that has one."""
+
+_FUNCTIONS: tuple[Any, ...] = (Row, Col, Layout2D, Replicated, Partial)
+"""Families without values of their own: each gives a Layout."""
+
+
+def is_layout(given: object) -> TypeGuard[LayoutLike]:
+    """Say whether ``as_layout`` takes it: no class, and no tensor, whose ``layout`` is torch's.
+
+    >>> import torch
+    >>> is_layout("x ..."), is_layout(torch.ones(2)), is_layout(LayoutFamily)
+    (True, False, False)
+    """
+    return isinstance(given, Layout | str) or (
+        not isinstance(given, type) and isinstance(getattr(given, "layout", None), Layout)
+    )
 
 
 def as_layout(
@@ -39,7 +83,8 @@ def as_layout(
     ``weight``  it is for a weight: a family is refused, since it has layouts for both.
     Raises: LayoutSyntax, whose fix says the layout that was meant where that can be told.
 
-    >>> as_layout(Layout3D("x", "y", "z"), "shard", "sl.shard(x, {})")
+    >>> import shardlib as sl
+    >>> as_layout(sl.Layout3D("x", "y", "z"), "shard", "sl.shard(x, {})")
     Layout('(x y) ... z')
     >>> try:
     ...     as_layout(("x", None), "shard", "sl.shard(x, {})", shape=(4, 4), mesh={"x": 2})
@@ -51,18 +96,20 @@ def as_layout(
         return given
     if isinstance(given, str):
         return Layout.parse(given)
-    if isinstance(given, Ring):
-        return given.layout
-    if isinstance(given, Layout25D | Layout3D):
-        if not weight:
-            return given.act
+    if is_layout(given):
+        family: Any = given
+        if not weight or not isinstance(getattr(family, "weight", None), Layout):
+            return family.layout
+        act = ".act" if hasattr(family, "act") else ".layout"
         raise LayoutSyntax(
-            f"{given} has a layout for activations, .act, and one for weights, .weight: say which",
+            f"{given} has a layout for activations, {act}, and one for weights, .weight: say which",
             op=op,
             mesh=mesh,
-            fix=fix.format(f"sl.{given}.weight"),
+            fix=fix.format(f"{_ours(type(family))}{given}.weight"),
         )
-    called = any(given is f for f in _FAMILIES)
+    called = any(given is f for f in _FUNCTIONS) or (
+        isinstance(given, type) and hasattr(given, "layout")
+    )
     why = "call it with mesh axes" if called else "a layout is its text, or a Layout"
     raise LayoutSyntax(
         f"{getattr(given, '__name__', given) if called else repr(given)} is no layout: {why}",
@@ -94,7 +141,17 @@ def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
     if len(asked) > len(names):
         return "'...'", "..."
     axes = names[: len(asked)]
-    return f"sl.{family.__name__}({', '.join(map(repr, axes))})", family(*axes)
+    try:
+        made = family(*axes)
+        as_layout(made, "", "")
+    except Exception:  # a family of one's own, which asks for more than axes
+        return "'...'", "..."
+    return f"{_ours(family)}{family.__name__}({', '.join(map(repr, axes))})", made
+
+
+def _ours(family: Any) -> str:
+    """What stands before its name in a user's code."""
+    return "sl." if family.__module__.startswith("shardlib.") else ""
 
 
 def _text(spec: object, ndim: int, names: Iterable[str]) -> str:

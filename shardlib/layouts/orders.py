@@ -16,7 +16,7 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Run", "block", "dealt", "declared", "parse_runs"]
+__all__ = ["ORDERS", "Run", "block", "dealt", "declared", "parse_runs", "uncovered"]
 
 ORDERS = ("contiguous", "zigzag", "striped", "documents", "runs")
 
@@ -49,6 +49,27 @@ def declared(order: str) -> int | None:
     if name == "runs":
         return sum(run.length for rank in parse_runs(given) for run in rank)
     return None
+
+
+@lru_cache(maxsize=256)
+def uncovered(order: str) -> str:
+    """Say which position given runs hold twice or not at all; nothing where each is held once.
+
+    >>> uncovered("runs; 0:2 | 1:3"), uncovered("runs; 0:2 | 3:4"), uncovered("zigzag")
+    ('1 twice', '2 by nobody', '')
+    """
+    name, _, given = order.partition("; ")
+    held = (
+        sorted(i for rank in parse_runs(given) for run in rank for i in run.positions)
+        if name == "runs"
+        else []
+    )
+    wrong = next((i for i, at in enumerate(held) if i != at), None)
+    if wrong is None:
+        return ""
+    return (
+        f"{held[wrong]} twice" if wrong and held[wrong] == held[wrong - 1] else f"{wrong} by nobody"
+    )
 
 
 def block(order: str, n: int, p: int) -> int:

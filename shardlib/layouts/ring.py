@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout
-from shardlib.layouts.orders import ORDERS, Run, block, dealt
+from shardlib.layouts.orders import ORDERS, Run, block, dealt, uncovered
 
 __all__ = ["Ring"]
 
@@ -56,14 +56,20 @@ class Ring:
     def order(self) -> str:
         """The order as a layout's text says it."""
         if not isinstance(self.schedule, str):
-            _check_cover(self.schedule)
-            return "runs; " + " | ".join(
+            order = "runs; " + " | ".join(
                 " ".join(
                     f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank
                 )
                 or "0:0"
                 for rank in self.schedule
             )
+            if wrong := uncovered(order):
+                raise LayoutSyntax(
+                    f"the ranges hold position {wrong}",
+                    op="Ring",
+                    fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
+                )
+            return order
         if self.schedule not in ORDERS[:4]:
             raise LayoutSyntax(
                 f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
@@ -116,21 +122,3 @@ class Ring:
         More than it holds where the length does not divide.
         """
         return block(self.order, length, size)
-
-
-def _check_cover(schedule: Sequence[Sequence[range]]) -> None:
-    held = sorted(i for rank in schedule for r in rank for i in r)
-    if held != list(range(len(held))):
-        wrong = next(
-            (i for i, (a, b) in enumerate(zip(held, range(len(held)), strict=True)) if a != b), 0
-        )
-        what = (
-            f"{held[wrong]} twice"
-            if wrong and held[wrong] == held[wrong - 1]
-            else f"{wrong} by nobody"
-        )
-        raise LayoutSyntax(
-            f"the ranges hold position {what}",
-            op="Ring",
-            fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
-        )

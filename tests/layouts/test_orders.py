@@ -2,9 +2,12 @@
 
 import math
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardlib as sl
 from shardlib.layouts import Ring
 from tests.layouts.test_ring import rings
 
@@ -46,3 +49,17 @@ def test_zigzag_balances_causal_work(chunk: int, size: int) -> None:
         for r in range(size)
     }
     assert len(work) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "which"),
+    [("runs(s; 0:2 | 1:3)", 4, "1 twice"), ("runs(s; 0:2 | 3:5)", 4, "2 by nobody")],
+)
+def test_runs_that_do_not_cover_are_refused_though_their_sizes_fit(
+    text: str, n: int, which: str
+) -> None:
+    x = torch.arange(float(n))
+    with sl.simulate(s=2):
+        with pytest.raises(sl.errors.UnevenSplit, match=f"holds position {which}") as e:
+            sl.shard(x, text)
+        assert torch.equal(sl.unshard(eval(e.value.fix, {"sl": sl, "x": x})), x)

@@ -12,7 +12,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
-from shardlib.layouts import Dim, Layout, Ring, as_layout
+from shardlib.layouts import Dim, Layout, as_layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
@@ -89,11 +89,13 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
 
 
 def _token(layout: Any) -> Dim:
-    """Say how a layout splits the sequence: as a Ring's dimension, or as a Layout's dimension 2."""
-    if isinstance(layout, Ring):
-        return layout.layout.dims[-1]
+    """Say how a layout splits the sequence: in dimension 2, or in the only one a family splits."""
     fix = "sl.ring_attention(q, k, v, layout={})"
-    return as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1)).resolve(4).dims[2]
+    found = as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1))
+    split = [d for d in found.dims if d.is_split]
+    if not isinstance(layout, Layout | str) and len(split) == 1:
+        return split[0]
+    return found.resolve(4).dims[2]
 
 
 def _check_layout(name: str, x: Any, asked: Any) -> None:
