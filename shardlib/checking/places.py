@@ -29,7 +29,7 @@ class Found:
 
 
 class Places:
-    """Hears of every function called on sharded tensors, and keeps the first that is wrong."""
+    """A listener to every function called on sharded tensors that keeps the first that is wrong."""
 
     def __init__(self, gradients: bool) -> None:
         self.gradients = gradients
@@ -37,7 +37,7 @@ class Places:
         self.inside = False
 
     def chose(self, match: Any, product: bool = False) -> None:
-        """Follow what an operator chose: its value alone counts."""
+        """Ignore what an operator chose: its value alone counts."""
 
     def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -59,7 +59,7 @@ class Places:
         return out
 
     def _gradient(self, func: Any, kept: Any, whole: Any) -> float:
-        """How far the operator's gradients are from torch's, for one cotangent."""
+        """Measure how far the operator's gradients are from torch's, for one cotangent."""
         leaves, tree = optree.tree_flatten(kept)
         dense = optree.tree_leaves(whole)
         at = [i for i, x in enumerate(leaves) if _ours(x) and x.is_floating_point()]
@@ -84,7 +84,7 @@ class Places:
 
 
 def _weighed(x: Any) -> Tensor:
-    """A scalar that depends on each element otherwise."""
+    """Compute a scalar that depends on each element in another way."""
     weights = torch.cos(torch.arange(float(math.prod(x.shape)))).reshape(x.shape).to(x.dtype)
     if isinstance(x, ShardedTensor):
         weights = shard(weights, str(x.sharding.bare), x.mesh)

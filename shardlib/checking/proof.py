@@ -35,7 +35,7 @@ _RATE = 1e-2
 
 @dataclass
 class Proof:
-    """What was compared: mesh -> quantity -> largest difference, relative to its largest value."""
+    """A comparison: mesh -> quantity -> largest difference, relative to its largest value."""
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    """The tensors that a module returns and that have gradients; of an object its fields."""
+    """List the tensors that a module returns and that have gradients; of an object its fields."""
     if not isinstance(output, Tensor | tuple | list | dict):
         output = dict(output) if isinstance(output, Mapping) else vars(output)
     tree: Any = output
@@ -168,7 +168,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _dense(case: _Case) -> Quantities:
-    """torch's own, on one device."""
+    """Run torch's own, on one device."""
     model = copy.deepcopy(case.model)
     args, kwargs = case.batch
     named = dict(model.named_parameters())
@@ -204,7 +204,7 @@ def _dense(case: _Case) -> Quantities:
 
 
 def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
-    """The same on a mesh; ``watcher`` hears of every operator of the first forward."""
+    """Run the same on a mesh; ``watcher`` hears of every operator of the first forward."""
     found: Quantities = {}
     with use_mesh(mesh):
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
@@ -283,7 +283,7 @@ _KINDS = ("output", "loss", "gradient", "norm")
 
 
 def _off(mine: Tensor, right: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     if mine.shape != right.shape or mine.dtype != right.dtype:
         return float("inf")
     if not right.numel():

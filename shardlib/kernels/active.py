@@ -28,7 +28,7 @@ cpu = 0
 
 
 def checked(backend: str, op: str) -> str:
-    """Return the name of a backend; refuse another."""
+    """Return the name of a backend; refuse a name that is none."""
     if backend not in _NAMES:
         raise BadArgument(
             f"backend={backend!r} is none of {', '.join(map(repr, _NAMES))}",
@@ -39,7 +39,7 @@ def checked(backend: str, op: str) -> str:
 
 
 class use:
-    """Choose the kernels of the operations inside a ``with``.
+    """A ``with`` that chooses the kernels of the operations inside it.
 
     ``backend``  "auto"; "native": those compiled from ``cuda/``, on CPUs too where
                  ``build("host")`` made them; "apex": NVIDIA's apex where it has the operation, else
@@ -76,7 +76,7 @@ class use:
 
 
 def chosen(backend: str = "auto") -> str:
-    """Name the backend of a call: its own, or what surrounds it."""
+    """Return the name of a call's backend: its own, or that of the ``with`` around it."""
     return scope().backend if backend == "auto" else backend
 
 
@@ -89,6 +89,6 @@ def serving(x: Tensor) -> bool:
 
 
 def native(*tensors: Tensor | None) -> bool:
-    """Say whether the compiled kernels compute with these: fp32 and halves, where they serve."""
+    """Say whether compiled kernels compute with these tensors: fp32 or halves, where they serve."""
     given = [t for t in tensors if t is not None]
     return all(t.dtype in CODES for t in given) and serving(given[0])

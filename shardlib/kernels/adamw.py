@@ -20,7 +20,7 @@ Row = Sequence[Tensor]
 
 
 def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
-    """Say whether the kernel takes these: dense, parameters and moments fp32, each list of one dtype.
+    """Say whether the kernel takes these: dense, each list of one dtype, p and its moments fp32.
 
     Gradients are fp32 or a half, and so is what is written beside; both halves are the same.
     """
@@ -34,14 +34,14 @@ def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
 
 
 def _flat(*rows: Row) -> list[Tensor | None]:
-    """Of each tensor its five pointers, one after the other."""
+    """List the pointers of all tensors, the five of each parameter one after the other."""
     return [row[i] if row else None for i in range(len(rows[0])) for row in rows]
 
 
 def _rounded(
     lr: float, b1: float, b2: float, eps: float, decay: float, count: int
 ) -> tuple[float, ...]:
-    """What the kernel multiplies with, each number rounded once: keep, a1, b2, a2, eps, size, root."""
+    """Round the kernel's factors once each: keep, a1, b2, a2, eps, size, root."""
     root = (1 - b2**count) ** 0.5
     return 1 - lr * decay, 1 - b1, b2, 1 - b2, eps, lr / (1 - b1**count), root
 
@@ -73,7 +73,7 @@ def adamw_(
     decay: float,
     count: int,
 ) -> None:
-    """Step the fp32 parameters p and their moments; write them into ``out`` too, rounded.
+    """Step the fp32 parameters p and their moments in place; write p into ``out`` too, rounded.
 
     ``g``      gradients, fp32 or half, that count as divided by ``scale``, fp32 with one element.
     ``out``    as many halves, or none.
@@ -107,7 +107,7 @@ def adamw_halves_(
     decay: float,
     count: int,
 ) -> None:
-    """The same where each p is bfloat16 and ``low``, int16, what it lacks of fp32."""
+    """Step bfloat16 parameters p in place; ``low``, int16, holds the bits that p lacks of fp32."""
     h = _rounded(lr, b1, b2, eps, decay, count)
     every = [*g, *p, *low, *m, *v]
     fits = {t.dtype for t in (*m, *v)} == {torch.float32} and {t.dtype for t in p} == {

@@ -39,7 +39,7 @@ FEATURES = {
 
 
 class Probe(NamedTuple):
-    """What was found under the name apex, without running it.
+    """A finding of what lies under the name apex, made without running it.
 
     ``kind``  "nvidia", "other" or "none".
     ``why``   in words.
@@ -51,7 +51,7 @@ class Probe(NamedTuple):
 
 @cache
 def probe() -> Probe:
-    """Look for apex on disk; nothing of it is imported."""
+    """Look for apex on disk, importing nothing of it."""
     try:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):
@@ -76,7 +76,7 @@ def _distribution() -> str:
 
 
 def apex(feature: str, like: Tensor) -> Callable[..., Any] | None:
-    """Give one of apex's functions, in this module's form, where it is chosen and holds its check.
+    """Return one of apex's functions, in this module's form, where it is chosen and proven.
 
     ``like``  a tensor of the device and dtype that it will run on.
     """
@@ -117,8 +117,8 @@ def _checked(feature: str, device: torch.device, dtype: torch.dtype) -> Callable
 def _warn_once(found: Probe) -> None:
     if found.kind == "other":
         warnings.warn(
-            f"backend='apex' wants NVIDIA's apex, and {found.why}; torch's operations run. NVIDIA's "
-            "is built from github.com/NVIDIA/apex, and is on no registry",
+            f"backend='apex' wants NVIDIA's apex, and {found.why}; torch's operations run. "
+            "NVIDIA's is built from github.com/NVIDIA/apex, and is on no registry",
             stacklevel=2,
         )
     else:
@@ -157,7 +157,7 @@ def _differs(
 
 
 def _multi(name: str, lists: Sequence[Row], *args: Any) -> Any:
-    """One of amp_C's functions over lists of tensors, through apex's own launcher."""
+    """Call one of amp_C's functions over lists of tensors, through apex's own launcher."""
     launch = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
     function = getattr(importlib.import_module("amp_C"), name)
     overflow = torch.zeros(1, dtype=torch.int, device=lists[0][0].device)
@@ -165,28 +165,46 @@ def _multi(name: str, lists: Sequence[Row], *args: Any) -> Any:
 
 
 def _adam(
-    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
-) -> None:  # fmt: skip
+    g: Row,
+    p: Row,
+    m: Row,
+    v: Row,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    t: int,
+) -> None:
     _multi("multi_tensor_adam", (g, p, m, v), lr, b1, b2, eps, t, 1, 1, decay)
 
 
 def _lamb(
-    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
-) -> None:  # fmt: skip
-    """With a norm of 0 and a bound of 1, so that it clips nothing; the ratio counts everywhere."""
+    g: Row,
+    p: Row,
+    m: Row,
+    v: Row,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    t: int,
+) -> None:
+    """Step with a norm of 0 and a bound of 1, which clips nothing; the ratio counts everywhere."""
     norm = torch.zeros(1, device=p[0].device)
     _multi("multi_tensor_lamb", (g, p, m, v), lr, b1, b2, eps, t, 1, decay, 1, 1, norm, 1.0, True)
 
 
 def _l2norm(tensors: Row) -> Tensor:
-    """The norm of each tensor."""
+    """Compute the norm of each tensor."""
     return _multi("multi_tensor_l2norm", (tensors,), True)[1]
 
 
 def _layer_norm(
     x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None, eps: float
 ) -> Tensor | None:
-    """None where apex has no function for these."""
+    """Normalise rows by apex; None where apex has no function for these."""
     norms = importlib.import_module("apex.normalization.fused_layer_norm")
     if w is None and b is None:
         return norms.fused_layer_norm(x, shape, eps)
@@ -221,16 +239,34 @@ def _direction(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float, eps: float
 
 
 def _torchs_adam(
-    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
-) -> None:  # fmt: skip
+    g: Row,
+    p: Row,
+    m: Row,
+    v: Row,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    t: int,
+) -> None:
     for a, x, y, z in zip(g, p, m, v, strict=True):
         step = _direction(a, y, z, b1, b2, eps, t) + decay * x
         x.sub_(step, alpha=lr)
 
 
 def _torchs_lamb(
-    g: Row, p: Row, m: Row, v: Row, lr: float, b1: float, b2: float, eps: float, decay: float, t: int
-) -> None:  # fmt: skip
+    g: Row,
+    p: Row,
+    m: Row,
+    v: Row,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    t: int,
+) -> None:
     for a, x, y, z in zip(g, p, m, v, strict=True):
         step = _direction(a, y, z, b1, b2, eps, t) + decay * x
         x.sub_(step * (x.norm() / step.norm()), alpha=lr)

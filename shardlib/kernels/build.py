@@ -18,8 +18,16 @@ from pathlib import Path
 from shardlib.errors import BadArgument, Unsupported
 
 __all__ = [
-    "ARCHS", "archs_of", "cached", "compiled", "packaged", "resources", "sources", "spills", "written",
-]  # fmt: skip
+    "ARCHS",
+    "archs_of",
+    "cached",
+    "compiled",
+    "packaged",
+    "resources",
+    "sources",
+    "spills",
+    "written",
+]
 
 HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90)
@@ -68,12 +76,12 @@ def _folder() -> Path:
 
 
 def packaged() -> Path:
-    """Name the compiled file that a distribution may carry inside the package."""
+    """Return the compiled file that a distribution may carry inside the package."""
     return HERE / "kernels-cuda-80-90.so"
 
 
 def cached(kind: str) -> list[Path]:
-    """List what the cache holds of these very sources, the newest first."""
+    """List the files in the cache that were compiled from these very sources, the newest first."""
     found = _folder().glob(f"kernels-{kind}-{_digest(kind)}*.so") if sources() else []
     return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
 
@@ -88,7 +96,7 @@ def archs_of(path: Path) -> tuple[int, ...]:
 
 
 def compiled(kind: str, arch: Sequence[int]) -> Path:
-    """Return the compiled file, which is made where the cache has none of these sources.
+    """Return the compiled file, made first where the cache has none of these sources.
 
     Several processes may compile at once: each writes a file of its own and renames it.
     """
@@ -140,7 +148,7 @@ memory a block."""
 
 
 def resources(said: str) -> Resources:
-    """Read ``ptxas -v``; names are shortened where c++filt is there."""
+    """Read what each kernel uses from ``ptxas -v``; names are shortened where c++filt is there."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if tool:
         said = subprocess.run([tool], input=said, capture_output=True, text=True, check=True).stdout
@@ -159,7 +167,7 @@ def resources(said: str) -> Resources:
 
 
 def written(table: Resources) -> str:
-    """Write a table as JSON, a kernel a line.
+    """Write a table as JSON, one kernel a line.
 
     >>> written({"b": [1, 0, 0], "a": [2, 0, 0]})
     '{\\n"a": [2, 0, 0],\\n"b": [1, 0, 0]\\n}\\n'
@@ -169,5 +177,5 @@ def written(table: Resources) -> str:
 
 
 def spills(table: Resources) -> Iterable[str]:
-    """Name the kernels whose registers did not suffice."""
+    """Name the kernels that spill, because their registers did not suffice."""
     return [name for name, (_, spilled, _) in table.items() if spilled]

@@ -18,7 +18,7 @@ __all__ = ["bar", "dropout", "droppable"]
 
 
 def bar(p: float) -> int:
-    """Give the least of the 32 signed bits that are kept.
+    """Return the threshold of dropout: the least random int32 whose element is kept.
 
     >>> bar(0.0), bar(0.5)
     (-2147483648, 0)
@@ -40,9 +40,9 @@ def dropout(
     key: int,
     p: float,
 ) -> Tensor:
-    """Keep each element of a block with probability 1 - p, and divide it by that; differentiable.
+    """Keep each element of a block with probability 1 - p, divided by that; differentiable.
 
-    Where the elements lie in the global tensor, ``start``, ``step`` and ``table`` say as ``pack``'s.
+    ``start``, ``step`` and ``table`` say where elements lie in the global tensor, as ``pack``'s.
     """
     scale = 1 / (1 - p) if p < 1 else 0.0
     size = list(x.shape) if len(start) == x.ndim else [x.numel()]

@@ -63,7 +63,7 @@ def _loaded(path: Path) -> CDLL:
 
 
 def _fits(path: Path, capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs one of a file's binaries, or its PTX."""
+    """Say whether a GPU runs one of a file's binaries, or its PTX."""
     archs, mine = archs_of(path), capability[0] * 10 + capability[1]
     same = any(a // 10 == capability[0] and a <= mine for a in archs)
     return same or bool(archs and max(archs) <= mine)
@@ -71,7 +71,7 @@ def _fits(path: Path, capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def _found(kind: str, capability: tuple[int, int]) -> tuple[Path | None, str]:
-    """The file to load, and why it is this one or none."""
+    """Return the file to load, and why it is this one or none."""
     if kind == "host":
         here = cached("host")
         if here:
@@ -88,7 +88,7 @@ def _found(kind: str, capability: tuple[int, int]) -> tuple[Path | None, str]:
 
 
 def why(device: torch.device) -> tuple[Path | None, str]:
-    """Name the file that serves a device, or None, and the reason."""
+    """Return the file that serves a device, or None, and the reason."""
     if device.type == "cpu":
         return _found("host", (0, 0))
     if device.type != "cuda":
@@ -102,7 +102,7 @@ def why(device: torch.device) -> tuple[Path | None, str]:
 
 @functools.cache
 def library(device: torch.device) -> CDLL | None:
-    """Give the loaded kernels of a device, or None; asked once per device."""
+    """Return the loaded kernels of a device, or None; each device is looked up once."""
     with _LOCK:
         path, _ = why(device)
         return None if path is None else _loaded(path)
@@ -132,7 +132,7 @@ def build(kind: str = "cuda", arch: Sequence[int] = ARCHS) -> Path:
 
 
 def code(x: Tensor | torch.dtype) -> int:
-    """Number a dtype as the kernels do; -1 for those that they do not take."""
+    """Return the kernels' number of a dtype; -1 for those that they do not take."""
     return CODES.get(x.dtype if isinstance(x, Tensor) else x, -1)
 
 
@@ -164,7 +164,7 @@ def call(name: str, *args: Any) -> None:
 
 
 def _first(args: Sequence[Any]) -> Tensor:
-    """The first tensor, in a list or not."""
+    """Return the first tensor, in a list or not."""
     for a in args:
         found = a if isinstance(a, list | tuple) else (a,)
         for x in found:

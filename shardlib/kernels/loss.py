@@ -24,7 +24,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether the rows are where the kernels look for them."""
+    """Say whether the rows are where the kernels look for them."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
@@ -34,7 +34,9 @@ def _labels(target: Tensor) -> bool:
 
 @torch.library.custom_op("shardlib::ce_stats", mutates_args=())
 def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
-    """[R, 4] of a block of logits [R, C]: maximum, sum of exp(x - maximum), target's logit, sum.
+    """Compute what one block of logits [R, C] adds to the loss.
+
+    Returns [R, 4]: maximum, sum of exp(x - maximum), the target's logit, the sum of the logits.
 
     ``cols``   how many of its classes are no padding.
     ``first``  the block's first class; a target that lies elsewhere counts as 0.
@@ -65,7 +67,9 @@ def _(logits: Tensor, *_: object) -> Tensor:
 def ce_loss(
     parts: Tensor, target: Tensor, ignore: int, smooth: float, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss [R] of the statistics of all blocks [p, R, 4]; and kept [R, 2]: maximum, 1 / sum.
+    """Compute the loss [R] from the statistics of all blocks [p, R, 4].
+
+    Also returns what backward keeps, [R, 2]: maximum, 1 / sum.
 
     It is NaN where the target is no class; on a GPU nobody looks at targets before.
     """
@@ -132,7 +136,10 @@ def ce_back(
     smooth: float,
     classes: int,
 ) -> Tensor:
-    """Gradient of a block of logits; that of padding is 0.  grad [R], or [1] for all rows."""
+    """Compute the gradient of a block of logits, from that of the loss: [R], or [1] for all rows.
+
+    The gradient of padding is 0.
+    """
     dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _back_into(dx, logits, target, kept, grad, cols, first, ignore, smooth, classes)
     return dx
@@ -155,7 +162,7 @@ def ce_back_(
     smooth: float,
     classes: int,
 ) -> None:
-    """The same over the logits, which their owner gives up."""
+    """Compute the gradient as ``ce_back`` does, written over the logits, which are lost."""
     _back_into(logits, logits, target, kept, grad, cols, first, ignore, smooth, classes)
 
 
@@ -163,7 +170,7 @@ def ce_back_(
 def row_loss(
     logits: Tensor, target: Tensor, ignore: int = -100, smooth: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss of whole rows [R], and what backward keeps; differentiable in the logits."""
+    """Compute the loss of whole rows [R], and what backward keeps; differentiable in the logits."""
     classes = logits.shape[-1]
     parts = ce_stats(logits, target, classes, 0).unsqueeze(0)
     return ce_loss(parts, target, ignore, smooth, classes)

@@ -13,7 +13,7 @@ __all__ = ["accumulate_", "merge_", "mergeable"]
 
 
 def _strides(x: Tensor) -> list[int]:
-    """How far apart sequences, heads and rows are.  [b, h, m, ...]"""
+    """Return how far apart sequences, heads and rows of [b, h, m, ...] are."""
     return list(x.stride()[:3])
 
 
@@ -60,7 +60,7 @@ def merge_(
 
 
 def _targets(runs: Tensor) -> Tensor:
-    """The rows of out that the part's rows go to, in the part's order."""
+    """List the rows of out that the part's rows go to, in the part's order."""
     return torch.cat([torch.arange(to, to + n) for _, to, n in runs.tolist()]).to(runs.device)
 
 

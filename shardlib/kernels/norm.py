@@ -34,7 +34,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
-    """Say whether the kernels take rows x [R, C] with these factors [C]: dense, of dtypes they mix."""
+    """Say whether the kernels take rows x [R, C], dense, with factors [C] of dtypes they mix."""
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         return False
     for t in (w, b):
@@ -51,7 +51,10 @@ def _factor(x: Tensor, w: Tensor | None, b: Tensor | None = None) -> int:
 
 @torch.library.custom_op("shardlib::norm_stats", mutates_args=())
 def norm_stats(x: Tensor, centre: bool) -> Tensor:
-    """Of rows [R, C]: [R, 2], mean and summed squared distance from it; or [R, 1], sum of squares."""
+    """Compute the statistics of the rows of a block [R, C].
+
+    Returns [R, 2], mean and summed squared distance from it; or [R, 1], the sum of squares.
+    """
     rows, cols = x.shape
     if serves(x, None, None):
         out = x.new_empty(rows, 2 if centre else 1, dtype=torch.float32)
@@ -71,7 +74,9 @@ def _(x: Tensor, centre: bool) -> Tensor:
 
 @torch.library.custom_op("shardlib::norm_settle", mutates_args=())
 def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Of parts [p, R, 2 or 1] of ``each`` columns: mean [R, 1] (empty for RMS) and scale [R, 1].
+    """Compute mean and scale [R, 1] of rows from their parts' statistics [p, R, 2 or 1].
+
+    Each part has ``each`` columns; the mean is empty for RMS norm.
 
     Source: the merge is Chan, Golub and LeVeque 1983.
     """
@@ -105,7 +110,7 @@ def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def norm_apply(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor
 ) -> Tensor:
-    """(x - mean) * scale * w + b of rows [R, C], dense."""
+    """Compute (x - mean) * scale * w + b of dense rows [R, C]."""
     rows, cols = x.shape
     if serves(x, w, b):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -124,7 +129,7 @@ def _(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor
 
 @torch.library.custom_op("shardlib::norm_back_sums", mutates_args=())
 def norm_back_sums(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
-    """Of each row [R, 2]: the sums of g w y and of g w, where y is the normalised row."""
+    """Compute, for each row, the sums [R, 2] of g w y and of g w, where y is the normalised row."""
     rows, cols = x.shape
     if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
         out = x.new_empty(rows, 2, dtype=torch.float32)
@@ -145,7 +150,10 @@ def _(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Te
 def norm_back(
     x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, count: int
 ) -> Tensor:
-    """Gradient of x, from the sums over all parts of rows that have ``count`` columns together."""
+    """Compute the gradient of x from the sums over all parts of its rows.
+
+    ``count``  the columns of all parts together.
+    """
     rows, cols = x.shape
     if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
         dx = torch.empty_like(g)
@@ -168,7 +176,7 @@ def _(
 
 @torch.library.custom_op("shardlib::norm_columns", mutates_args=())
 def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """[2, C]: gradients of weight and shift, summed over the rows."""
+    """Compute the gradients [2, C] of weight and shift, summed over the rows."""
     rows, cols = x.shape
     if serves(x, None, None) and g.is_contiguous() and g.dtype == x.dtype:
         pack = 16 // x.element_size()
@@ -195,7 +203,10 @@ def _(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def row_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm (``centre``) or RMS norm of whole rows, and what backward keeps; differentiable."""
+    """Compute layer norm (``centre``) or RMS norm of whole rows, and what backward keeps.
+
+    It is differentiable.
+    """
     mean, scale = norm_settle(norm_stats(x, centre).unsqueeze(0), centre, x.shape[1], eps)
     return norm_apply(x, w, b, mean, scale), mean, scale
 

@@ -24,7 +24,7 @@ _SIZES = (1, 2, 4, 8)  # bytes of an element
 
 
 class Where(NamedTuple):
-    """Places of a block: per dimension how many, and start and step, or a table."""
+    """The places of a block: per dimension how many, and start and step, or a table."""
 
     size: list[int]
     start: list[int]
@@ -33,7 +33,7 @@ class Where(NamedTuple):
 
 
 def box(held: Sequence[Sequence[int]], strides: Sequence[int], device: torch.device) -> Where:
-    """Say where a box lies: per dimension the positions that it holds, and their stride.
+    """Find the places of a box: per dimension the positions that it holds, and their stride.
 
     >>> box([range(2, 4), (0, 3)], [4, 1], torch.device("cpu"))
     Where(size=[2, 2], start=[8, 0], step=[4, 0], table=[None, tensor([0, 3])])
@@ -71,7 +71,7 @@ def index(where: Where, device: torch.device | None = None) -> Tensor:
 
 
 def at_front(size: Sequence[int]) -> tuple[list[int], list[int], list[Tensor | None]]:
-    """Say where a block lies that is a dense tensor itself: start, step and table.
+    """Find the start, step and table of a block that is a dense tensor itself.
 
     >>> at_front([2, 3])
     ([0, 0], [3, 1], [None, None])
@@ -111,7 +111,7 @@ def copy_box_(
 def copy_box(
     into: Tensor, x: Tensor, put: Sequence[Sequence[int]], take: Sequence[Sequence[int]]
 ) -> None:
-    """Copy the positions ``take`` along each dimension of x to the positions ``put`` of ``into``."""
+    """Copy the positions ``take`` of each dimension of x to the positions ``put`` of ``into``."""
     one = box(take, x.stride(), x.device)
     _, *two = box(put, into.stride(), into.device)
     copy_box_(into, x, *one, *two)
@@ -170,7 +170,7 @@ unpack.register_autograd(_unpack_back, setup_context=_keep_box)
 
 
 def dense(x: Tensor) -> Tensor:
-    """Give ``x.contiguous()``, of a tensor whose dimensions lie in another order, 16 bytes at a time.
+    """Return ``x.contiguous()``; dimensions in another order are copied 16 bytes at a time.
 
     Torch's own copy is what runs where the last dimension is not dense, or where no kernel serves.
     """
@@ -186,7 +186,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def _joined(size: list[int], step: list[int]) -> tuple[list[int], list[int]]:
-    """The same places with as few dimensions as say them.
+    """Return the same places with as few dimensions as say them.
 
     >>> _joined([2, 3, 4, 5], [60, 5, 15, 1]), _joined([2, 3, 4], [12, 4, 1])
     (([2, 3, 4, 5], [60, 5, 15, 1]), ([24], [1]))

@@ -585,7 +585,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out[0], [q[0], q[1], q[2], v[3]])
 
     def shared(self, heads: Row, fewer: Row) -> None:
-        """Fewer heads of keys, each of which several heads of queries that follow each other read."""
+        """Match fewer heads of keys with several heads of queries each, which follow each other."""
         try:
             first, _ = parted(leaves(heads), length(fewer))
         except Apart:

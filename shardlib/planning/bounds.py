@@ -9,7 +9,7 @@ __all__ = ["lower_bound"]
 
 
 def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
-    """Bound the words that some rank must receive for one product [m, k] x [k, n] from below.
+    """Compute a lower bound of the words that some rank receives for one product [m, k] x [k, n].
 
     Whatever the algorithm.
 

@@ -15,7 +15,7 @@ __all__ = ["CLUSTERS", "Cluster", "cluster_of", "measured"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a rank has, and how ranks are joined.
+    """A kind of machine: what a rank has, and how ranks are joined.
 
     ``memory``  bytes of one rank.
     ``flops``   operations per second that its products reach.
@@ -34,7 +34,7 @@ class Cluster:
     source: str = "as given"
 
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
-        """The link of each axis, the last axis' ranks side by side."""
+        """Return the link of each mesh axis, where the ranks of the last axis lie side by side."""
         out, reach = {}, 1
         for axis, n in reversed(list(mesh.items())):
             reach *= n
@@ -42,7 +42,7 @@ class Cluster:
         return out
 
     def told(self) -> str:
-        """Say what the links are taken to be, and where that is from.
+        """Describe the links that are assumed, and where their figures come from.
 
         >>> CLUSTERS["h100"].told().split(" between")[0]
         'links: 225 GB/s and 5 us a message within 8 ranks, 25 GB/s and 10 us'
@@ -69,7 +69,10 @@ CLUSTERS = {  # data sheets' memory; half of the data sheets' operations and lin
 
 
 def cluster_of(given: str | Cluster) -> Cluster:
-    """The cluster of a name, or what is one.  Raises: BadArgument."""
+    """Return the cluster of a name, or one that is given.
+
+    Raises: BadArgument.
+    """
     if isinstance(given, Cluster):
         return given
     if given not in CLUSTERS:
@@ -82,7 +85,7 @@ def cluster_of(given: str | Cluster) -> Cluster:
 
 
 def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Cluster:
-    """Measure the links of the ranks that run, as ``probe`` does, in place of a cluster's own.
+    """Measure the links between the ranks that run, as ``probe`` does, in place of a cluster's own.
 
     Called by all ranks of a job, under torchrun or in ``sl.launch``; those of one node stand side
     by side.  Where there is one node, what joins nodes stays as it was; one rank measures nothing.

@@ -53,12 +53,12 @@ class Row:
 
     @property
     def bytes(self) -> int | Fraction:
-        """Received in both passes."""
+        """Bytes received in both passes."""
         return Trace(self.forward).bytes + Trace(self.backward).bytes
 
     @property
     def pattern(self) -> str:
-        """Its module with a ``*`` for every number, which is the same in every layer."""
+        """The operation's module with a ``*`` for every number: the same in every layer."""
         return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.module)
 
     @property
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass
 class Explanation:
-    """Every operation that communicates or multiplies, and the totals.
+    """The operations that communicate or multiply, and the totals.
 
     ``rows``                   in the order they run.
     ``bytes``                  received per rank, forward and backward; ``messages`` likewise.
@@ -100,22 +100,27 @@ class Explanation:
 
     @property
     def peak(self) -> int:
+        """The most bytes that one rank holds: parameters, state and what is alive beside them."""
         return self.parameters + self.state + self.transient
 
     @property
     def forward(self) -> Trace:
+        """The events of the forward pass."""
         return Trace([e for row in self.rows for e in row.forward])
 
     @property
     def backward(self) -> Trace:
+        """The events of the backward pass."""
         return Trace([e for row in self.rows for e in row.backward])
 
     @property
     def bytes(self) -> int | Fraction:
+        """Bytes that one rank receives in both passes."""
         return self.forward.bytes + self.backward.bytes
 
     @property
     def messages(self) -> int:
+        """Messages that one rank receives in both passes."""
         return self.forward.messages + self.backward.messages
 
     @property
@@ -125,14 +130,16 @@ class Explanation:
 
     @property
     def products(self) -> int | Fraction:
+        """Bytes received for the products of the forward pass."""
         return Trace([e for row in self.rows if row.product for e in row.forward]).bytes
 
     @property
     def bound(self) -> float:
+        """The least bytes that any algorithms must receive for the products of the forward pass."""
         return sum(row.bound for row in self.rows)
 
     def kinds(self, by: str = "order") -> list[list[Row]]:
-        """Put together what is the same in every layer, of all that communicates or multiplies.
+        """Group the operations that communicate or multiply by what is the same in every layer.
 
         ``by``  "order", in which they run; or "bytes" or "memory", most first.
         Raises: BadArgument for another order.
@@ -151,7 +158,7 @@ class Explanation:
         return kinds
 
     def json(self) -> dict[str, Any]:
-        """Give the totals and a row per kind of operation as plain values, bytes per rank.
+        """Return the totals and a row per kind of operation as plain values, bytes per rank.
 
         >>> import json, torch, shardlib as sl; from torch import nn
         >>> with sl.simulate(x=2):
@@ -173,7 +180,8 @@ class Explanation:
         ]  # fmt: skip
         return {
             "mesh": dict(self.mesh), "bytes": _plain(self.bytes), "messages": self.messages,
-            "forward_bytes": _plain(self.forward.bytes), "backward_bytes": _plain(self.backward.bytes),
+            "forward_bytes": _plain(self.forward.bytes),
+            "backward_bytes": _plain(self.backward.bytes),
             "parameters": self.parameters, "state": self.state, "transient": self.transient,
             "peak": self.peak, "bound": _plain(self.bound), "rows": rows,
         }  # fmt: skip
@@ -182,7 +190,10 @@ class Explanation:
         return self.text()
 
     def text(self, by: str = "order") -> str:
-        """Write what each kind of operation takes, gives and moves, and the totals; ``by`` as ``kinds`` takes it."""
+        """Write what each kind of operation takes, gives and moves, and the totals.
+
+        ``by``  the order of the kinds, as ``kinds`` takes it.
+        """
         lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
         for rows in self.kinds(by):
             row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
@@ -191,7 +202,8 @@ class Explanation:
             lines.append("   ".join(p for p in parts if p))
             if row.out:
                 lines.append(f"    {', '.join(row.operands)} -> {row.out}")
-            moved = f"    forward {size(Trace(row.forward).bytes)}, backward {size(Trace(row.backward).bytes)}"
+            there, back = Trace(row.forward), Trace(row.backward)
+            moved = f"    forward {size(there.bytes)}, backward {size(back.bytes)}"
             if row.bytes:
                 moved += f" ({100 * float(row.bytes * len(rows) / self.bytes):.0f} % of all)"
             moved += f", temporaries {size(row.memory)}" if row.memory else ""
@@ -223,7 +235,7 @@ def explain(
     backward: bool = True,
     tx: Any = None,
 ) -> Explanation:
-    """Run ``apply(params, *inputs)`` on shapes alone and say what each operation would do.
+    """Run ``apply(params, *inputs)`` on shapes alone and list what each operation would do.
 
     ``inputs``    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes are
                   read.
@@ -268,7 +280,7 @@ def explain(
 
 
 def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, int]) -> ShardError:
-    """The error for a forward that does not run on shapes alone: where, why, and what to write."""
+    """Make the error for a forward that does not run on shapes: where, why, and what to write."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = f"module {paths.where(error)!r}" if paths.where(error) else "what was given"
     given = [x for x in optree.tree_leaves(inputs) if isinstance(x, Tensor)]  # type: ignore[arg-type]
@@ -290,7 +302,7 @@ def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, in
 def _rehearsed(
     apply: Callable[..., Any], params: Any, args: Any, kwargs: Any, sizes: dict[str, int]
 ) -> None:
-    """Forward alone, for products to find out which of their operands are read again."""
+    """Run forward alone, for products to find out which of their operands are read again."""
     with record(**sizes) as paper, torch.no_grad():
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
@@ -335,14 +347,14 @@ def _explained(
 
 
 def _bytes(tree: Any) -> int:
-    """Of the tensors in a tree, on one rank."""
+    """Count the bytes of the tensors in a tree, on one rank."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
     return sum(x.numel() * x.element_size() for x in raws)
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:
-    """The same value as a shape on another mesh."""
+    """Return the same value as a shape on another mesh."""
     if isinstance(x, ShardedTensor):
         true, place = x.place.true_shape, x.place._replace(mesh=mesh, deferred=frozenset())
         if true is not None:  # what fills it up is another mesh's
@@ -356,8 +368,9 @@ def _on_paper(x: Any, mesh: Any) -> Any:
 
 
 class _Watch:
-    """Writes a row per function called on sharded tensors;
-    functions called inside one belong to it.
+    """A watch that writes a row per function called on sharded tensors.
+
+    Functions called inside one belong to it.
     """
 
     def __init__(self, t: Trace, ranks: int, backward: bool, paths: Paths) -> None:
@@ -418,14 +431,14 @@ class _Watch:
             node.register_prehook(lambda *_: self._turn(row))
 
     def _turn(self, row: Row | None) -> None:
-        """What was counted since the last turn belongs to the row whose gradient ran then."""
+        """Give what was counted since the last turn to the row whose gradient ran then."""
         if self.row is not None:
             known = set(map(id, self.apart))
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
     def back(self, out: Any, params: list[ShardedTensor], together: "_Together") -> None:
-        """Gradients that are summed together have a row of their own, behind all others."""
+        """Run backward, with a row of its own, behind all others, for gradients summed together."""
         self.apart = together.events
         found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         ends = [x.raw for x in found if x.raw.requires_grad]
@@ -468,12 +481,12 @@ def _name(func: Any) -> str:
 
 
 def _plain(n: float | Fraction) -> int | float:
-    """A number that JSON has."""
+    """Return a number that JSON has."""
     return int(n) if n == int(n) else float(n)
 
 
 def size(n: float | Fraction) -> str:
-    """Bytes as people read them.
+    """Write a number of bytes as people read it.
 
     >>> size(100), size(2048), size(3 * 2**20)
     ('100 B', '2.00 KiB', '3.00 MiB')

@@ -31,7 +31,7 @@ __all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]
 
 @dataclass(frozen=True)
 class Grid3:
-    """One candidate: sizes of the three axes, what is saved, and what a step takes per rank.
+    """A candidate: sizes of the three axes, what is saved, and what a step takes per rank.
 
     ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
 
@@ -55,7 +55,7 @@ class Grid3:
 
     @property
     def name(self) -> str:
-        """What this grid is called elsewhere."""
+        """The name that this grid has in the literature."""
         sizes = [s for s in (self.m, self.k, self.n) if s > 1]
         if not sizes:
             return "one device"
@@ -85,16 +85,19 @@ class Choice:
 
     @property
     def mesh(self) -> dict[str, int]:
+        """The axis sizes of the best grid."""
         return self.best.mesh
 
     @property
     def recipe(self) -> Callable[..., recipes.Recipe]:
+        """The recipe that lays a model out on the best grid."""
         return (
             recipes.cube3d if self.best.mlp == "mnk" else partial(recipes.cube3d, mlp=self.best.mlp)
         )
 
     @property
     def save(self) -> str:
+        """The operands that the best grid keeps gathered."""
         return self.best.save
 
     def __str__(self) -> str:
@@ -206,7 +209,7 @@ def choose(
 
 
 def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
-    """Every linear layer in turn; of an MLP only where there are others too."""
+    """List every linear layer in turn; of an MLP only where there are others too."""
     if not isinstance(model, nn.Module):
         pairs = [model[turn - turn % 2 : turn - turn % 2 + 2] for turn in range(len(model))]
         found = [
@@ -223,7 +226,7 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
 
 
 def _of_module(model: nn.Module) -> list[Layer]:
-    """Every distinct product of a model once, with its number; by names where it does not run."""
+    """List every distinct product of a model with its number; by names where it does not run."""
     plan = outline(model)
     try:
         dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
@@ -239,7 +242,7 @@ def _of_module(model: nn.Module) -> list[Layer]:
 
 
 def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
-    """The roles that x, y and z may play in MLPs; a one-sized axis plays the usual one."""
+    """List the roles that x, y and z may play in MLPs; a one-sized axis plays the usual one."""
     if not any(layer.mlp for layer in layers):
         return ["mnk"]
     usual, sizes = "mnk", (m, n, k)
@@ -279,7 +282,7 @@ def _divides(
 
 
 def _sizes(layer: Layer, m: int, k: int, n: int, mlp: str) -> tuple[int, int, int]:
-    """(pm, pk, pn) of a layer: of an MLP by the roles of x, y and z there."""
+    """Return (pm, pk, pn) of a layer: of an MLP by the roles of x, y and z there."""
     if not layer.mlp or mlp == "mnk":
         return m, k, n
     sizes = list(zip(mlp, (m, n, k), strict=True))
@@ -328,7 +331,7 @@ def step_cost(
 
 
 def _times(cost: Cost, count: int) -> Cost:
-    """The price of ``count`` products of one kind."""
+    """Return the price of ``count`` products of one kind."""
     along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
     return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
 
@@ -336,7 +339,7 @@ def _times(cost: Cost, count: int) -> Cost:
 def _moved(
     nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[Cost, Fraction]:
-    """The price of gathering a block, dimension by dimension, and its bytes when gathered."""
+    """Price the gathering of a block, dimension by dimension, and count its bytes when gathered."""
     cost = Cost()
     for names in moves:
         axes = tuple(a for a in names if sizes[a] > 1)

@@ -20,7 +20,7 @@ MOST = 1 << 22  # elements that are computed beside
 
 
 class Known(DispatchMode):  # type: ignore[misc, valid-type]
-    """Answers questions about whole numbers on the meta device, where the answer is known.
+    """A mode that answers questions about whole numbers on the meta device, where it can.
 
     >>> with Known():
     ...     bool((torch.arange(4, device="meta").diff() == 1).all())
@@ -33,7 +33,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         self.alive: list[Tensor] = []  # an id means nothing once its tensor is gone
 
     def tell(self, x: Tensor, value: Tensor) -> None:
-        """Say what the elements of a tensor on the meta device are."""
+        """Note the values of a tensor of whole numbers on the meta device."""
         if not x.is_floating_point() and x.numel() <= MOST:
             self._keep(x, value.detach().cpu())
 
@@ -69,7 +69,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation gives; where all rows are one row expanded, of that row alone.
+    """Compute what an operation gives; where all rows are one row expanded, from that row alone.
 
     Positions of a batch are one row expanded, a thousand times in a large one.
     """
@@ -89,7 +89,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_row(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
-    """Whether each row of the result comes from the same row of what is given."""
+    """Say whether each row of the result comes from the same row of what is given."""
     if torch.Tag.pointwise in func.tags:
         return True
     along = args[1] if len(args) > 1 else 0

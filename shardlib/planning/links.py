@@ -16,7 +16,7 @@ __all__ = ["probe"]
 def probe(
     mesh: MeshLike | None = None, *, words: int = 1 << 18, repeats: int = 5
 ) -> dict[str, Link]:
-    """Measure seconds per message and per byte along every axis, for every later choice to use.
+    """Measure seconds per message and per byte along every axis; later choices use them.
 
     Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
     products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must
@@ -45,7 +45,7 @@ def probe(
 
 
 def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
-    """Of one movement: the mean of a gather and a scatter."""
+    """Time one movement: the mean of a gather and a scatter."""
     x = torch.zeros(words, device=mesh.device)
     best = math.inf
     for _ in range(repeats + 1):

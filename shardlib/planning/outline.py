@@ -17,7 +17,9 @@ __all__ = ["Outline", "outline"]
 
 @dataclass(frozen=True)
 class Outline:
-    """``model(0)`` has every distinct layer once, ``model(i)`` the i-th of those that repeat twice.
+    """A model by its distinct layers.
+
+    ``model(0)`` has every distinct layer once, ``model(i)`` the i-th of those that repeat twice.
 
     ``repeats``  how often each layer that repeats does, beside its first.
     """
@@ -27,7 +29,7 @@ class Outline:
     stacks: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
     def model(self, more: int = 0) -> nn.Module:
-        """The smaller model, on the tensors of the whole one."""
+        """Make the smaller model, on the tensors of the whole one."""
         memo: dict[int, Any] = {id(t): t for t in (*self.base.parameters(), *self.base.buffers())}
         at, small = 0, {}
         for path, kinds in self.stacks:
@@ -42,7 +44,7 @@ class Outline:
         return copy.deepcopy(self.base, memo | small)
 
     def total(self, values: Sequence[Any]) -> Any:
-        """What the whole model has of something that adds, from what ``model(0)``, ``model(1)``, ... have."""
+        """Add up the whole model's figure from those of ``model(0)``, ``model(1)`` and so on."""
         first, *others = values
         added = first
         for count, value in zip(self.repeats, others, strict=True):
@@ -77,7 +79,7 @@ def outline(model: nn.Module) -> Outline:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """The same for layers that compute the same on the same shapes."""
+    """Return a key that is the same for layers that compute the same on the same shapes."""
     modules = tuple(
         (n, type(m), tuple((k, v) for k, v in sorted(vars(m).items()) if _plain(k, v)))
         for n, m in layer.named_modules()

@@ -1,4 +1,4 @@
-"""Which mesh, and will it fit: the ways to split a model over so many ranks, priced on shapes alone.
+"""Which mesh, and will it fit: ways to split a model over so many ranks, priced on shapes alone.
 
 Every recipe on every mesh of so many ranks is first estimated from the model's products.  The best
 of them then run on paper, forward and backward, with each distinct layer once and once more
@@ -39,7 +39,7 @@ BUCKET = 25 * 2**20  # bytes of gradients that travel together, as zero's bucket
 
 @dataclass(frozen=True)
 class Way:
-    """A recipe on a mesh, ZeRO's stage, what modules keep for backward, batches that a step adds up.
+    """A way to train: a recipe on a mesh, ZeRO's stage, remat and micro-batches.
 
     ``accumulate``  micro-batches of a step: forward and backward run once for each.
     """
@@ -58,7 +58,7 @@ class Way:
 
     @property
     def rows(self) -> int:
-        """Whose multiple the rows of a batch are: the parts that its mesh makes of them."""
+        """The number that must divide a batch's rows: the parts that the mesh makes of them."""
         x, y, z = (self.mesh.get(a, 1) for a in "xyz")
         parts = {"fsdp": x, "optimus2d": x, "cube3d": math.lcm(x * y, x * z)}
         return self.mesh.get("data", 1) * parts.get(self.recipe, 1)
@@ -72,12 +72,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a step moves, takes and holds on one rank.
+    """A way with what a step of it moves, takes and holds on one rank.
 
-    ``along``      axis -> (bytes, messages).     ``seconds``  of transfers and of products, one after the other.
-    ``parameters``, ``gradients``, ``state``, ``saved``, ``temporary``  bytes; the last two of one
-    micro-batch.
+    ``along``    axis -> (bytes, messages).
+    ``seconds``  of transfers and of products, one after the other.
     ``layers``   the stacks of layers that ``remat`` is of.
+
+    ``parameters``, ``gradients``, ``state``, ``saved`` and ``temporary`` are bytes, the last two of
+    one micro-batch.
     """
 
     way: Way
@@ -93,18 +95,20 @@ class Weighed:
 
     @property
     def bytes(self) -> float:
-        """Received in a step."""
+        """Bytes received in a step."""
         return sum(b for b, _ in self.along.values())
 
     @property
     def messages(self) -> float:
-        """Received in a step."""
+        """Messages received in a step."""
         return sum(m for _, m in self.along.values())
 
     @property
     def peak(self) -> float:
-        """Held at the most: what is saved goes as gradients come, and beside both lies the sum of
-        the gradients of the micro-batches before.
+        """The most bytes held at once.
+
+        What is saved goes as gradients come, and beside both lies the sum of the gradients of the
+        micro-batches before.
         """
         held = self.gradients if self.way.accumulate > 1 else 0
         own = max(self.gradients, self.saved) + self.temporary
@@ -113,7 +117,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Plan:
-    """The best way, and the others.
+    """The ways to train a model, the best first.
 
     ``table``     best first; those that fit before those that do not.
     ``best``      None where none fits.
@@ -138,6 +142,7 @@ class Plan:
 
     @property
     def best(self) -> Weighed | None:
+        """The best way, or None where none fits."""
         return self.table[0] if self.table and self.table[0].fits else None
 
     def __str__(self) -> str:
@@ -151,14 +156,16 @@ class Plan:
         elif self.table:
             least = min(self.table, key=lambda w: w.peak)
             lines.append(
-                f"nothing fits into {size(self.memory)}; the least is {size(least.peak)}: {least.way}"
+                f"nothing fits into {size(self.memory)}; the least is {size(least.peak)}: "
+                f"{least.way}"
             )
         elif not self.rejected:
             lines.append(f"no recipe splits {self.batch} rows, and the heads, over so many ranks")
         large = max((w.peak for w in self.table), default=0.0) >= 2**30
         unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
         lines += [
-            f"{unit} per rank: peak  params   grads   state   saved    temp   MiB moved  messages   seconds"
+            f"{unit} per rank: peak  params   grads   state   saved    temp"
+            "   MiB moved  messages   seconds"
         ] * bool(self.table)
         for w in self.table:
             parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
@@ -211,7 +218,8 @@ def plan(
     >>> class Tiny(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.wte, self.up, self.down = nn.Embedding(64, 32), nn.Linear(32, 128), nn.Linear(128, 32)
+    ...         self.wte = nn.Embedding(64, 32)
+    ...         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
     ...         self.head = nn.Linear(32, 64, bias=False)
     ...     def forward(self, ids):
     ...         return self.head(self.down(self.up(self.wte(ids)).relu()))
@@ -242,7 +250,8 @@ def plan(
             raise BadArgument(
                 f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
                 op="plan",
-                fix=f"sl.planning.plan(model, {ranks}, batch={batch}, sequence={sequence}, recipe={near[0]!r})",
+                fix=f"sl.planning.plan(model, {ranks}, batch={batch}, sequence={sequence}, "
+                f"recipe={near[0]!r})",
             )
     where = cluster_of(cluster)
     room = where.memory if memory is None else memory
@@ -265,7 +274,7 @@ _RANKS, _ROWS = 2**20, 2**40
 
 
 def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
-    """The best, and of every recipe its best, unless that is thought to take more than twice as long."""
+    """Return the best, and each recipe's best that should not take more than twice as long."""
     if not ranked:
         return []
     bar = 2 * ranked[0][0]
@@ -276,7 +285,7 @@ def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
 
 
 def loss_of(out: Any, labels: Any) -> Tensor | None:
-    """The loss in what forward gave: a scalar, its ``loss``, or its logits against the labels."""
+    """Return the loss in forward's output: a scalar, its ``loss``, or its logits against labels."""
     found = getattr(out, "loss", None)
     out = found if isinstance(found, Tensor) else getattr(out, "logits", out)
     if isinstance(out, Tensor) and out.numel() == 1:
@@ -295,7 +304,8 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
         raise BadArgument(
             f"forward gives {type(out).__name__}, no logits and no loss",
             op="plan",
-            fix="sl.planning.plan(model, 8, batch=8, sequence=64, loss=lambda f, p, ids, _: f(p, ids).mean())",
+            fix="sl.planning.plan(model, 8, batch=8, sequence=64, "
+            "loss=lambda f, p, ids, _: f(p, ids).mean())",
         )
     return found
 
@@ -304,14 +314,25 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Study:
-    """One model on one cluster: what is found once serves every way."""
+    """A study of one model on one cluster: what is found once serves every way."""
 
     def __init__(
-        self, model: nn.Module, cluster: Cluster, batch: int, sequence: int, state: float,
-        loss: Callable[..., Tensor], room: float, accumulate: int = 1,
-    ) -> None:  # fmt: skip
-        self.cluster, self.batch, self.sequence = cluster, batch, sequence
-        self.state, self.loss, self.room = state, loss, room
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        batch: int,
+        sequence: int,
+        state: float,
+        loss: Callable[..., Tensor],
+        room: float,
+        accumulate: int = 1,
+    ) -> None:
+        self.cluster = cluster
+        self.batch = batch
+        self.sequence = sequence
+        self.state = state
+        self.loss = loss
+        self.room = room
         self.least = accumulate
         self.ratio = 8.0  # of what is saved without remat and with it: a guess until both are known
         # rows of a micro-batch and remat, of the fastest way that was found, and its seconds
@@ -326,7 +347,7 @@ class _Study:
         self.heads, self.keys = _heads(model), _keys(model)
 
     def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Way]:
-        """Every recipe on every mesh that the sizes let through."""
+        """List every recipe on every mesh that the sizes let through."""
         for data in _divisors(ranks):
             rest = ranks // data
             axes = {"data": data} if data > 1 else {}
@@ -354,7 +375,7 @@ class _Study:
         return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
 
     def estimate(self, way: Way) -> float:
-        """Seconds of a step by its products alone; infinite where its state cannot fit."""
+        """Estimate a step's seconds by its products alone; infinite where its state cannot fit."""
         mesh = way.mesh
         data = mesh.get("data", 1)
         m, k, n = mesh.get("x", 1), mesh.get("z", 1), mesh.get("y", 1)
@@ -388,7 +409,7 @@ class _Study:
         )
 
     def weigh(self, way: Way) -> Weighed:
-        """What a step takes at its best: micro-batches, remat and ZeRO's stage that fit, in least time.
+        """Find the micro-batches, remat and stage that fit and take least time, and what they take.
 
         One number of micro-batches runs on paper, with remat or without; from it the others are
         estimated, and what is thought to be best runs next, until that is one which did.
@@ -399,7 +420,8 @@ class _Study:
             raise BadArgument(
                 f"{self.batch} rows over {way.rows} parts make no {self.least} micro-batches",
                 op="plan",
-                fix=f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, sequence={self.sequence})",
+                fix=f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, "
+                f"sequence={self.sequence})",
             )
         remats = ("", "full") if self.outline.stacks else ("",)
         rows, remat = self.begin or (self.batch // counts[0], "")
@@ -434,7 +456,7 @@ class _Study:
         remats: Sequence[str],
         known: bool = False,
     ) -> Weighed:
-        """The fastest that fits, else the smallest; ``known``: of those that ran on paper."""
+        """Return the fastest that fits, else the smallest; ``known`` takes those run on paper."""
         stages = range(1, 4) if way.copies else range(1)
         keys = list(found) if known else list(itertools.product(counts, remats))
         tried = [
@@ -450,7 +472,7 @@ class _Study:
     def _thought(
         self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int, remat: str
     ) -> Mapping[str, float]:
-        """What a micro-batch takes: as it ran on paper, else in proportion to one that did."""
+        """Return what a micro-batch takes, run on paper or in proportion to one that was."""
         if (count, remat) in found:
             return found[count, remat]
         near = min(found, key=lambda key: (key[1] != remat, abs(math.log(key[0] / count))))
@@ -466,7 +488,7 @@ class _Study:
         return out
 
     def _measured(self, way: Way, remat: str) -> dict[str, float]:
-        """What a micro-batch takes on paper."""
+        """Measure what a micro-batch takes on paper."""
         policies = [(f"{path}.*", remat) for path, _ in self.outline.stacks] if remat else []
         found = [
             self._run(way, m, d, policies) for m, d in zip(self.models, self.dims, strict=True)
@@ -481,7 +503,7 @@ class _Study:
         return whole
 
     def _run(self, way: Way, model: nn.Module, dims: Dimensions, remat: Any) -> Sums:
-        """One smaller model on paper."""
+        """Run one smaller model on paper."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
             more = {} if way.recipe in ("ddp", "ring") else {"inputs": dims}
@@ -543,18 +565,18 @@ def _divisors(n: int) -> list[int]:
 
 
 def _said(config: Any, names: Sequence[str]) -> int | None:
-    """The first of these that a configuration says."""
+    """Return the first of these that a configuration says."""
     found = (getattr(config, n, None) for n in names)
     return next((n for n in found if isinstance(n, int)), None)
 
 
 def _heads(model: nn.Module) -> int | None:
-    """Attention heads, where a configuration says them."""
+    """Return the attention heads, where a configuration says them."""
     return _said(getattr(model, "config", None), ("num_attention_heads", "n_head", "heads"))
 
 
 def _keys(model: nn.Module) -> float:
-    """Elements of keys and values per token, in all layers, where a configuration says them."""
+    """Count elements of keys and values per token, in all layers, as a configuration says."""
     config, heads = getattr(model, "config", None), _heads(model) or 1
     hidden = _said(config, ("hidden_size", "n_embd", "embed")) or 0
     layers = _said(config, ("num_hidden_layers", "n_layer", "layers")) or 1
@@ -562,7 +584,7 @@ def _keys(model: nn.Module) -> float:
 
 
 def _flops(model: nn.Module, sequence: int) -> float:
-    """Operations of forward for one row, counted on shapes."""
+    """Count operations of forward for one row, on shapes."""
     from torch.utils.flop_counter import FlopCounterMode
 
     state = {n: x.detach().to("meta") for n, x in model.state_dict(keep_vars=True).items()}

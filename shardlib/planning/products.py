@@ -14,8 +14,10 @@ __all__ = ["Layer", "Sums", "all_products", "products"]
 
 
 class Layer(NamedTuple):
-    """A product with a weight: whether it contracts, whether it is an MLP's where there is attention.
+    """A product with a weight.
 
+    ``back``   whether it contracts.
+    ``mlp``    whether it is an MLP's, where there is attention.
     ``count``  how many of them there are.
     """
 
@@ -71,6 +73,6 @@ class Sums:
 
 
 def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
-    """The distinct products of a whole model with their numbers, from runs of its smaller ones."""
+    """List the distinct products of a whole model, with their numbers, from its smaller ones."""
     whole: Sums = outline.total([Sums(dict(products(d))) for d in dims])
     return [layer._replace(count=int(n)) for layer, n in whole.values.items() if n]

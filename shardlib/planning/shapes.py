@@ -57,7 +57,7 @@ def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 @lru_cache(maxsize=1024)
 def _apart(func: Any) -> bool:
-    """Whether an operation gives one tensor: a new one, or its first operand."""
+    """Say whether an operation gives one tensor: a new one, or its first operand."""
     schema = func._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return False
@@ -68,7 +68,7 @@ def _apart(func: Any) -> bool:
 
 
 class _Values(Exception):
-    """A tensor that has values, or something that is no key."""
+    """An error: a tensor has values, or something is no key."""
 
 
 def _key(x: Any) -> Any:
@@ -86,7 +86,7 @@ def _key(x: Any) -> Any:
 
 
 def _made(out: Any, args: tuple[Any, ...]) -> _Made | None:
-    """How to make the same again."""
+    """Describe how to make the same again."""
     if args and out is args[0]:
         return _Made(None, (), out.dtype)
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():

@@ -44,11 +44,12 @@ def dense_attention(
     sink: Tensor | None = None,
     dropout: tuple[float, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend on whole tensors, as the definition says: (out, lse); dropout is (p, seed).
+    """Attend on whole tensors, as the definition says, and return (out, lse); dropout is (p, seed).
 
     >>> q = torch.randn(1, 2, 5, 4)
     >>> out, _ = dense_attention(q, q, q, Causal())
-    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-6)
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> torch.allclose(out, theirs, atol=1e-6)
     True
     """
     (b, h, s, d), t = q.shape, k.shape[2]
@@ -79,7 +80,7 @@ def dense_attention(
 
 
 class _Case(NamedTuple):
-    """One attention to hold an engine to."""
+    """One attention to check an engine on."""
 
     mesh: dict[str, int]
     order: str
@@ -93,7 +94,7 @@ class _Case(NamedTuple):
 
 
 def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
-    """Every mesh with every mask; orders, heads and options take turns."""
+    """List every mesh with every mask; orders, heads and options take turns."""
     out = []
     for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
         heads = ((4, 2), (3, 3), (6, 1))[i % 3]
@@ -103,7 +104,7 @@ def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
 
 
 def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None:
-    """Hold an engine to its contract.
+    """Check that an engine keeps its contract.
 
     - It is hashable, equal to itself, and plans the same case alike.
     - Where it fits, output, log-sum-exp and every gradient are dense's: masks, grouped heads,
@@ -130,7 +131,7 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
 
 
 def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """q, k, v, bias, sink on whole tensors."""
+    """Draw q, k, v, bias and sink as whole tensors."""
     (h, g), (s, t) = case.heads, case.lengths
     q, k, v = _normal(2, h, s, 4, seed=1), _normal(2, g, t, 4, seed=2), _normal(2, g, t, 5, seed=3)
     bias = _normal(h, s, t, seed=4).requires_grad_() if case.with_bias else None
@@ -139,9 +140,7 @@ def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
 
 
 class _Wanted(NamedTuple):
-    """Output, log-sum-exp and the gradients of q, k, v, bias, sink on whole tensors, and the
-    cotangents.
-    """
+    """The output, log-sum-exp and gradients of attention on whole tensors, and the cotangents."""
 
     values: list[Tensor]
     cotangents: tuple[Tensor, Tensor]
@@ -165,7 +164,7 @@ def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor 
 
 
 def _check_attention(engine: Engine, case: _Case) -> str:
-    """Compare one attention with dense; the reason where the engine does not fit."""
+    """Compare one attention with dense; return the reason where the engine does not fit."""
     leaves, bias, sink = _operands(case)
     wanted = _dense(case, leaves, bias, sink)
     with simulate(**case.mesh):
@@ -215,7 +214,7 @@ def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backwa
 
 
 def _check_paper(engine: Engine, case: _Case, plan: Plan) -> None:
-    """Areas name every rank; the plan runs on shapes alone."""
+    """Check that areas name every rank and the plan runs on shapes alone."""
     assert all(len(step) == plan.p for step in plan.areas), (
         f"areas of {engine} do not name every rank: {case}"
     )
@@ -257,11 +256,13 @@ def _check_second_derivative(engine: Engine) -> None:
 def check_mask(
     mask: Mask, *, q: int = 13, k: int | None = None, engines: Sequence[str | Engine] = ("auto",)
 ) -> None:
-    """Hold a mask to its contract, for ``q`` queries, ``k`` keys, 2 batch entries, 3 or 6 heads.
+    """Check that a mask keeps its contract, for ``q`` queries and ``k`` keys.
+
+    There are 2 batch entries and 3 or 6 heads.
 
     - It is hashable and equal to itself.
-    - ``allowed`` gives booleans that broadcast, the same for a
-      block as for the whole; so do ``scores``.
+    - ``allowed`` gives booleans that broadcast, the same for a block as for the whole; so do
+      ``scores``.
     - What ``relation`` and ``cuts`` say is what ``allowed`` says: the kernel calls that follow from
       them cover each allowed pair once, and no other.
     - Attention with it is dense's, values and gradients, with each of ``engines``.
@@ -335,7 +336,7 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _gap(got: Any, want: Tensor) -> float:
-    """Largest difference relative to the largest value; equal infinities are no difference."""
+    """Return the largest difference relative to the largest value; equal infinities count as 0."""
     got, want = got.detach(), want.detach()
     got = unshard(got) if isinstance(got, ShardedTensor) else got
     gone = (got - want).abs().masked_fill(got == want, 0)

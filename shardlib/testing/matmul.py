@@ -60,7 +60,7 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
 
 
 def _layouts(mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to split two dimensions over axes: each over none, one or two of them."""
+    """List every way to split two dimensions over axes: each over none, one or two of them."""
     tokens = [".", *mesh, *(f"({a} {b})" for a, b in itertools.permutations(mesh, 2))]
     axes = {token: [a for a in token.strip("()").split() if a != "."] for token in tokens}
     return [
@@ -93,7 +93,7 @@ def _equals_dense(
     w_text: str,
     name: str,
 ) -> None:
-    """Values, gradients, prices, a bias, half precision and second derivatives."""
+    """Compare values, gradients, prices, a bias, halves and second derivatives with dense."""
     draw = torch.Generator().manual_seed(0)
     dense = [torch.randn(s, dtype=torch.float64, generator=draw) for s in (x_shape, w_shape)]
     x, w = (t.clone().requires_grad_() for t in dense)
@@ -149,7 +149,7 @@ def _equals_dense(
 
 
 def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> None:
-    """Second derivatives equal dense, or are refused."""
+    """Check that second derivatives equal dense, or are refused."""
 
     def gradients(p: Any, q: Any) -> tuple[Any, ...]:
         (dp,) = torch.autograd.grad((p @ q).square().sum(), [p], create_graph=True)
@@ -165,10 +165,15 @@ def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> N
 
 
 def _counts_alike(
-    text: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], x_text: str, w_text: str, name: str,
+    text: str,
+    x_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    x_text: str,
+    w_text: str,
+    name: str,
     mesh: dict[str, int],
-) -> None:  # fmt: skip
-    """On shapes alone the same is counted as on values."""
+) -> None:
+    """Check that the same is counted on shapes alone as on values."""
     counted = []
     for made in (simulate, record):
         with made(**mesh), saving(), pinned(matmul=name), trace() as t:

@@ -25,7 +25,7 @@ MESHES: tuple[Mapping[str, int], ...] = (
 
 @pytest.fixture
 def sharded() -> Callable[..., Proof]:
-    """Call ``sl.check_model`` on MESHES: ``sharded(module, rules, batch, meshes=..., ...)``."""
+    """Return ``sl.check_model`` on MESHES: ``sharded(module, rules, batch, meshes=..., ...)``."""
 
     def prove(
         module: Any,
