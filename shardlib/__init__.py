@@ -1,14 +1,21 @@
 # pyright: strict
 """shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, algorithms how to compute.
 
-The verbs and values of every day are here; the rest is in
-modules: ``sl.optim`` (optimizers and ZeRO),
-``sl.recipes`` (rules for modules), ``sl.masks`` (of attention),
-               ``sl.collectives`` (what local code moves),
-``sl.planning`` (links, bounds, plans), ``sl.dtensor`` (to and from
-                torch's), ``sl.random`` (keys of draws),
-``sl.kernels`` (fused operations), ``sl.seeing`` (pictures), ``sl.errors``, ``sl.extend`` (for authors of
-              algorithms) and ``sl.testing`` (their laws).
+The verbs and values of every day are here; the rest is in modules:
+
+``sl.checkpoint``   files of a training run, and models of other libraries.
+``sl.collectives``  what local code moves.
+``sl.dtensor``      to and from torch's own sharded tensors.
+``sl.errors``       every error.
+``sl.extend``       for authors of algorithms, engines and masks.
+``sl.kernels``      fused operations.
+``sl.masks``        masks of attention.
+``sl.optim``        optimizers and ZeRO.
+``sl.planning``     links, bounds, plans.
+``sl.random``       keys of draws.
+``sl.recipes``      rules for modules.
+``sl.seeing``       pictures and timelines.
+``sl.testing``      laws that a new algorithm must keep.
 """
 
 from shardlib import (

@@ -45,9 +45,8 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
 def from_dtensor(t: "DTensor") -> ShardedTensor:
     """Take a DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
 
-    Raises: NotExpressible for strided placements and for pending
-            averages, maxima and norms; UnevenSplit for
-    uneven splits; MeshError for a mesh without names.
+    Raises: NotExpressible for strided placements and for pending averages, maxima and norms;
+            UnevenSplit for uneven splits; MeshError for a mesh without names.
 
     >>> import shardlib as sl
     >>> with sl.make_mesh(x=1, device="cpu"):

@@ -12,7 +12,7 @@ __all__ = ["Cost", "moving", "summing"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Per rank: bytes received, messages, and bytes of temporaries at the peak.
+    """Price for each rank: bytes received, messages, and bytes of temporaries at the peak.
 
     ``along``    (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
     ``compute``  seconds of computing, where algorithms for one operation differ in that.

@@ -5,8 +5,8 @@ without a graph.  Here its forward and backward run on values (global view), ins
 their raw blocks: the backward is given cotangents that lie as the outputs do, and what it returns
 is brought to where each input's gradient belongs, pending over the axes that the input defers.
 
-``torch.utils.checkpoint`` (reentrant) and module backward hooks
-                           are Functions too: see ``STANDINS``.
+``torch.utils.checkpoint`` (reentrant) and module backward hooks are Functions too: see
+``STANDINS``.
 """
 
 import weakref

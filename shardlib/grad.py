@@ -17,7 +17,7 @@ __all__ = ["frozen", "grad", "value_and_grad"]
 
 
 class TakesGradients(Protocol):
-    """What ``into=`` takes: a transform that has buckets, see ``sl.optim.zero``."""
+    """Type of ``into=``: a transform that has buckets, see ``sl.optim.zero``."""
 
     @property
     def sink(self) -> Callable[[Any], Any] | None:
@@ -95,8 +95,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[object, object]]:
     """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
-    ``argnums``  the argument to differentiate, any pytree of
-                 tensors; of several, a tuple of gradients.
+    ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of
+                 gradients.
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
     ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.

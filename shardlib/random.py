@@ -224,7 +224,7 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
 
 
 class Plain:
-    """What a function such as ``torch.rand(shape)`` draws as plain tensors, alike on all ranks.
+    """Draw of plain tensors by a function such as ``torch.rand(shape)``, alike on all ranks.
 
     Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen
     to draw them the ranks compare their generators before each call (8 bytes from each); where they
@@ -368,7 +368,7 @@ Marks = dict[_Stream, tuple[_Seed, int]]
 
 
 def marks() -> Marks:
-    """Note where every stream stands, or what stands for it here."""
+    """Return where every random stream stands, or what stands for it here."""
     draws = scope().draws
     here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
     return {s: (now.follow(), now.count) for s, now in here}
@@ -405,7 +405,7 @@ def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
 
 
 def rewound(mesh: Mesh) -> tuple[Any, int]:
-    """Note what ``rewind`` needs to draw again from here."""
+    """Return what ``rewind`` needs to draw again from here."""
     stream = _stream(mesh)
     return stream.follow(), stream.count
 

@@ -86,8 +86,8 @@ def holds_values(mesh: Mesh) -> bool:
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
     """Yield (coordinate, view) of every rank played here; view(raw) is its block of a storage.
 
-    For local code that differs in more than values from rank to
-    rank; what it writes to the views stays.
+    For local code that differs in more than values from rank to rank; what it writes to the views
+    stays.
     """
     for i, coord in enumerate(played(mesh)):
         yield coord, lambda raw, i=i: raw[i] if lead(mesh) else raw
@@ -106,8 +106,8 @@ class _Collective:
 
     ``post``     its function in a back end.
     ``adjoint``  params -> the collective that takes a gradient back, and its params.
-    ``moved``    (bytes of a block, axis size, params) -> bytes
-                 received, /, messages; None: it moves nothing.
+    ``moved``    (bytes of a block, axis size, params) -> bytes received, /, messages; None: it
+                 moves nothing.
     """
 
     name: str
@@ -422,7 +422,8 @@ def psum(
 
     ``out``   the result's dtype, in which it travels to all; the sum itself keeps x's.
     ``wire``  the dtype in which the parts travel to the sum; what stays on its rank keeps x's.
-    Moves: 2 (p-1)/p n bytes, 2 (p-1) messages; n of x, or half of n in each of these dtypes.    Grad: psum.
+    Moves:  2 (p-1)/p n bytes, 2 (p-1) messages; n of x, or half of n in each of these dtypes.
+    Grad:   psum.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -442,7 +443,8 @@ def _narrow(
 def pmean(x: Tensor, axis: Axis) -> Tensor:
     """Average over a mesh axis; every rank gets it.
 
-    Moves what psum moves.    Grad: pmean.
+    Moves what psum moves.
+    Grad:   pmean.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=4):
@@ -458,7 +460,8 @@ def pmean(x: Tensor, axis: Axis) -> Tensor:
 def pmax(x: Tensor, axis: Axis) -> Tensor:
     """Take the elementwise maximum over a mesh axis; every rank gets it.
 
-    Moves what psum moves.    Grad: to the maxima, shared.
+    Moves what psum moves.
+    Grad:   to the maxima, shared.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=4):
@@ -472,7 +475,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     """Concatenate every rank's block along ``dim`` (``tiled=False``: stack them along a new one).
 
     Shapes: x [..., n, ...] -> [..., n p, ...].
-    Moves: (p-1) n bytes, p-1 messages.    Grad: psum_scatter.
+    Moves:  (p-1) n bytes, p-1 messages.
+    Grad:   psum_scatter.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=3), sl.trace() as t:
@@ -491,7 +495,8 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None =
 
     Shapes: x [..., n, ...] -> [..., n / p, ...] along ``dim``.
     ``wire``  travel in this dtype; what stays on its rank, and the sum, keep x's.
-    Moves:  (p-1)/p n bytes, p-1 messages.    Grad: all_gather.
+    Moves:  (p-1)/p n bytes, p-1 messages.
+    Grad:   all_gather.
     Raises: UnevenSplit if the dimension is no multiple of the axis size; UnknownAxis.
 
     >>> import shardlib as sl
@@ -512,7 +517,8 @@ def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Moves nothing.
 
-    Shapes: x [..., n, ...] -> [..., n / p, ...].    Grad: the block placed in zeros.
+    Shapes: x [..., n, ...] -> [..., n / p, ...].
+    Grad:   the block placed in zeros.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -526,7 +532,8 @@ def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     """Send blocks along (source, destination) pairs; who receives nothing gets zeros.
 
-    Moves: n bytes per moving pair / p, 1 message.    Grad: the inverse.
+    Moves:  n bytes per moving pair / p, 1 message.
+    Grad:   the inverse.
     Raises: ShardError if a rank sends or receives twice, or is not on the axis.
 
     >>> import shardlib as sl
@@ -569,7 +576,8 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], axis: Axis, p: int) -> None
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """Send every rank's block ``by`` ranks on, cyclic: rank i's goes to rank i + by.
 
-    Moves: n bytes, 1 message.    Grad: shift by -by.
+    Moves:  n bytes, 1 message.
+    Grad:   shift by -by.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=3):
@@ -595,7 +603,8 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     """Give block j of ``split_dim`` to rank j and concatenate what comes along ``concat_dim``.
 
     Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
-    Moves: (p-1)/p n bytes, p-1 messages.    Grad: all_to_all with the dims exchanged.
+    Moves:  (p-1)/p n bytes, p-1 messages.
+    Grad:   all_to_all with the dims exchanged.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -654,7 +663,8 @@ def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """Give every rank the root's block.
 
-    Moves: (p-1)/p n bytes on average, 1 message.    Grad: preduce.
+    Moves:  (p-1)/p n bytes on average, 1 message.
+    Grad:   preduce.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -667,7 +677,8 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """Sum over a mesh axis at the root; the others get zeros.
 
-    Moves: (p-1)/p n bytes on average, 1 message.    Grad: pbroadcast.
+    Moves:  (p-1)/p n bytes on average, 1 message.
+    Grad:   pbroadcast.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -686,7 +697,7 @@ def preduce_into(
     x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's
     own part and the sum are rounded once, to the target.  In place and without a gradient, for
     schedules.
-    Moves: what preduce in the dtype of the wire moves.
+    Moves:  what preduce in the dtype of the wire moves.
     """
     wire = wire or target.dtype
     mesh = current_mesh()
@@ -761,7 +772,8 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
 def pvary(x: Tensor, axis: Axis) -> Tensor:
     """Mark a replicated value as meeting per-rank data: its gradient is summed over ``axis``.
 
-    The value is the same and nothing moves forward.    Grad: psum.
+    The value is the same and nothing moves forward.
+    Grad:   psum.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=4) as mesh:

@@ -64,7 +64,7 @@ class Mode(Trace):
         return implementation(func, args, kwargs)
 
     def chose(self, match: Any, product: bool = False) -> None:
-        """Follow what an operator chose: it follows from the layouts."""
+        """Do nothing: what an operator chooses follows from layouts, which are compared already."""
 
     def note(self, text: str) -> None:
         """Add a call to the fingerprint that ranks compare."""
@@ -167,7 +167,7 @@ def _number(x: Any) -> str:
 
 
 def digest(x: Tensor) -> str:
-    """Tell a tensor's values from others: their sum, and a weighted one of 1024 of them.
+    """Summarise a tensor's values by their sum and a weighted sum of 1024 of them.
 
     Equal values give it alike, and so does what differs by rounding alone but at rare borders.
     """

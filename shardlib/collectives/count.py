@@ -35,7 +35,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """What was communicated while it was open.
+    """Record of what was communicated while it was open.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=4), sl.trace() as t:

@@ -23,7 +23,8 @@ def rotate(
 
     Block j travels ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
     two halves with ways (1, -1) use both directions of every link.
-    Moves: (p-1) n bytes in p-1 messages for each block.    Grad: none; for code that writes its own.
+    Moves:  (p-1) n bytes in p-1 messages for each block.
+    Grad:   none; for code that writes its own.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=3):
@@ -47,7 +48,7 @@ def rotate_sum(
     """Sum over ranks their parts of this rank's blocks, gathered on the way round.
 
     ``parts[j](back)`` is this rank's part of block j of rank i - back.
-    Moves: (p-1) n bytes in p-1 messages for each block, n one part.
+    Moves:  (p-1) n bytes in p-1 messages for each block, n one part.
     """
     p = axis_size(axis)
     totals = [part(by * (1 - p)) for part, by in zip(parts, ways, strict=True)]

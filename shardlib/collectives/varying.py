@@ -26,7 +26,7 @@ __all__ = ["Varies", "after_move", "differing", "follow", "real"]
 
 
 class Varies:
-    """The axes over which a block varies: one for all views of its memory.  None: not known."""
+    """Axes over which a block varies, one record for all views of its memory; None: not known."""
 
     __slots__ = ("axes",)
 
@@ -55,7 +55,7 @@ _VALUE_OF_FIRST = frozenset("view_as expand_as reshape_as type_as to".split())
 
 
 def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Say of what a torch function gave, or wrote to, over which axes it varies.
+    """Record over which axes the result of a torch function, or what it wrote to, varies.
 
     ``kind``  the class of simulated blocks, which have ``ranks`` and ``varies``.
     """

@@ -36,7 +36,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """How one dimension is split: ``parts`` major first, axes (str) and unsplit factors (int)."""
+    """Split of one dimension: ``parts`` major first, axes (str) and unsplit factors (int)."""
 
     parts: tuple[str | int, ...] = ()
     order: str = "contiguous"

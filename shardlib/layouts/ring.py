@@ -50,54 +50,12 @@ class Ring:
             object.__setattr__(self, "cu_seqlens", tuple(int(n) for n in self.cu_seqlens))
         if not isinstance(self.schedule, str):
             object.__setattr__(self, "schedule", tuple(tuple(rank) for rank in self.schedule))
-        self.order  # noqa: B018  raises what is wrong
+        _order(self)
 
     @property
     def order(self) -> str:
         """The order as a layout's text says it."""
-        if not isinstance(self.schedule, str):
-            order = "runs; " + " | ".join(
-                " ".join(
-                    f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank
-                )
-                or "0:0"
-                for rank in self.schedule
-            )
-            if wrong := uncovered(order):
-                raise LayoutSyntax(
-                    f"the ranges hold position {wrong}",
-                    op="Ring",
-                    fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
-                )
-            return order
-        if self.schedule not in ORDERS[:4]:
-            raise LayoutSyntax(
-                f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
-                "per rank",
-                op="Ring",
-                fix=f"sl.Ring({self.axis!r}, schedule='zigzag')",
-            )
-        if (self.schedule == "documents") != (self.cu_seqlens is not None):
-            raise LayoutSyntax(
-                "documents, and they alone, need their borders",
-                op="Ring",
-                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
-            )
-        if self.cu_seqlens is None:
-            return self.schedule
-        borders = list(self.cu_seqlens)
-        better = tuple(sorted({0, 1, *map(abs, borders)}))
-        if (
-            borders[:1] != [0]
-            or any(a > b for a, b in itertools.pairwise(borders))
-            or len(borders) < 2
-        ):
-            raise LayoutSyntax(
-                f"borders of documents start at 0 and rise, not {borders}",
-                op="Ring",
-                fix=f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens={better})",
-            )
-        return "documents; " + " ".join(map(str, borders))
+        return _order(self)
 
     @property
     def layout(self) -> Layout:
@@ -122,3 +80,44 @@ class Ring:
         More than it holds where the length does not divide.
         """
         return block(self.order, length, size)
+
+
+def _order(ring: Ring) -> str:
+    """Write the order as a layout's text says it.  Raises: LayoutSyntax."""
+    if not isinstance(ring.schedule, str):
+        order = "runs; " + " | ".join(
+            " ".join(f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank)
+            or "0:0"
+            for rank in ring.schedule
+        )
+        if wrong := uncovered(order):
+            raise LayoutSyntax(
+                f"the ranges hold position {wrong}",
+                op="Ring",
+                fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
+            )
+        return order
+    if ring.schedule not in ORDERS[:4]:
+        raise LayoutSyntax(
+            f"unknown schedule {ring.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
+            "per rank",
+            op="Ring",
+            fix=f"sl.Ring({ring.axis!r}, schedule='zigzag')",
+        )
+    if (ring.schedule == "documents") != (ring.cu_seqlens is not None):
+        raise LayoutSyntax(
+            "documents, and they alone, need their borders",
+            op="Ring",
+            fix=f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
+        )
+    if ring.cu_seqlens is None:
+        return ring.schedule
+    borders = list(ring.cu_seqlens)
+    better = tuple(sorted({0, 1, *map(abs, borders)}))
+    if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
+        raise LayoutSyntax(
+            f"borders of documents start at 0 and rise, not {borders}",
+            op="Ring",
+            fix=f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})",
+        )
+    return "documents; " + " ".join(map(str, borders))

@@ -142,11 +142,11 @@ class Job:
     # -------------------------------------------------------- what a rank says
 
     def report(self, what: str) -> str:
-        """Say that this rank is the first cause; whose word came first is returned."""
+        """Report this rank as the first cause; return the cause that was reported first."""
         return self.report_cause(f"rank {self.rank} {what}")
 
     def report_cause(self, cause: str) -> str:
-        """Say a first cause; the one that was said first holds, and is returned."""
+        """Report a cause; return the one that was reported first, which holds."""
         self._set(f"calls/{self.rank}", list(self.calls))
         self.failed = True
         try:
@@ -166,7 +166,7 @@ class Job:
         return self._get(key)
 
     def raised(self, error: BaseException) -> None:
-        """Say what ended this rank, but for what follows from another's end."""
+        """Report what ended this rank, unless it follows from the end of another."""
         if isinstance(error, RankFailed) or _from_transport(error) or self.failed:
             return
         line = _line_of(error.__traceback__)
@@ -177,7 +177,7 @@ class Job:
         self.report(f"{what}, at {line}" if line else what)
 
     def leave(self) -> None:
-        """Say that this rank's program ended: those that wait for it need not."""
+        """Report that this rank's program ended, so that those waiting for it need not."""
         if os.getpid() != self.pid or self._ended.is_set():
             return
         self._ended.set()
@@ -386,7 +386,7 @@ def current_job() -> Job | None:
 
 
 def join_job(mesh: Any) -> Job | None:
-    """Take part: answer the roll, and say when this process raises or leaves."""
+    """Join the job: answer the roll, and report when this process raises or leaves."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     job = _JOBS.get(dist.group.WORLD)

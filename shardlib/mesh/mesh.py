@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """What moving along an axis takes: ``alpha`` seconds per message, ``beta`` per byte received.
+    """Price of moving along an axis: ``alpha`` seconds per message, ``beta`` per byte received.
 
     Measured by ``sl.probe``; this is what is assumed where nobody measured.
 
@@ -278,7 +278,7 @@ MeshLike = Mesh | DeviceMesh
 
 
 def as_mesh(mesh: MeshLike | None = None) -> Mesh:
-    """See a mesh as ours: itself, a named DeviceMesh, or (None) the one in scope."""
+    """Return a mesh as a Mesh: itself, a DeviceMesh with axis names, or (None) the one in scope."""
     if mesh is None:
         return current_mesh()
     if isinstance(mesh, Mesh):
@@ -471,7 +471,7 @@ _COMING = timedelta(seconds=300)
 
 
 def check_timeout(seconds: float, op: str, fix: str) -> None:
-    """Refuse what is no time, and what no clock counts to.  Raises: MeshError."""
+    """Refuse a timeout that is not positive, or longer than clocks count.  Raises: MeshError."""
     if not 0 < seconds < 1e9:
         raise MeshError(f"timeout={seconds!r} is no time", op=op, fix=fix)
 

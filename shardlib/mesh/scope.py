@@ -27,7 +27,7 @@ __all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
 
 
 class Scope(NamedTuple):
-    """Everything ambient.  A new one is made by each ``with``; none is ever changed."""
+    """All that is ambient; each ``with`` makes a new one, and none is ever changed."""
 
     mesh: Any = None  # a Mesh
     pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
@@ -73,7 +73,7 @@ _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
 
 
 def scope() -> Scope:
-    """Give what surrounds this call."""
+    """Return the ambient scope of this call."""
     now = _NOW.get()
     if now.held:
         return _of_generators(now)

@@ -82,7 +82,7 @@ _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 @implements(torch.topk, Tensor.topk)
 def topk(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take the best of each block's best.
+    """Find the best k along a dimension among the best k of each block.
 
     Which of equal values are taken, torch does not say.
     """
@@ -96,7 +96,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.kthvalue, Tensor.kthvalue)
 def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take it of each block's k smallest."""
+    """Find the k-th smallest along a dimension among the k smallest of each block."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_KTH(*a, **k)))

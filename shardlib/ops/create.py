@@ -21,7 +21,7 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.new_empty)
 def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """Lay dimensions that have the size of ``x``'s as they lie.
+    """Make an empty tensor whose dimensions, where as large as ``x``'s, are split as those.
 
     What is written here comes from where ``x`` lies.
     """

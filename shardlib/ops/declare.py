@@ -39,7 +39,7 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Declared:
-    """What was said of an operator: tests prove it."""
+    """Declaration of an operator, which tests prove."""
 
     functions: tuple[Any, ...]
     bind: Callable[..., Bound]

@@ -149,8 +149,8 @@ def rows_call(
 def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> Any:
     """Run a call where padding lies in rows alone: what is computed there is padding again.
 
-    Rows of padding hold ones (zeros where rows are summed),
-    so that they have values and no gradient.
+    Rows of padding hold ones (zeros where rows are summed), so that they have values and no
+    gradient.
     """
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]

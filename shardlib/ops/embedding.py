@@ -163,7 +163,7 @@ _ROWS = binder(
 
 @implements(torch.embedding, padded=True)
 def embedding_of_rows(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Look ids up as torch's functional form names it; padding_idx -1 is none."""
+    """Look ids up by aten's signature, in which a padding_idx of -1 is none."""
     given = _ROWS(*args, **kwargs)
     padding = given["padding_idx"] if given["padding_idx"] >= 0 else None
     how = {k: given[k] for k in ("scale_grad_by_freq", "sparse")}
@@ -199,8 +199,8 @@ _NONE: frozenset[str] = frozenset()
 class _Plan(NamedTuple):
     """Where the result lies and how the lookup runs.
 
-    ``axes``      that split the vocabulary, and ``at`` which
-                  dimension of the ids they split too, or -1.
+    ``axes``      that split the vocabulary, and ``at`` which dimension of the ids they split too,
+                  or -1.
     ``gathered``  axes over which the table's columns are gathered first.
     ``meets``     axes over which the table's gradient is summed, unless it is deferred.
     """

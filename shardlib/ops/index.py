@@ -246,8 +246,8 @@ def _whole(i: ShardedTensor) -> ShardedTensor:
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     """Give x[given]: every rank gets the positions and gives its elements; one sum joins them.
 
-    Nothing is summed where the dimensions they address are
-    whole.  None where something else is asked for.
+    Nothing is summed where the dimensions they address are whole.  None where something else is
+    asked for.
     """
     if (
         type(x) is not ShardedTensor
@@ -341,7 +341,7 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer on every rank alike: what is brought is one byte per element."""
+    """Find the nonzero elements, alike on every rank; one byte per element is brought."""
     x, *rest = args or (kwargs.pop("input"),)
     args = (x, *rest)
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:

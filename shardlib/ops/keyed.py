@@ -8,9 +8,8 @@ Bits become numbers in fp64, or in fp32 where that is enough, and are rounded on
 multiple of 64 elements and too small for threads: torch's vector loops and their scalar tails
 differ in the last bit, and a number must not depend on where it lies in a block.
 
-Source: Steele, Lea and Flood, Fast splittable pseudorandom number
-        generators, OOPSLA 2014; the constants of the
-finaliser are Stafford's variant 13.
+Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the
+constants of the finaliser are Stafford's variant 13.
 """
 
 import math
@@ -134,7 +133,7 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
 
 
 def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
-    """Chain ``make``, and ``f`` of each number, which it may write to."""
+    """Make numbers by ``make``, and apply ``f`` to them, which may write to them."""
     inner = make.make if isinstance(make, Pairs) else make
     return type(make)(lambda h: f(inner(h))) if isinstance(make, Pairs) else lambda h: f(inner(h))
 
@@ -237,8 +236,8 @@ def _tables(
 ) -> tuple[tuple[Tensor, ...], bool]:
     """Per dimension what each of the block's positions adds to the linear index.
 
-    Of ``pairs`` to the number of the pair, True, where the block
-    holds both of each, one after the other.
+    Of ``pairs`` to the number of the pair, True, where the block holds both of each, one after the
+    other.
     """
     sizes = dict(axes)
     held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))

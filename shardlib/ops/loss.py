@@ -63,8 +63,8 @@ class _RowLoss(Local):
 
     The loss is zero where ignored.
 
-    Softmax is what backward saves; as an output it has a graph,
-    so backward can be differentiated again.
+    Softmax is what backward saves; as an output it has a graph, so backward can be differentiated
+    again.
 
     loss = (1 - s) (lse - logit[target]) + s (lse - mean(logits))   with smoothing s.
     """
@@ -669,7 +669,7 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(F.cross_entropy, padded=_padded_classes)
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take integer targets of rows by the algorithm above, others by torch's on the rows."""
+    """Compute the loss of integer targets by the algorithm above, others by torch's on the rows."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     how = _checked(given)
     x, t = given["input"], given["target"]

@@ -360,8 +360,8 @@ def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
     """Small rates by inverting the distribution, large ones by rejection.
 
-    Source: Hoermann, The transformed rejection method for
-            generating Poisson random variables, 1993, PTRS.
+    Source: Hoermann, The transformed rejection method for generating Poisson random variables,
+            1993, PTRS.
     """
     out = torch.zeros_like(rate)
     small = rate < 10

@@ -440,7 +440,7 @@ def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     padded=_padded_softmax,
 )  # fmt: skip
 def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Compute locally over a whole dimension; over a split one by a pmax and a psum per row."""
+    """Compute softmax, locally over a whole dimension, over a split one by a pmax and a psum."""
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
     if not x.padded_shape:
@@ -472,7 +472,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Take it of the blocks' results where the dimension is split."""
+    """Compute logsumexp, over a split dimension that of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")

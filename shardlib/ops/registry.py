@@ -45,15 +45,15 @@ _FREE = Cost()
 
 @dataclass(frozen=True)
 class Match:
-    """How an algorithm would run a case: where the result will lie, what it costs, and what runs.
+    """Run of a case by an algorithm: where the result will lie, what it costs, and what runs.
 
     ``out``       the result's layout.
     ``run``       what runs: for matmul a Schedule, for attention a Plan.
-    ``forward``, ``backward``  the cost of each; bytes and messages
-                               are tested against the counted ones.
+    ``forward``, ``backward``  the cost of each; bytes and messages are tested against the counted
+                               ones.
     ``note``      what ``sl.why`` says of it besides.
-    ``gathers``   whether it gathers operands, or scatters a
-                  sum, where others keep blocks as they lie.
+    ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks as they
+                  lie.
     ``over``      per operand, the mesh axes over which its gradient must be
                   summed; found from ``out`` if not given.
     ``gathered``  bytes of operands gathered whole over an axis while it runs.
@@ -144,7 +144,7 @@ def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
 
 
 def remove(op: str, name: str) -> None:
-    """Take an algorithm out again.
+    """Remove a registered algorithm.
 
     Raises: ShardError for a name that is not registered.
 
@@ -290,7 +290,7 @@ def _renew() -> None:
 
 
 def forget(mesh: Mesh) -> None:
-    """Choose anew on a mesh from here on: its links have changed."""
+    """Forget what was chosen on a mesh, since its links have changed."""
     mesh.plans.clear()
 
 
@@ -360,7 +360,7 @@ def decide(op: str, case: Any) -> Match:
 
 @dataclass(frozen=True)
 class Why:
-    """Every candidate for one operation: chosen, its cost, or why it was rejected."""
+    """Candidates for one operation: the chosen one, each one's cost, or why it was rejected."""
 
     op: str
     operands: dict[str, str]

@@ -46,8 +46,8 @@ _SDPA = binder(
 def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 
-    A split sequence goes to ``ring_attention``, and so does dropout,
-    which is drawn by global position there.
+    A split sequence goes to ``ring_attention``, and so does dropout, which is drawn by global
+    position there.
     """
     given = _SDPA(*args, **kwargs)
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")

@@ -30,7 +30,7 @@ __all__ = ["Slot", "binder", "dim_of", "dims_of"]
 
 
 class Slot:
-    """Stands for a tensor while a call is bound: what an argument is for, not its value."""
+    """Stand-in for a tensor while a call is bound: what an argument is for, not its value."""
 
     __slots__ = ("at", "ndim", "shape")
 

@@ -264,8 +264,8 @@ def _view(call: _Call, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     """Say whether torch would see the whole tensor under ``new`` sizes without a copy.
 
-    Its strides are guessed from the block's: in the same
-    order, with a gap wherever the block has one.
+    Its strides are guessed from the block's: in the same order, with a gap wherever the block has
+    one.
     """
     size, block, local = (
         x.padded_shape,
@@ -785,7 +785,7 @@ DECLARED.add(F.pad)  # autocast tells its modes apart
 
 @implements(F.pad)
 def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Run where the padded dimensions are whole."""
+    """Pad dimensions that are whole."""
     given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
     ndim = len(x.padded_shape)

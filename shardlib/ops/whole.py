@@ -186,7 +186,7 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
 def on_whole(
     func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
 ) -> Any:
-    """Answer what nothing else does, on whole tensors.
+    """Run a call that nothing else serves, on whole tensors.
 
     ``opens`` False: its Python body need not be tried.
     """

@@ -138,8 +138,8 @@ class _Share(Local):
 class _OfPending(Local):
     """Identity on a part of a pending sum; ``count`` ranks compute the same gradient of it.
 
-    They compute it from values marked by ``vary``, so each returns
-    its share of what comes back through it.
+    They compute it from values marked by ``vary``, so each returns its share of what comes back
+    through it.
     """
 
     @staticmethod
@@ -319,8 +319,8 @@ def vjp_again(
 
     For backward in grad mode.
 
-    ``inputs``  saved raw inputs (their graph goes on), ``overs``
-                the axes over which each one's is summed.
+    ``inputs``  saved raw inputs (their graph goes on), ``overs`` the axes over which each one's is
+                summed.
     """
     met = [
         None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)

@@ -18,7 +18,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class Place(NamedTuple):
-    """Where the elements of a tensor lie.
+    """Place of a tensor's elements.
 
     ``layout``      one token per dimension, and the sums that are still pending.
     ``shape``       global sizes that the blocks tile exactly, with padding where there is any.
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return self.layout.partial
 
     def becomes(self, layout: Layout, shape: torch.Size) -> "Place":
-        """Lie otherwise, with other sizes that are not padded.
+        """Return the place with another layout and other sizes, without padding.
 
         What a weight says of its products (``out_layout``) and what was merged into its rows stay
         behind; a value that lies elsewhere has neither.

@@ -56,17 +56,13 @@ Filled by ``implements`` in the files of ops/.
 """
 
 TAKES_PADDING: set[Any] = set()
-"""The functions whose implementation takes padded operands;
-calls of others are refused, or gathered.
-"""
+"""The functions whose implementation takes padded operands; others are refused, or gathered."""
 
 REPEATS: set[Any] = set()
-"""The functions of whose calls some need their blocks alone; such a call is remembered, see
-``blockwise``.
-"""
+"""The functions whose calls may be remembered, see ``blockwise``."""
 
 FALLBACK: list[Implementation] = []
-"""At most one implementation for every other function; see dtensor.py."""
+"""At most one implementation for every other function; see ops/whole.py."""
 
 
 _UNCAST: set[Any] = set()

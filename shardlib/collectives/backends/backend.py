@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class Backend(Protocol):
-    """The collectives, and what storages look like."""
+    """Interface of the back ends: the collectives, and what storages look like."""
 
     holds_values: bool
     """False where blocks are shapes only."""

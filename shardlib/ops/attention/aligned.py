@@ -15,7 +15,7 @@ __all__ = ["bias_and_sink"]
 def bias_and_sink(
     q: ShardedTensor, k: ShardedTensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Lay both out, where they are given; raw blocks."""
+    """Lay out the bias and the sink, where they are given, as raw blocks."""
     return None if bias is None else _bias(q, k, bias), None if sink is None else _sink(q, sink)
 
 

@@ -43,8 +43,8 @@ class AttentionCase:
 
     ``q_runs``, ``k_runs``  per rank of the ring, the positions of its rows of queries and of keys.
     ``sizes``   of a rank's block.
-    ``rows``    of a rank's block of keys that would have to
-                travel: 0 where keys are whole everywhere.
+    ``rows``    of a rank's block of keys that would have to travel: 0 where keys are whole
+                everywhere.
     ``axes``    the mesh axes of the ring, major first; ``mesh`` all axes and their sizes.
     ``biased``  whether a bias tensor is given, whose rows lie with the queries.
     ``types``   of q, k and v, for messages.
@@ -90,7 +90,7 @@ class AttentionCase:
 def case_of_values(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, mask: Mask, biased: bool = False
 ) -> AttentionCase:
-    """Describe operands that were checked."""
+    """Describe checked operands as a case."""
     mesh = q.mesh
     token, key_token = (t.sharding.resolve(4).dims[2] for t in (q, k))
     p = mesh.axis_size(token.axes) if token.axes else 1

@@ -1,7 +1,7 @@
 """Attention written so that its gradient can be differentiated again: keys gathered, scores whole.
 
-Runs only where a gradient of a gradient is asked for; it
-then holds every score of a rank's queries.
+Runs only where a gradient of a gradient is asked for; it then holds every score of a rank's
+queries.
 """
 
 import torch

@@ -80,7 +80,7 @@ class Moves(NamedTuple):
 
 
 class Engine(Protocol):
-    """How one attention over a split sequence is carried out.
+    """Way of carrying out one attention over a split sequence.
 
     ``name``            what ``sl.algorithm(attention=name)`` pins and ``sl.why`` lists.
     ``saves_operands``  whether what forward saves begins with q, k and v as they lay, which a

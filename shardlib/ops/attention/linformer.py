@@ -3,8 +3,8 @@
 Each rank projects its own positions and one psum adds them up; attention is then local.  What
 moves, and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.
 
-Source: Wang et al., arXiv 2006.04768; with a split sequence,
-        Li et al., arXiv 2105.13120, section 3.3.
+Source: Wang et al., arXiv 2006.04768; with a split sequence, Li et al., arXiv 2105.13120, section
+        3.3.
 """
 
 from typing import Any

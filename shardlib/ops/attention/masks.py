@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Relation(NamedTuple):
-    """Between two runs: what is allowed lies in lo <= q - k <= hi; if ``exact``, all of that is.
+    """Bounds between two runs: what is allowed has lo <= q - k <= hi; all of it if ``exact``.
 
     >>> window, causal = Relation(lo=-2, hi=2), Relation(lo=0)
     >>> window & causal
@@ -50,7 +50,7 @@ SOMETHING = Relation(exact=False)
 
 
 class At(NamedTuple):
-    """Which batch entries and heads (of the queries) the rows of a block are: global indices.
+    """Batch entries and heads (of the queries) of a block's rows, as global indices.
 
     >>> at = At(batch=torch.tensor([0]), heads=torch.tensor([2, 3]))  # two heads of four
     >>> ALiBi([0.5, 0.25, 0.125, 0.0]).scores(torch.tensor([4]), torch.arange(3), at).shape
@@ -62,7 +62,7 @@ class At(NamedTuple):
 
 
 class Mask(ABC):
-    """Which positions of the keys each position of the queries may attend to.
+    """Rule of which positions of the keys each position of the queries may attend to.
 
     A mask of one's own is a subclass with ``allowed`` alone.  It is then right on every engine,
     which asks it for each block of scores.  The other methods are optional:
@@ -142,7 +142,7 @@ class Mask(ABC):
 
 
 def as_mask(mask: Any) -> Mask:
-    """Take None and functions for masks.
+    """Return a mask as a Mask: None as Full, a function as a MaskMod.
 
     Raises: ShardError for what is neither, and for a mask that is not hashable.
     """
@@ -414,7 +414,7 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class MaskMod(Mask):
-    """What ``function(b, h, q, k)`` allows: global indices, in tensors that broadcast, to booleans.
+    """Mask by ``function(b, h, q, k)`` of global indices, tensors that broadcast, to booleans.
 
     ``sl.masks.mask_mod``; a plain function given as ``mask=`` becomes one.  Two are equal where
     their function is the same object: define it once, outside the loop.

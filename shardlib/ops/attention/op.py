@@ -97,14 +97,14 @@ def ring_attention(
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e]; g divides h (only the g
             heads of keys travel).  Batch and heads may be split too, alike in all three.
-    ``layout``     of the sequence, for local blocks (inside
-                   shard_map); sharded tensors bring theirs.
-                   ``kv_layout`` that of the keys, where they lie otherwise: any order, any length.
+    ``layout``     of the sequence, for local blocks (inside shard_map); sharded tensors bring
+                   theirs.
+    ``kv_layout``  that of the keys, where they lie otherwise: any order, any length.
     ``mask``       a value in global positions: ``Causal() & Documents(cu_seqlens)``, or a ``Mask``
                    of one's own; or a function (b, h, q, k).
     ``bias``       [.., s, t], added to the scores, or booleans; may be learned.
-    ``sink``       [h], a score per head that takes part in the
-                   softmax and attends to nothing; may be learned.
+    ``sink``       [h], a score per head that takes part in the softmax and attends to nothing; may
+                   be learned.
     ``dropout``    of the probabilities, drawn by global position: the same for every ring.
     ``scale``      of the scores, 1 / sqrt(d) if None.
     ``return_lse`` also give log-sum-exp of the scores [b, h, s], differentiable.

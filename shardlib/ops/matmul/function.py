@@ -25,7 +25,7 @@ NOWHERE: tuple[Axes, Axes] = ((), ())
 
 @runtime_checkable
 class Schedule(Protocol):
-    """How to multiply, on local blocks and axis names; a frozen dataclass of what it must know.
+    """Way of multiplying local blocks by axis names; a frozen dataclass of what it must know.
 
     ``summed``  the mesh axes over which Y is summed and then whole on every rank; () for most.
 
@@ -70,7 +70,7 @@ class Schedule(Protocol):
 
 
 class Product(Local):
-    """apply(schedule, mesh, over, x, w, bias) on raw blocks gives Y's.
+    """apply(schedule, mesh, over, x, w, bias): Y's raw block of theirs.
 
     ``over``  the axes over which the gradients of x and of w are summed besides.
     ``bias``  added before the result is rounded; its gradient is not computed here.

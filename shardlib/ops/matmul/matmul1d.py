@@ -33,8 +33,8 @@ __all__ = ["Matmul1D", "oned"]
 class Matmul1D:
     """A local product, Y summed over ``summed``.
 
-    ``wide``  where X's gradient is added in fp32, for the node
-              that sums it for several products, or None.
+    ``wide``  where X's gradient is added in fp32, for the node that sums it for several products,
+              or None.
     """
 
     summed: Axes = ()

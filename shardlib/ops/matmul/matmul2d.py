@@ -188,8 +188,8 @@ class Sizes2D:
         """Price forward and both gradients.
 
         ``blocks``   of temporaries at the peak.
-        ``rounded``  sums of half precision are rounded as they
-                     travel inside, and so travel on wide.
+        ``rounded``  sums of half precision are rounded as they travel inside, and so travel on
+                     wide.
         """
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])

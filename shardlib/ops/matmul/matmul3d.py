@@ -1,7 +1,7 @@
 """The three-axis product: gather X over n, gather W over m, multiply, scatter the sum of Y over k.
 
-The mesh axes play three roles, m, k and n, of any sizes pm
-pk pn = P.  Y [M, N] = X [M, K] W [K, N]:
+The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N] = X [M, K] W [K,
+N]:
 
     X   [M/(m n), K/k]  ->  gather over n  ->  [M/m, K/k]
     W   [K/(k m), N/n]  ->  gather over m  ->  [K/k, N/n]
@@ -57,12 +57,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Cube:
-    """Where each matrix moves.
+    """Movements of each matrix in a three-axis product.
 
     ``save``    the gathered operands that backward keeps, of "x" and "w".
     ``summed``  axes over which Y is summed besides, on every rank.
-    ``w_first``  backward multiplies dW before dX: W's side
-                 moves more, and the second product hides it.
+    ``w_first``  backward multiplies dW before dX: W's side moves more, and the second product hides
+                 it.
     """
 
     x: tuple[Move, ...]
@@ -165,8 +165,8 @@ class Matmul3D:
     ``gather``  W's, which may have been started early, and those of its neighbours: prefetch.py.
     ``again``   where X was gathered for several products: the gather that backward makes
                 once for all of them, of the block ``x``.
-    ``wide``    where X's gradient is added in fp32, for the
-                node that scatters it for several products.
+    ``wide``    where X's gradient is added in fp32, for the node that scatters it for several
+                products.
     """
 
     cube: Cube
@@ -280,7 +280,7 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
 
 
 class Movements(NamedTuple):
-    """What moves, Y's layout, that while its sum is pending, and axes summed without scatter."""
+    """Movements, Y's layout, that while its sum is pending, and axes summed without a scatter."""
 
     cube: Cube
     out: Layout

@@ -1,13 +1,11 @@
-"""A value is gathered once for all products that read it, and
-their gradients are added before the one sum.
+"""A value gathered once for all products that read it, whose gradients are added before one sum.
 
-``gathered`` hangs the gathered copy on the value.  Its gradient
-             is one node of autograd, which runs when
-every product that took part has added its own: whichever of them a backward leaves out, the sum is
-right.  Products that save blocks gather them once more in backward, also together.
+``gathered`` hangs the gathered copy on the value.  Its gradient is one node of autograd, which runs
+when every product that took part has added its own: whichever of them a backward leaves out, the
+sum is right.  Products that save blocks gather them once more in backward, also together.
 
-The copy goes when the last product that reads it has run, where that
-is known (prefetch.py), or with the value.
+The copy goes when the last product that reads it has run, where that is known (prefetch.py), or
+with the value.
 """
 
 from typing import Any

@@ -209,8 +209,8 @@ def product_of(
 ) -> ShardedTensor:
     """Compute x @ w by the cheapest or the pinned algorithm; the result must lie as ``out``.
 
-    ``bias`` [N] is added; in half precision before the result is
-             rounded, where it lies as the columns do.
+    ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the
+             columns do.
     ``call``  torch's call (func, args, kwargs) that this product is, if it is one.
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):

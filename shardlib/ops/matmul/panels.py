@@ -68,7 +68,7 @@ def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tu
 
 
 def nothing() -> None:
-    """Wait for nothing: what there is to wait for before anything was posted."""
+    """Do nothing, where a wait is called before anything was posted."""
 
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
@@ -150,7 +150,7 @@ def summed_product(
 
 
 class Panels(NamedTuple):
-    """``steps``: per K panel A's owner along ``col`` and slot there, B's along ``row`` and slot."""
+    """K panels, ``steps``: A's owner along ``col`` and slot there, B's along ``row`` and slot."""
 
     steps: list[tuple[int, int, int, int]]
     of_a: int  # panels that a rank owns of A, and of B

@@ -67,12 +67,12 @@ class Gather:
         return pending
 
     def start_next(self) -> None:
-        """Start what comes after it."""
+        """Start the gather that follows this one."""
         if self.after is not None:
             self.after.start()
 
     def start_previous(self) -> None:
-        """Start what came before it; for backward, which waits at its end for what nobody took."""
+        """Start the gather before this one; backward waits at its end for what nobody took."""
         if self.before is not None and self.before.pending is None:
             self.before.start()
             after_backward(self.before.drop)

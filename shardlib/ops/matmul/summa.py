@@ -150,9 +150,9 @@ def summa_slices(
 ) -> int:
     """Count the slices that a panel is cut into, so that the first, which hides nothing, is short.
 
-    ``seconds`` of all transfers; s slices cost (s-1) ``alpha``
-                more per panel and leave 1/s of the first
-    one bare, so s = sqrt(seconds / alpha); no slice is narrower than ``narrowest``, all are equal.
+    ``seconds``  of all transfers; s slices cost (s-1) ``alpha`` more per panel and leave 1/s of the
+                 first one bare, so s = sqrt(seconds / alpha); no slice is narrower than
+                 ``narrowest``, all are equal.
 
     Source: arXiv 2104.05343 has one panel per rank; slices as in MeshSlice (ISCA 2025).
 

@@ -42,7 +42,10 @@ __all__ = ["AllGather"]
 
 @dataclass(frozen=True)
 class AllGather(Engine):
-    """Keys and values gathered, ``heads`` heads at once (None: all); gradients scattered back."""
+    """Engine that gathers keys and values, ``heads`` heads at once, and scatters gradients.
+
+    ``heads``  None: all of them.
+    """
 
     heads: int | None = None
 

@@ -21,7 +21,7 @@ __all__ = ["BothWays", "both_ways"]
 
 @dataclass(frozen=True)
 class BothWays(Routes):
-    """Each stretch of rows in both directions, to the ranks that need it."""
+    """Engine that sends each stretch of rows in both directions, to the ranks that need it."""
 
     name = "ring_bidirectional"
 

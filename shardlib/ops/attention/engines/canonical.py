@@ -41,7 +41,7 @@ __all__ = ["Canonical"]
 
 @dataclass(frozen=True)
 class Canonical(Engine):
-    """Gather all, compute whole tiles of ``tile`` rows."""
+    """Engine that gathers all and computes whole tiles of ``tile`` rows."""
 
     tile: int = 64
 
@@ -68,7 +68,7 @@ class Canonical(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Take whole tiles of queries against all tiles of keys, in order."""
+        """Attend with whole tiles of queries to all tiles of keys, in order."""
         plan = job.plan
         qs = gathered(job, q, plan.q_runs)
         ks, vs = gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
@@ -94,7 +94,7 @@ class Canonical(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Take dq from all tiles of keys, dk and dv from all tiles of queries.
+        """Compute dq from all tiles of keys, dk and dv from all tiles of queries.
 
         Each sum is in global order, on its owner.
         """

@@ -13,7 +13,7 @@ __all__ = ["Halo"]
 
 @dataclass(frozen=True)
 class Halo(Routes):
-    """The routes of both ways, where none goes all round the ring."""
+    """Engine of the routes of both ways, where none goes all round the ring."""
 
     name = "halo"
 

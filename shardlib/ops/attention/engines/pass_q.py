@@ -45,7 +45,7 @@ __all__ = ["PassQ"]
 
 @dataclass(frozen=True)
 class PassQ(Engine):
-    """Each rank's queries once round the ring."""
+    """Engine that sends each rank's queries once round the ring."""
 
     name = "pass_q"
 
@@ -72,7 +72,7 @@ class PassQ(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Send out and lse as one, in the sums' dtype."""
+        """Attend; out and lse travel as one, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q)
         for rank in ranks:
@@ -102,7 +102,7 @@ class PassQ(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Send q, dout and out together, then lse (and dlse); dq is gathered on the way."""
+        """Compute the gradients: q, dout and out travel together, then lse; dq is gathered."""
         (q, k, v), (dout, dlse, out, lse) = saved, given
         d, e = q.shape[-1], v.shape[-1]
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)

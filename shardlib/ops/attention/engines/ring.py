@@ -16,7 +16,7 @@ __all__ = ["OneWay"]
 
 @dataclass(frozen=True)
 class OneWay(Routes):
-    """Each block of keys to every other rank, neighbour by neighbour."""
+    """Engine that sends each block of keys to every other rank, neighbour by neighbour."""
 
     name = "ring"
 

@@ -75,7 +75,7 @@ class Routes:
         return tuple(tuple(area(r, step) for r in range(plan.p)) for step in range(plan.steps + 1))
 
     def seconds(self, plan: Plan, link: Link, flops: float) -> float:
-        """Hide transfers behind computing (or the other way) but for one step's worth.
+        """Estimate the time: transfers hide behind computing, or it behind them, but for one step.
 
         Ranks need not keep step, since what arrives is sent on before it is used.  The rank that
         sends or receives most sets the pace: zigzag both ways round saves bytes, but not that

@@ -39,7 +39,7 @@ __all__ = ["RSA"]
 
 @dataclass(frozen=True)
 class RSA(Engine):
-    """Two rounds, of keys and of values; all scores of a rank's queries are held."""
+    """Engine of two rounds, of keys and of values, that holds all scores of a rank's queries."""
 
     name = "rsa"
 
@@ -63,7 +63,7 @@ class RSA(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Save q, k, v and the probabilities [b, h, lq, p lk]."""
+        """Attend, and save q, k, v and the probabilities [b, h, lq, p lk]."""
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
         ranks = local_queries(job, q, bias)
         scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
@@ -94,7 +94,7 @@ class RSA(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Send values round for the scores' gradient, keys for the queries'; scatter dk and dv."""
+        """Compute the gradients: values go round for the scores', keys for the queries'."""
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
         if sink is not None:  # what is left of each softmax beside the sink's share
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)

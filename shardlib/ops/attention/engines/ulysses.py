@@ -42,11 +42,11 @@ __all__ = ["Heads", "Ulysses"]
 
 
 class Heads(NamedTuple):
-    """How heads are dealt to u ranks.
+    """Deal of heads to u ranks.
 
     ``per_rank``  heads of queries that each rank gets, made-up ones last.
-    ``sent``      the heads of keys that go to rank 0, rank 1,
-                  ...; () where each rank gets its own part.
+    ``sent``      the heads of keys that go to rank 0, rank 1, ...; () where each rank gets its own
+                  part.
     """
 
     per_rank: int
@@ -71,7 +71,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Ulysses(Engine):
-    """Swap heads and sequence over the whole ring, or (``usp``) over its inner axis alone."""
+    """Engine that swaps heads and sequence over the ring, or (``usp``) over its inner axis."""
 
     usp: bool = False
 
@@ -116,7 +116,7 @@ class Ulysses(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Save what lay in between: q, k, v, out, lse of fewer heads."""
+        """Attend between two swaps, and save q, k, v, out and lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
         swap = _Swap(job)
         d, rows = k.shape[-1], q.shape[-2]
@@ -137,7 +137,7 @@ class Ulysses(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Swap the cotangent, and swap the gradients back."""
+        """Compute the gradients between a swap of the cotangent and a swap back."""
         qs, ks, vs, out, lse = saved
         dout, dlse, *_ = given
         swap, dtype = _Swap(job), qs.dtype
