@@ -480,7 +480,7 @@ def _whole(x: ShardedTensor) -> Tensor:
     return whole.raw if whole is not x else whole.raw.view_as(whole.raw)
 
 
-@implements(Tensor.cpu, Tensor.cuda)
+@implements(Tensor.cpu, Tensor.cuda, padded=True)
 def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a tensor that is there already, or copy one every rank holds; refuse for blocks."""
     x = args[0]

@@ -12,7 +12,7 @@ from shardlib.ops.dims import Labels
 from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 
-@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor)
+@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, padded=True)
 def new(func: Any, args: Any, kwargs: Any) -> Any:
     """Make the same value on every rank."""
     x = args[0]

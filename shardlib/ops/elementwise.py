@@ -516,7 +516,19 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 ]
 
 
-@implements(*_IN_PLACE)
+def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve a padded tensor that is written with others padded alike, and with numbers."""
+    x = args[0]
+    given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
+    if not isinstance(x, ShardedTensor) or not x.is_padded:
+        raise Unfit("a tensor without padding, to which what is padded is written")
+    if any(len(a.shape) > len(x.shape) for a in given):
+        raise Unfit("operands of more dimensions than what they are written to")
+    padded_alike(run, func, args, kwargs)
+    return x
+
+
+@implements(*_IN_PLACE, padded=_padded_in_place)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block; the result must lie where the tensor lies."""
     if kwargs:

@@ -126,7 +126,10 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, ShardedTensor) and x.sharding.partial:
             raise partial_escape("_foreach_norm", x)
     plain = any(
-        type(x) is not ShardedTensor or x.mesh is not xs[0].mesh or not x.is_floating_point()
+        type(x) is not ShardedTensor
+        or x.is_padded
+        or x.mesh is not xs[0].mesh
+        or not x.is_floating_point()
         for x in xs
     )
     if plain or _tracked([xs]) or not (order > 0) or any(x.raw.numel() == 0 for x in xs):
@@ -220,9 +223,9 @@ _SCALAR = Layout.parse("...").resolve(0)
 
 for _name, _func in foreach_ops().items():
     if _name == "norm":
-        implements(_func)(_norms)
+        implements(_func, padded=True)(_norms)
     elif _name != "powsum":
-        implements(_func)(partial(_on_lists, _name))
-implements(*fused_steps())(_fused)
+        implements(_func, padded=_name not in _REDUCES)(partial(_on_lists, _name))
+implements(*fused_steps(), padded=True)(_fused)
 if amp_unscale is not None:
     implements(amp_unscale)(unscale)

@@ -14,7 +14,7 @@ from shardlib.mesh import Mesh, remember
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
-from shardlib.ops.padding import last_only, padded_to
+from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
@@ -113,8 +113,11 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
         raise Unfit("a padded index")
-    last_only(x, func)
     index = index if isinstance(index, tuple) else (index,)
+    touched = _touched(index, x.ndim)
+    if touched is not None and all(x.shape[d] == x.padded_shape[d] for d in touched):
+        return of_true_sizes(run, func, (x, index), {})
+    last_only(x, func)
     named = [i for i in index if i is not None and i is not Ellipsis]
     dotted = any(i is Ellipsis for i in index)
     reaches = len(named) == x.ndim or (dotted and index[-1] is not Ellipsis)
@@ -128,6 +131,17 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
         )
     out = run(func, (x.with_padding, index), {})
     return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
+
+
+def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
+    """List the dimensions that numbers and slices cut; None where anything else is among them."""
+    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
+        return None
+    named = [i for i in index if i is not None]
+    at = next((n for n, i in enumerate(named) if i is Ellipsis), len(named))
+    rest = named[at + 1 :]
+    places = [*range(at), *range(ndim - len(rest), ndim)]
+    return [d for d, i in zip(places, named[:at] + rest, strict=True) if i != slice(None)]
 
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
@@ -362,7 +376,11 @@ def choice(func: Any, args: Any, kwargs: Any) -> Any:
 _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 
 
-@implements(torch.index_select, Tensor.index_select)
+@implements(
+    torch.index_select,
+    Tensor.index_select,
+    padded=beside(lambda *a, **k: [_SELECTED(*a, **k)["dim"]]),
+)
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Pick as x[..., index] does; the result lies as x, where it divides.
 

@@ -36,6 +36,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind, rank_along, remember
 from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.elementwise import padded_alike
 from shardlib.ops.padding import last_only
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
@@ -476,7 +477,9 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implementations for the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text):
-        implements(getattr(F, name))(_Loss(getattr(F, name), binder(signature), labels))
+        loss = _Loss(getattr(F, name), binder(signature), labels)
+        padded = loss.padded if labels is rows else False
+        implements(getattr(F, name), padded=padded)(loss)
 
 
 @dataclass(frozen=True)
@@ -499,6 +502,19 @@ class _Loss:
             how = "weighed"
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
         return _reduced(out, how, given)
+
+    def padded(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Serve operands that are padded alike: each element has a loss, what is padding none."""
+        given = self.bind(*args, **kwargs)
+        how = _how(given)
+        tensors = [v for v in given.values() if isinstance(v, Tensor)]
+        hidden = l1_weight() if self.of is F.l1_loss else None
+        weighed = hidden is not None or given.get("weight") is not None
+        if how not in ("none", "sum", "mean") or weighed:
+            raise Unfit("weights, or the mean of a batch")
+        if any(v.shape != tensors[0].shape for v in tensors):
+            raise Unfit("operands that broadcast")
+        return _reduced(padded_alike(run, func, (), given | {"reduction": "none"}), how, given)
 
 
 _losses(

@@ -6,8 +6,10 @@ fills it first, with the value that changes nothing (zero before a sum, the lowe
 maximum), and what is computed there has no gradient.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -15,9 +17,9 @@ from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, remember
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, Unfit, typeof
 
-__all__ = ["filled", "inside", "last_only", "masked", "padded_to"]
+__all__ = ["beside", "filled", "inside", "last_only", "masked", "of_true_sizes", "padded_to"]
 
 
 def masked(x: ShardedTensor) -> ShardedTensor:
@@ -79,6 +81,60 @@ def padded_to(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
     if tuple(value.padded_shape) == tuple(true):
         return value
     return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
+
+
+def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
+    """Make what serves padded operands of a function that works along some dimensions and leaves
+    each position of the others by itself.
+
+    ``along(*args, **kwargs)``  gives those dimensions, of which none may be padded.
+    """
+
+    def serve(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+        given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
+        padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
+        chosen = {d % x.ndim for d in along(*args, **kwargs) for x in padded}
+        for x in padded:
+            if any(x.shape[d] != x.padded_shape[d] for d in chosen):
+                raise Unfit("positions of a padded dimension")
+        kept = {_sizes(x, chosen) for x in given if x.ndim == padded[0].ndim}
+        if len(kept) > 1 or len({x.sharding for x in padded}) > 1:
+            raise Unfit("operands that are padded otherwise")
+        return of_true_sizes(run, func, args, kwargs)
+
+    return serve
+
+
+def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
+    """List the true and the padded sizes of all dimensions but some."""
+    padded = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
+    return tuple((x.shape[d], padded[d]) for d in range(x.ndim) if d not in but)
+
+
+def of_true_sizes(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an implementation on the padded sizes; results have the sizes that the true ones give."""
+
+    def bare(v: Any) -> Any:
+        sized = isinstance(v, ShardedTensor) or (isinstance(v, Tensor) and v.ndim > 0)
+        return torch.empty(v.shape, dtype=v.dtype, device="meta") if sized else v
+
+    def whole(v: Any) -> Any:
+        return v.with_padding if isinstance(v, ShardedTensor) else v
+
+    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+    a, k = optree.tree_unflatten(tree, list(map(bare, leaves)))
+    try:
+        with torch.no_grad():
+            true: list[Any] = optree.tree_leaves(func(*a, **k))
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        raise Unfit("what torch refuses, or sizes that hang on values") from None
+    a, k = optree.tree_unflatten(tree, list(map(whole, leaves)))
+    found, shape = optree.tree_flatten(run(func, a, k))
+    if len(found) != len(true) or any(y.ndim != t.ndim for y, t in zip(found, true, strict=True)):
+        raise Unfit("a dimension of one element, and of more with its padding")
+    each = [padded_to(y, tuple(t.shape)) for y, t in zip(found, true, strict=True)]
+    return optree.tree_unflatten(shape, each)
 
 
 def last_only(x: ShardedTensor, func: Any) -> None:

@@ -23,7 +23,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
-from shardlib.ops.padding import last_only, padded_to
+from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -310,24 +310,6 @@ def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
 
 
-def _padded_dims(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand of a function that moves dimensions, and leaves each as it is."""
-    x = next(v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor))
-
-    def of(y: Tensor) -> tuple[Any, Any]:
-        """The call with another tensor, by position or by name."""
-        given = {k: y if v is x else v for k, v in kwargs.items()}
-        return tuple(y if v is x else v for v in args), given
-
-    with torch.no_grad():
-        a, k = of(torch.empty(x.shape, device="meta"))
-        true = func(*a, **k).shape
-    out = run(func, *of(x.with_padding))
-    if out.ndim != len(true):
-        raise Unfit("a dimension of one element, and of more with its padding")
-    return padded_to(out, tuple(true))
-
-
 @implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
 def view(func: Any, args: Any, kwargs: Any) -> Any:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
@@ -354,7 +336,12 @@ def view_as(func: Any, args: Any, kwargs: Any) -> Any:
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-@implements(Tensor.flatten, torch.flatten, repeats=True)
+def _merged(*args: Any, **kwargs: Any) -> range:
+    x, start, end = _FLATTEN(*args, **kwargs).values()
+    return range(*slice(start % max(x.ndim, 1), end % max(x.ndim, 1) + 1).indices(x.ndim))
+
+
+@implements(Tensor.flatten, torch.flatten, padded=beside(_merged), repeats=True)
 def flatten(func: Any, args: Any, kwargs: Any) -> Any:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
@@ -372,7 +359,12 @@ def flatten(func: Any, args: Any, kwargs: Any) -> Any:
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@implements(Tensor.unflatten, torch.unflatten, repeats=True)
+@implements(
+    Tensor.unflatten,
+    torch.unflatten,
+    padded=beside(lambda *a, **k: [_UNFLATTEN(*a, **k)["dim"]]),
+    repeats=True,
+)
 def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
@@ -401,7 +393,7 @@ def _permuted_place(x: ShardedTensor, order: tuple[int, ...]) -> Place:
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
-@implements(Tensor.permute, torch.permute, padded=_padded_dims, repeats=True)
+@implements(Tensor.permute, torch.permute, padded=of_true_sizes, repeats=True)
 def permute(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
@@ -423,7 +415,7 @@ _TRANSPOSE = binder("""
     Tensor.swapaxes,
     torch.swapaxes,
     Tensor.swapdims,
-    padded=_padded_dims,
+    padded=of_true_sizes,
     repeats=True,
 )
 def transpose(func: Any, args: Any, kwargs: Any) -> Any:
@@ -439,7 +431,7 @@ _T = binder("t(input)")
 
 
 @implements(
-    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=_padded_dims, repeats=True
+    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=of_true_sizes, repeats=True
 )
 def transposed(func: Any, args: Any, kwargs: Any) -> Any:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
@@ -465,7 +457,7 @@ _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
     torch.movedim,
     Tensor.moveaxis,
     torch.moveaxis,
-    padded=_padded_dims,
+    padded=of_true_sizes,
     repeats=True,
 )
 def movedim(func: Any, args: Any, kwargs: Any) -> Any:
@@ -504,7 +496,7 @@ def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze, padded=_padded_dims, repeats=True)
+@implements(Tensor.unsqueeze, torch.unsqueeze, padded=of_true_sizes, repeats=True)
 def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
@@ -520,7 +512,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
-@implements(Tensor.squeeze, torch.squeeze, padded=_padded_dims, repeats=True)
+@implements(Tensor.squeeze, torch.squeeze, padded=of_true_sizes, repeats=True)
 def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
@@ -538,7 +530,32 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as, repeats=True)
+def _padded_expand(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve a padded operand whose padded dimensions stay as they are."""
+    x, sizes, *_ = (_AS if func is Tensor.expand_as else _EXPAND)(*args, **kwargs).values()
+    sizes = tuple(sizes.shape) if isinstance(sizes, Tensor) else tuple(sizes)
+    if not isinstance(x, ShardedTensor) or not x.is_padded or len(sizes) < x.ndim:
+        raise Unfit("a tensor without padding, expanded as a padded one")
+    front = len(sizes) - x.ndim
+    given = list(sizes)
+    for d, (true, padded) in enumerate(zip(x.shape, x.padded_shape, strict=True), front):
+        if true != padded and given[d] not in (-1, true):
+            raise Unfit("a padded dimension that grows")
+        given[d] = padded if true != padded else given[d]
+    out = run(Tensor.expand, (x.with_padding, *given), {})
+    sized = zip(out.padded_shape[front:], x.padded_shape, x.shape, strict=True)
+    kept = [true if true != padded else n for n, padded, true in sized]
+    return padded_to(out, (*out.padded_shape[:front], *kept))
+
+
+@implements(
+    Tensor.expand,
+    Tensor.broadcast_to,
+    torch.broadcast_to,
+    Tensor.expand_as,
+    padded=_padded_expand,
+    repeats=True,
+)
 def expand(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
@@ -601,6 +618,7 @@ _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
     torch.chunk,
     Tensor.split_with_sizes,
     torch.split_with_sizes,
+    padded=beside(lambda *a, **k: [_SPLIT(*a, **k)["dim"]]),
 )
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
@@ -671,7 +689,7 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
 _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
-@implements(Tensor.unbind, torch.unbind)
+@implements(Tensor.unbind, torch.unbind, padded=beside(lambda *a, **k: [_UNBIND(*a, **k)["dim"]]))
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unbind")
@@ -686,7 +704,11 @@ _SELECT = binder("select(input, dim: int, index: int)")
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select)
+def _pieces_of(x: Tensor, dim: int, *_: Any, **__: Any) -> list[int]:
+    return [dim]
+
+
+@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select, padded=beside(_pieces_of))
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()
@@ -858,7 +880,17 @@ def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-@implements(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def _of_cat(*args: Any, **kwargs: Any) -> list[int]:
+    return [_CAT(*args, **kwargs)["dim"]]
+
+
+def _padded_pieces(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve padded pieces, all alike, that are joined along a dimension without padding."""
+    along = _of_cat if func is not torch.stack else lambda *_, **__: []
+    return beside(along)(run, func, args, kwargs)
+
+
+@implements(torch.cat, torch.concat, torch.concatenate, torch.stack, padded=_padded_pieces)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Join pieces that lie alike along a whole dimension; dtypes promote as torch's do."""
     tensors, dim = _CAT(*args, **kwargs).values()

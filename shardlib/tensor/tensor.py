@@ -541,7 +541,8 @@ def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.is_padded)
     raise Unsupported(
-        f"{func.__name__} has no implementation for padded blocks",
+        f"{func.__name__} has no implementation for padded blocks: it might read the padding, "
+        f"which makes {list(x.padded_shape)} of {list(x.shape)}",
         op=func.__name__,
         operands={"tensor": typeof(x)},
         mesh=x.mesh,
