@@ -1,5 +1,6 @@
 """The public face: these names and no other, each where it is said to be."""
 
+import ast
 import inspect
 import re
 import subprocess
@@ -102,6 +103,37 @@ def test_a_public_name_says_what_it_does_and_shows_it(name: str, value: Any) -> 
         assert verb, f"{first!r} does not begin with a verb"
         assert verb[0].strip() not in NOUNS and not verb[0].endswith(("s ", "ing ")), verb[0]
     assert (">>> " in lines) is (name not in UNSHOWN), "no example, or one where none is expected"
+
+
+FOLDERS = ["", "tensor", "ops", "collectives", "mesh", "layouts"]  # "" are shardlib's own files
+OPENINGS = "The What Whether Where Of A An How Who That".split()
+
+
+def public_functions(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each public function's place and docstring; properties say what they are."""
+
+    def within(node: ast.AST) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name.startswith("_"):
+                continue
+            text = ast.get_docstring(child) if isinstance(child, ast.FunctionDef) else None
+            if text and "property" not in " ".join(map(ast.unparse, child.decorator_list)):
+                yield f"{path.name}:{child.lineno} {child.name}", text
+            if not isinstance(child, ast.expr):
+                yield from within(child)
+
+    return within(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_public_function_says_what_it_does(folder: str) -> None:
+    """Its first line begins with a verb, not with what it gives or when."""
+    root = Path(sl.__file__).parent / folder
+    found = [
+        f for path in root.glob("**/*.py" if folder else "*.py") for f in public_functions(path)
+    ]
+    assert found
+    assert not [(at, text) for at, text in found if text.split()[0].strip(",:") in OPENINGS]
 
 
 APART = """
