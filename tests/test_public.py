@@ -51,7 +51,7 @@ MODULES = {
     "random": "get_state seed set_state",
     "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",
     "seeing": "Frames Summary Timeline draw frames merged style summary timeline visualize",
-    "testing": "check_algorithm check_engine check_mask dense_attention",
+    "testing": "check_algorithm check_engine check_layout check_mask dense_attention",
 }
 
 

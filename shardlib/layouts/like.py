@@ -62,9 +62,13 @@ def is_layout(given: object) -> TypeGuard[LayoutLike]:
     >>> is_layout("x ..."), is_layout(torch.ones(2)), is_layout(LayoutFamily)
     (True, False, False)
     """
-    return isinstance(given, Layout | str) or (
-        not isinstance(given, type) and isinstance(getattr(given, "layout", None), Layout)
-    )
+    return isinstance(given, Layout | str) or _of_family(given) is not None
+
+
+def _of_family(given: object) -> Layout | None:
+    """A family's layout, which is asked for once; None where it is no family."""
+    found = None if isinstance(given, type) else getattr(given, "layout", None)
+    return found if isinstance(found, Layout) else None
 
 
 def as_layout(
@@ -96,16 +100,15 @@ def as_layout(
         return given
     if isinstance(given, str):
         return Layout.parse(given)
-    if is_layout(given):
-        family: Any = given
-        if not weight or not isinstance(getattr(family, "weight", None), Layout):
-            return family.layout
-        act = ".act" if hasattr(family, "act") else ".layout"
+    if (found := _of_family(given)) is not None:
+        if not weight or not isinstance(getattr(given, "weight", None), Layout):
+            return found
+        act = ".act" if hasattr(given, "act") else ".layout"
         raise LayoutSyntax(
             f"{given} has a layout for activations, {act}, and one for weights, .weight: say which",
             op=op,
             mesh=mesh,
-            fix=fix.format(f"{_ours(type(family))}{given}.weight"),
+            fix=fix.format(f"{_ours(type(given))}{given}.weight"),
         )
     called = any(given is f for f in _FUNCTIONS) or (
         isinstance(given, type) and hasattr(given, "layout")

@@ -1,0 +1,336 @@
+"""The laws that a layout of one's own must keep, as one call.
+
+``check_layout(Mine("x"))`` draws shapes and small simulated meshes, places tensors in the layout
+and compares with dense: what the ranks hold, what moves, values and gradients.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import each_rank, holds_values, trace
+from shardlib.data import from_local
+from shardlib.errors import ShardError, UnevenSplit
+from shardlib.layouts import Dim, Layout, LayoutLike, as_layout
+from shardlib.layouts.orders import declared
+from shardlib.mesh import Mesh, coordinates, scope, simulate
+from shardlib.ops.matmul.op import product
+from shardlib.placing import reshard, shard, unshard
+from shardlib.tensor import layout_of
+
+__all__ = ["check_layout"]
+
+_MOST = 12  # ranks of a mesh that is drawn
+_TRIED = 256  # sizes, until one divides
+
+
+def check_layout(
+    layout: LayoutLike, meshes: Sequence[Mapping[str, int]] | None = None, *, seed: int = 0
+) -> list[str]:
+    """Hold a layout to its contract on shapes and meshes that are drawn, and list those.
+
+    - It is hashable, the same whenever it is asked, and its text reads back as it.
+    - Its blocks tile the tensor: every element is on as many ranks as every other, each block has
+      the shape that ``local_shape`` says, and ``shard`` and ``from_local`` put it where it belongs.
+    - ``unshard`` gives back what ``shard`` took, and the gradient.
+    - On the way to other layouts and back values and gradients are dense's, and what is counted is
+      what the plan (``a >> b``) foretold, in bytes and in messages.
+    - A sum, a norm and a product of it are dense's with their gradients; the latter two may be
+      refused.
+    - Sizes that do not divide are refused by the dimension, and right with ``pad=True``.
+
+    ``layout``  a Layout, its text, or a ``LayoutFamily``.
+    ``meshes``  axis names and sizes, simulated.  By default some are drawn over the layout's axes
+                and one besides; inside ``with mesh:``, real or simulated, that mesh alone is used.
+    ``seed``    of what is drawn.
+
+    Raises: AssertionError naming the law, the shape and the mesh.  A layout that fits none fails.
+
+    >>> import shardlib as sl
+    >>> sl.testing.check_layout(sl.Ring("s", schedule="zigzag"), [{"s": 2}])
+    ['. zigzag(s): [2, 8] on s=2', '. zigzag(s) .: [1, 8, 3] on s=2']
+    """
+    draw = random.Random(seed)
+    lay = _value(layout)
+    inside = scope().mesh
+    if meshes is None and inside is not None:
+        if not holds_values(inside):
+            raise ShardError(
+                "a recording mesh holds no values",
+                op="check_layout",
+                mesh=inside,
+                fix=f"sl.testing.check_layout({str(lay)!r}, [{dict(inside.axes)}])",
+            )
+        found = list(_on(inside, layout, lay, draw))
+    else:
+        drawn = _meshes(lay, draw) if meshes is None else [dict(m) for m in meshes]
+        found = [case for mesh in drawn for case in _on(simulate(**mesh), layout, lay, draw)]
+    checked = [case for case in found if not isinstance(case, ShardError)]
+    if not checked:
+        raise AssertionError(f"{lay} fits no mesh: {found[0] if found else 'none is given'}")
+    return [str(case) for case in checked]
+
+
+def _value(given: LayoutLike) -> Layout:
+    """Its layout, where it is a value."""
+    lay, again = (as_layout(given, "check_layout", "check_layout({})") for _ in range(2))
+    _alike(f"{given!r} has one layout", again, lay)
+    _alike(f"{given!r} has one hash", (hash(given), given), (hash(given), given))
+    _alike(f"the text of {lay} reads back as it", Layout.parse(str(lay)), lay)
+    return lay
+
+
+def _meshes(lay: Layout, draw: random.Random) -> list[dict[str, int]]:
+    """Sizes for the layout's axes, and for one that it does not name."""
+    named = (*lay.axes, *lay.partial)
+    spare = next(a for a in ("r", "r2", "r3", "r4", "r5") if a not in named)
+    found = [dict.fromkeys(named, 2), {**dict.fromkeys(named, 1), spare: 2}]
+    for _ in range(2):
+        mesh: dict[str, int] = {}
+        for axis in draw.sample([*named, spare], len(named) + 1):
+            mesh[axis] = draw.randint(1, max(1, min(3, _MOST // math.prod(mesh.values()))))
+        found.append(mesh)
+    return [mesh for mesh in found if mesh]
+
+
+def _on(
+    mesh: Mesh, given: LayoutLike, lay: Layout, draw: random.Random
+) -> Iterator[str | ShardError]:
+    """What is checked on a mesh, as text; the reason where the layout does not fit it."""
+    least = len(lay.dims)
+    ranks = (least,) if lay.ellipsis is None else (max(1, least), max(1, least) + 1)
+    for ndim in ranks:
+        try:
+            me = lay.resolve(ndim)
+            units = [_unit(dim, mesh) for dim in me.dims]
+            shape = tuple(
+                n if declared(dim.order) is not None else n * draw.randint(1, 3 if n < 12 else 2)
+                for dim, n in zip(me.dims, units, strict=True)
+            )
+            me.check(shape, mesh)
+        except ShardError as e:
+            yield e
+            continue
+        sizes = " ".join(f"{a}={n}" for a, n in mesh.axes.items())
+        text = f"{me}: {list(shape)} on {sizes}"
+        with mesh:
+            _check_blocks(text, given, me, shape, mesh)
+            _check_ways(text, given, me, shape, mesh)
+            _check_computed(text, given, me, shape)
+            _check_uneven(text, given, me, units, shape)
+        yield text
+
+
+def _unit(dim: Dim, mesh: Mesh) -> int:
+    """The least size that divides.  Raises: ShardError."""
+    length = declared(dim.order)
+    reason: ShardError | None = None
+    for n in range(1, _TRIED) if length is None else [length]:
+        try:
+            Layout((dim,)).check((n,), mesh)
+        except UnevenSplit as e:
+            reason = e
+        else:
+            return n
+    assert reason is not None
+    raise reason
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def _check_blocks(
+    text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
+) -> None:
+    """They tile the tensor, have the shape that is said, and are where they are said to be."""
+    owners = torch.zeros(shape, dtype=torch.int64)
+    for coord in coordinates(mesh.axes):
+        at = me.indices(shape, mesh, coord)
+        _alike(
+            f"{text}: the shape of the block at {coord}",
+            me.local_shape(shape, mesh),
+            tuple(len(i) for i in at),
+        )
+        ones = torch.ones([len(i) for i in at], dtype=torch.int64)
+        where = [
+            torch.tensor(list(i)).view([-1 if d == e else 1 for e in range(len(at))])
+            for d, i in enumerate(at)
+        ]
+        owners.index_put_(tuple(where), ones, accumulate=True)
+    copies = math.prod(n for axis, n in mesh.axes.items() if axis not in me.axes)
+    if bool((owners != copies).any()):
+        wrong = (owners != copies).nonzero()[0].tolist()
+        raise AssertionError(
+            f"{text}: the blocks do not tile the tensor: {int(owners[tuple(wrong)])} ranks hold "
+            f"element {wrong}, not {copies}"
+        )
+    x = _normal(shape, 1)
+
+    def mine(coord: Mapping[str, int]) -> Tensor:
+        block = x.detach()
+        for d, index in enumerate(me.indices(shape, mesh, coord)):
+            block = block.index_select(d, torch.tensor(list(index), dtype=torch.int64))
+        return torch.zeros_like(block) if any(coord[a] for a in me.partial) else block
+
+    a = shard(x, given)
+    _alike(f"{text}: where it lies", layout_of(a), me)
+    for coord, view in each_rank(mesh):
+        block = view(a.raw.detach())
+        _alike(f"{text}: the block at {coord} has its shape", block.shape, mine(coord).shape)
+        _close(f"{text}: the block at {coord}", block, mine(coord), 0.0)
+    whole, c = unshard(a), _normal(shape, 2)
+    _close(f"{text}: what unshard gives back", whole, x, 0.0)
+    (gradient,) = torch.autograd.grad((whole * c.to(whole.device)).sum(), [x])
+    _close(f"{text}: the gradient through shard and unshard", gradient, c, 0.0)
+    if not me.partial:
+        read = from_local(lambda: mine(mesh.coord or {}), given)
+        _close(f"{text}: what from_local joins", unshard(read), x, 0.0)
+
+
+# ---------------------------------------------------------------- ways
+
+
+def _others(me: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
+    """Whole, and each of two axes in each dimension that it divides."""
+    whole = [Dim()] * len(shape)
+    found = [Layout(tuple(whole))]
+    for axis, d in itertools.product(list(mesh.axes)[:2], range(len(shape))):
+        if shape[d] % mesh.axes[axis] == 0:
+            found.append(Layout((*whole[:d], Dim((axis,)), *whole[d + 1 :])))
+    return [other for other in found if other != me]
+
+
+def _check_ways(
+    text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
+) -> None:
+    """To other layouts and back: values, gradients, and what the plans foretold."""
+    x, c = _normal(shape, 3).detach(), _normal(shape, 4).detach()
+    for other in _others(me, shape, mesh):
+        way = f"{text}: {me} >> {other}"
+        a = shard(x, given).requires_grad_()
+        with trace() as there:
+            b = reshard(a, other)
+        with torch.no_grad(), trace() as back:
+            again = reshard(b.detach(), given)
+        for name, plan, counted in (
+            (way, me >> other, there),
+            (f"{text}: {other} >> {me}", other >> me, back),
+        ):
+            _alike(
+                f"{name}: bytes and messages, counted and foretold",
+                (counted.bytes, counted.messages),
+                (plan.bytes(shape, mesh, 8), plan.messages(shape, mesh)),
+            )
+        _close(way, unshard(b).detach(), x, 1e-15)
+        _close(f"{way} and back", unshard(again), x, 1e-15)
+        b.backward(shard(c, other))
+        assert a.grad is not None, f"{way}: there is no gradient"
+        _close(f"{way}: the gradient", unshard(a.grad), c, 1e-15)
+
+
+# ---------------------------------------------------------------- computing
+
+
+def _check_computed(text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...]) -> None:
+    """A sum, a norm and a product, with their gradients; what is refused is no wrong value."""
+    x = _normal(shape, 5)
+    a = shard(x.detach(), given).requires_grad_()
+    total: Callable[[Tensor], Tensor] = (
+        (lambda t: t.sum()) if me.partial else lambda t: (t * t).sum()
+    )
+    _agree(f"{text}: a sum", total, x, a)
+    if not shape:
+        return
+    tries: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        ("a norm", _norm(shape[-1]), _norm(shape[-1]))
+    ]
+    if len(shape) > 1:
+        w = _normal((shape[-1], 3), 6).detach()
+        rows = Layout((me.dims[-1], Dim()))
+        tries.append(("a product", lambda t: t @ w, lambda t: product(t, shard(w, rows))))
+    for name, dense, mine in tries:
+        try:
+            mine(a)
+        except ShardError:
+            continue
+        _agree(f"{text}: {name}", dense, x, a, mine)
+
+
+def _norm(n: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: F.layer_norm(t, (n,))
+
+
+def _agree(
+    law: str,
+    dense: Callable[[Tensor], Tensor],
+    x: Tensor,
+    a: Tensor,
+    mine: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    want, got = dense(x), (mine or dense)(a)
+    _close(law, unshard(got).detach(), want.detach(), 1e-11)
+    c = _normal(tuple(want.shape), 7).detach()
+    (expected,) = torch.autograd.grad((want * c).sum(), [x])
+    lies = layout_of(got).bare
+    (found,) = torch.autograd.grad([got], [a], [shard(c, lies)])
+    _close(f"{law}: the gradient", unshard(found), expected, 1e-11)
+
+
+# ---------------------------------------------------------------- uneven sizes
+
+
+def _check_uneven(
+    text: str, given: LayoutLike, me: Layout, units: Sequence[int], shape: tuple[int, ...]
+) -> None:
+    """Each dimension one longer: refused by its number, and padded, unless it has one length."""
+    for d, unit in enumerate(units):
+        if unit == 1:
+            continue
+        uneven = tuple(n + (d == e) for e, n in enumerate(shape))
+        law, x = f"{text}: as {list(uneven)}", _normal(uneven, 8)
+        try:
+            shard(x, given)
+        except UnevenSplit as e:
+            assert f"dimension {d} of size {uneven[d]}" in str(e), f"{law}: refused with {e}"
+        else:
+            raise AssertionError(f"{law}: a size that does not divide is accepted")
+        if declared(me.dims[d].order) is not None or me.skew:
+            continue
+        a = shard(x, given, pad=True)
+        _alike(f"{law} and padded: its shape", tuple(a.shape), uneven)
+        _close(f"{law} and padded", unshard(a), x, 0.0)
+        _close(f"{law} and padded: a sum", unshard(a.sum()).detach(), x.sum().detach(), 1e-11)
+        if not me.partial:
+            held = shard(x.detach(), given, pad=True).requires_grad_()
+            (gradient,) = torch.autograd.grad([unshard((held * held).sum())], [held])
+            _close(f"{law} and padded: the gradient", unshard(gradient), 2 * x.detach(), 1e-11)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_()
+
+
+def _close(law: str, got: Tensor, want: Tensor, most: float) -> None:
+    """Within ``most`` of the largest value."""
+    if got.shape != want.shape:
+        raise AssertionError(f"{law}: has the shape {list(got.shape)}, not {list(want.shape)}")
+    if not want.numel():
+        return
+    want = want.detach().to(got.device)
+    error = float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1.0))
+    if not error <= most:
+        raise AssertionError(f"{law}: differs from dense by {error:.1e}")
+
+
+def _alike(law: str, got: object, want: object) -> None:
+    if got != want:
+        raise AssertionError(f"{law}: {got} and {want}")
