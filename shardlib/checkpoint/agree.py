@@ -57,8 +57,8 @@ _OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 class Group:
     """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree.
 
-    ``fixes``  (words of a message, the line that mends it), of which the first that fits counts: all
-               ranks raise one message, and so one fix.
+    ``fixes``  (words of a message, the line that mends it), of which the first that fits counts:
+               all ranks raise one message, and so one fix.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class Group:
         alone: bool = False,
         fixes: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.op, self.timeout, self.fixes = op, timeout, fixes
+        self.op = op
+        self.timeout = timeout
+        self.fixes = fixes
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
         self.beats: dict[int, bytes] = {}

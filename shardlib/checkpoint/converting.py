@@ -45,11 +45,12 @@ def reshard(
     are those of the mesh, so that each rank reads one file from end to end.
     One process calls; it holds one block at a time.
 
-    ``path``     a checkpoint, or a directory of steps: then the newest.
-    ``mesh``     axis -> size.
-    ``layouts``  one layout, or rules (pattern of the name, layout) of which the first match counts;
-                 what matches none lies as it did.
-    ``pad``      allow sizes that do not divide.    ``overwrite``  replace what is there.
+    ``path``       a checkpoint, or a directory of steps: then the newest.
+    ``mesh``       axis -> size.
+    ``layouts``    one layout, or rules (pattern of the name, layout) of which the first match
+                   counts; what matches none lies as it did.
+    ``pad``        allow sizes that do not divide.
+    ``overwrite``  replace what is there.
     Raises: CheckpointError, and then nothing was written.
 
     >>> import tempfile, torch, shardlib as sl
@@ -211,7 +212,9 @@ def from_hf(
         folder, table = tensors_of(os.fspath(directory), group.progress)
         called = _called({n: n for n in table}, names)
         world = 1 if there is None else there.size
-        places, dtypes, meta = {}, {}, {}
+        places = {}
+        dtypes = {}
+        meta = {}
         for ours, theirs in called.items():
             c = table[theirs]
             old = Place.of_plain(c.shape, world)

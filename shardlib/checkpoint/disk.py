@@ -86,7 +86,10 @@ class Behind:
     """
 
     def __init__(self, fd: int, at: int) -> None:
-        self.fd, self.at, self.unsent, self.waiting = fd, at, 0, 0
+        self.fd = fd
+        self.at = at
+        self.unsent = 0
+        self.waiting = 0
         self.beside = _spare()
         self.idle: SimpleQueue[None] = SimpleQueue()
         self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()

@@ -2,8 +2,8 @@
 
 A file holds what one rank wrote.  Its header is written last, into the room that is left for it, so
 that no chunk is held or read twice and every file says what is in it: ``__metadata__["shardlib"]``
-has, per tensor, the chunk's box, its tiles and where their checksums are.  Nothing that is read is believed before
-it was checked, and nothing is unpickled.
+has, per tensor, the chunk's box, its tiles and where their checksums are.  Nothing that is read is
+believed before it was checked, and nothing is unpickled.
 """
 
 import itertools
@@ -144,7 +144,8 @@ def write_file(
 ) -> dict[str, Any]:
     """Write a new file and flush it to the disk; its name, size and the crc32 of its header.
 
-    ``folder``  a descriptor of the directory.   ``progress``  called after every strip.
+    ``folder``    a descriptor of the directory.
+    ``progress``  called after every strip.
     """
     parts = list(parts)
     table: dict[str, Any] = {}
@@ -375,7 +376,9 @@ class Folder:
     def __init__(
         self, fd: int, links: bool = False, progress: Callable[[], None] = lambda: None
     ) -> None:
-        self.fd, self.links, self.progress = fd, links, progress
+        self.fd = fd
+        self.links = links
+        self.progress = progress
         self.open: dict[str, int] = {}
         self.maps: dict[str, mmap.mmap] = {}
         self.bytes_read = 0
@@ -440,8 +443,8 @@ _OPEN = 256
 def fill(
     out: Tensor, wanted: Box, chunk: Chunk, folder: Folder, turn: Sequence[int] | None = None
 ) -> int:
-    """Copy into the block ``out``, which holds ``wanted``, what a
-    chunk has of it; number of elements.  Only the tiles that hold some are read, and each is checked.
+    """Copy into the block ``out``, which holds ``wanted``, what a chunk has of it; number of
+    elements.  Only the tiles that hold some are read, and each is checked.
 
     ``turn``  the chunk's dimensions in the order of the block's, where a file has it transposed.
     Raises: ValueError naming the file where a checksum is wrong.

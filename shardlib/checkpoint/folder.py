@@ -2,8 +2,8 @@
 
 The work directory stands beside its target, ``.<target>.tmp-<id>``.  Everything in it is flushed to
 the disk, then one rename is the commit: an exchange of names where something stands there already.
-Where the file system has no exchange, the old one first steps aside as ``.<target>.old-<id>``, where
-``opened`` finds it should the new one never come.
+Where the file system has no exchange, the old one first steps aside as ``.<target>.old-<id>``,
+where ``opened`` finds it should the new one never come.
 
 Whoever gives up renames the work directory away and then looks whose id the target has.  One of
 the two renames comes first, so what raised was not written.  Every saver holds a shared lock on the
@@ -208,8 +208,8 @@ def _locked(path: str, how: int) -> Iterator[bool]:
 def _abandoned(path: str, settled: bool) -> bool:
     """Whether nobody holds its lock.
 
-    ``settled``  it is not being made just now, when its lock is not there yet, or not yet held; else
-                 it is none for a minute.
+    ``settled``  it is not being made just now, when its lock is not there yet, or not yet held;
+                 else it is none for a minute.
     """
     if not settled and time.time() - os.stat(path).st_mtime <= 60:
         return False

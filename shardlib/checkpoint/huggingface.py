@@ -117,7 +117,9 @@ def load_hf(
     group = Group(
         "load_hf", timeout, mesh.device_mesh is None, _fixes(names, pad, missing, extra, cast)
     )
-    error, digest, lacking = None, "", []
+    error = None
+    digest = ""
+    lacking = []
     read = 0
     with contextlib.ExitStack() as stack:
         try:
@@ -209,14 +211,18 @@ def _filled(
 class Conversion:
     """Parameters that transformers makes of some tensors of the files, in its own code.
 
-    ``converter``  of transformers.   ``sources``  pattern of its -> names in the files.
+    ``converter``  of transformers.
+    ``sources``    pattern of its -> names in the files.
     Held in memory: these tensors, whole, while a parameter of theirs is filled.
     """
 
     def __init__(
         self, converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module
     ) -> None:
-        self.converter, self.name, self.sources, self.module = converter, name, sources, module
+        self.converter = converter
+        self.name = name
+        self.sources = sources
+        self.module = module
         self.table: Mapping[str, tuple[Folder, Chunk]] = {}
         self.left: dict[str, Tensor] = {}
         self.meta: dict[str, Tensor] = {}
@@ -532,7 +538,9 @@ def _chunks(
     filled, at = 0, 0
     for theirs, how in pieces:
         folder, chunk = table[theirs]
-        shape, start, turn = list(chunk.shape), [0] * x.ndim, None
+        shape = list(chunk.shape)
+        start = [0] * x.ndim
+        turn = None
         inside = shape
         kind = how[0] if isinstance(how, tuple) else ""
         if isinstance(how, slice):
@@ -650,12 +658,15 @@ def write_hf(
 ) -> None:
     """Write a directory whole or not at all.
 
-    ``configure``  writes what else belongs there.   ``one``  the name of the file if it is one.
+    ``configure``  writes what else belongs there.
+    ``one``        the name of the file if it is one.
     Raises: CheckpointError on every rank of the group alike, where one came with an ``error`` too.
     """
     target = os.path.abspath(os.fspath(directory))
     work: Work | None = None
-    hold, files, digest = -1, [], ""
+    hold = -1
+    files = []
+    digest = ""
     if error is None:
         try:
             files = _split(tensors, max_bytes)

@@ -40,8 +40,10 @@ class Saved:
 class About:
     """What a checkpoint says of itself; ``print`` it for a table.
 
-    ``path``     its directory.    ``step``  None where it was saved without.
-    ``tensors``  name -> ``Saved``.    ``values``  name -> number, text or None.
+    ``path``     its directory.
+    ``step``     None where it was saved without.
+    ``tensors``  name -> ``Saved``.
+    ``values``   name -> number, text or None.
     ``files``    name -> bytes.
 
     >>> w = Saved("F32", (4, 2), "x .", {"x": 2}, 32)

@@ -1,8 +1,8 @@
-"""New memory of this host in large pages: what is about to be filled is then fetched two megabytes at
-a time, and not 4096 bytes, which takes longer than the bytes themselves.
+"""New memory of this host in large pages: what is about to be filled is then fetched two megabytes
+at a time, and not 4096 bytes, which takes longer than the bytes themselves.
 
-A large page holds what lies in one mapping, so tensors smaller than one share it: each has a storage
-of its own within it, and gives its pages back when it goes.
+A large page holds what lies in one mapping, so tensors smaller than one share it: each has a
+storage of its own within it, and gives its pages back when it goes.
 """
 
 import ctypes

@@ -56,8 +56,9 @@ def load(
                  not read, so they may lie on the meta device.  None: the tree as it was saved.
     ``layouts``  without ``like``: one layout, or rules (pattern of the name, layout) of which the
                  first match counts; what matches none, and everything where there are no rules,
-                 lies as it was saved.  ``mesh``  its mesh, the one in scope if there is one; without
-                 a mesh tensors come back plain and whole.  ``pad``  allow sizes that do not divide.
+                 lies as it was saved.  ``mesh``  its mesh, the one in scope if there is one;
+                 without a mesh tensors come back plain and whole.  ``pad``  allow sizes that do not
+                 divide.
     ``names``    a leaf's name in ``like`` -> in the checkpoint, a mapping or a function.
     ``missing``  "keep": what the checkpoint lacks stays as ``like`` has it.
     ``extra``    "skip": what ``like`` has no place for is not read.
@@ -96,7 +97,10 @@ def load(
     here = None if wanted is not None else as_mesh(mesh) if mesh is not None else scope().mesh
     only = alone(wanted.leaves) if wanted is not None else world_of(here) == 1
     group = Group("load", timeout, only, _fixes(path, like, layouts))
-    found, error, identity, readers = None, None, "", _Readers()
+    found = None
+    error = None
+    identity = ""
+    readers = _Readers()
     before = None
     while True:
         try:

@@ -49,10 +49,11 @@ class Sums:
     """Checksums of the tiles of one chunk, as ``grid`` cuts it, and of its strips.
 
     A tile is rows: its part of the last dimension that is cut, with what is within.  The sum of the
-    rows times fixed odd numbers, in integers of 4 bytes, is one row; the sum of that times others is
-    the tile's.  So no tile is copied, and what is read runs at the speed of memory.  Before it is summed a number
-    is added its upper half: the upper bits of two rows would cancel otherwise.  The crc32 of the sum
-    of all rows of a strip is the strip's: whoever reads a chunk from end to end compares those.
+    rows times fixed odd numbers, in integers of 4 bytes, is one row; the sum of that times others
+    is the tile's.  So no tile is copied, and what is read runs at the speed of memory.  Before it
+    is summed a number is added its upper half: the upper bits of two rows would cancel otherwise.
+    The crc32 of the sum of all rows of a strip is the strip's: whoever reads a chunk from end to
+    end compares those.
 
     A tile that lies in one stretch has that stretch's ``checksum``, and strips then have none; nor
     is a strip's the sum of its tiles' where rows are no whole numbers, or lie in two dimensions.

@@ -98,13 +98,15 @@ def save(
 ) -> Saving:
     """Write a pytree into a directory; every rank calls, and each writes only what it owns.
 
-    ``tree``     tensors, sharded or the same on every rank, numbers, text and None, nested as you
-                 like.  What several ranks hold is written once, in equal parts.
-    ``step``     write ``path/step_00000100``; ``keep``  of those up to this one the newest N stay.
+    ``tree``       tensors, sharded or the same on every rank, numbers, text and None, nested as you
+                   like.  What several ranks hold is written once, in equal parts.
+    ``step``       write ``path/step_00000100``; ``keep``  of those up to this one the newest N
+                   stay.
     ``overwrite``  replace what is there.
-    ``wait``     False: copy out what this rank writes and return while it is written.  At most one
-                 such save is under way; its error is raised by ``wait()`` and by the next save.
-    ``timeout``  seconds of silence after which a rank counts as lost.
+    ``wait``       False: copy out what this rank writes and return while it is written.  At most
+                   one such save is under way; its error is raised by ``wait()`` and by the next
+                   save.
+    ``timeout``    seconds of silence after which a rank counts as lost.
 
     At any moment the path holds the previous checkpoint or the new one, each whole.
     Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is written).
@@ -125,7 +127,10 @@ def save(
     while _UNDER_WAY:
         _UNDER_WAY.pop().wait()
     target = folder_of(path, step)
-    error, leaves, content, claims = None, None, None, {}
+    error = None
+    leaves = None
+    content = None
+    claims = {}
     try:
         leaves = Leaves.of(tree, "save")
     except Exception as e:
@@ -254,7 +259,9 @@ class Job:
             self.hold = -1
 
     def write(self, content: Content, name: str, files: Mapping[int, list[Part]]) -> None:
-        group, work, error = self.group, None, None
+        group = self.group
+        work = None
+        error = None
         try:
             done: list[Any] = []
             try:

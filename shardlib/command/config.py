@@ -263,7 +263,8 @@ def arguments(
 ) -> dict[str, Any]:
     """The keys of a table as arguments of ``function``, each of the type that it says.
 
-    ``positional``  how many of its first arguments are given already; ``taken``  their like by name.
+    ``positional``  how many of its first arguments are given already; ``taken``  their like by
+                    name.
     ``beside``      keys that the table may have for others.
     Raises: ConfigError for unknown keys, other types, and arguments that are missing.
     """

@@ -70,7 +70,8 @@ def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> 
     """Map files of token numbers into memory, and cut them into windows of ``context``.
 
     ``path``   a file, a pattern or several: plain numbers without a header, as
-               ``numpy.ndarray.tofile`` writes them, or a tensor that ``torch.save`` wrote (``.pt``).
+               ``numpy.ndarray.tofile`` writes them, or a tensor that ``torch.save`` wrote
+               (``.pt``).
     ``dtype``  of the numbers in plain files.
     Raises: BadArgument where there is no file, or too little in it.
 

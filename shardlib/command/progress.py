@@ -22,7 +22,10 @@ class Log:
     """
 
     def __init__(self, every: int, jsonl: str, tensorboard: str, flops: float | None) -> None:
-        self.every, self.jsonl, self.tensorboard, self.flops = every, jsonl, tensorboard, flops
+        self.every = every
+        self.jsonl = jsonl
+        self.tensorboard = tensorboard
+        self.flops = flops
         self.file: TextIO | None = None
         self.board: Any = None
         self.echo = False

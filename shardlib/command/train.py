@@ -50,8 +50,10 @@ MOST = 64  # processes that one machine is given without a launcher
 class Report:
     """What a run came to.
 
-    ``losses``  step -> loss, of the steps that ran here.   ``step``  the last one.
-    ``first``   the step it went on from.                   ``path``  its newest checkpoint.
+    ``losses``  step -> loss, of the steps that ran here.
+    ``step``    the last one.
+    ``first``   the step it went on from.
+    ``path``    its newest checkpoint.
     """
 
     step: int = 0
@@ -247,7 +249,9 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     """The run, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
     torch.manual_seed(config.tables.get("seed", 0))
-    rows, made, saving = rows_of(config), built(config, mesh), _checkpoints(config)
+    rows = rows_of(config)
+    made = built(config, mesh)
+    saving = _checkpoints(config)
     params, whole = made.start(), made.whole
     state = state_of(config, made, params)
     dealt = batches(config, rows, made.rules, mesh)
@@ -274,7 +278,9 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
         writer.say(_opening(made, params, state, report, steps))
     step_of = stepper(config, made, accumulate)
     meter = _Meter(made, rows, writer, mesh)
-    under_way, batch_of, losses = None, forever(dealt), {}
+    under_way = None
+    batch_of = forever(dealt)
+    losses = {}
     for step in range(report.first + 1, steps + 1):
         heard = step == steps or step % writer.every == 0 or step == report.first + 1
         with trace() as t:
@@ -420,7 +426,9 @@ class _Meter:
         out |= {"mfu": mfu, "seconds": now - self.began}
         if self.device.type == "cuda":
             out["memory"] = torch.cuda.max_memory_allocated(self.device)
-        self.last, self.tokens, self.rows = now, 0, 0
+        self.last = now
+        self.tokens = 0
+        self.rows = 0
         return out
 
 

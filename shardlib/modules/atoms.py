@@ -39,7 +39,9 @@ class Atom:
     __slots__ = ("factors", "parent", "parts", "seen", "size")
 
     def __init__(self, size: int, parts: "list[Atom] | None" = None) -> None:
-        self.size, self.parts, self.seen = size, parts, set[str]()
+        self.size = size
+        self.parts = parts
+        self.seen = set[str]()
         self.factors: list[Atom] | None = None
         self.parent: Atom | None = None
 

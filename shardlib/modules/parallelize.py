@@ -343,7 +343,9 @@ class Mode:
     """The mode, train() or eval(), of a module that the caller keeps, which its copy follows."""
 
     def __init__(self, module: nn.Module, copy: nn.Module) -> None:
-        self.module, self.copy, self.seen = weakref.ref(module), copy, module.training
+        self.module = weakref.ref(module)
+        self.copy = copy
+        self.seen = module.training
 
     def follow(self) -> None:
         """Set the copy to the mode that the caller changed to since the last call."""

@@ -112,7 +112,9 @@ class Recipe(list[tuple[str, ...]]):
         zero: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(map(Suggested, rules))
-        self.tokens, self.labels, self.left = tokens, labels, dict(left or {})
+        self.tokens = tokens
+        self.labels = labels
+        self.left = dict(left or {})
         self.zero: dict[str, Any] = dict(zero or {})
 
     def __radd__(self, rules: list[Any]) -> list[Any]:

@@ -34,8 +34,16 @@ __all__ = ["adafactor"]
 
 
 class FactoredState(NamedTuple):
-    """Steps taken; by path of each matrix the running means of squared gradients by row and by
-    column, [stack, m] and [stack, n]; and the full moments of everything else.
+    """The state of Adafactor.
+
+    ``count``  steps taken.
+    ``rows``   by path of each matrix the running means of squared gradients by row, [stack, m].
+    ``cols``   the same by column, [stack, n].
+    ``full``   the full moments of everything else.
+
+    ``count``   steps taken.
+    The running means of squared gradients by row and by column, [stack, m] and [stack, n], lie by
+    the path of each matrix; the moments of everything else are full.
     """
 
     count: int
@@ -58,7 +66,7 @@ def adafactor(
     clip: float = 1.0,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """Adam's second moment in m + n numbers for a matrix of m n, as torch.optim.Adafactor.
+    """Update as torch.optim.Adafactor: Adam's second moment in m + n numbers for a matrix of m n.
 
     ``decay``  the running means forget by ``step**decay``.
     ``eps1``   what the root of a mean square is at least; None: the dtype's epsilon.
@@ -137,7 +145,7 @@ def _is_matrix(x: Any) -> bool:
 
 
 def _block(tree: Any, path: str, x: Tensor) -> Tensor:
-    """What tells a leaf's dtype and device: its storage, or its bucket's."""
+    """Return what tells a leaf's dtype and device: its storage, or its bucket's."""
     if not isinstance(tree, Buckets):
         return x.raw if isinstance(x, ShardedTensor) else x
     paths = {tree.index.items[i].path: b for b in tree.index for s in b.slots for i in s.leaves}
@@ -157,20 +165,20 @@ def _others(tree: Any) -> Any:
 
 
 def _cleared(x: Any) -> Any:
-    """With zeros in the padding, which would be added to rows and columns."""
+    """Put zeros into the padding, which would be added to rows and columns."""
     if not isinstance(x, ShardedTensor) or not x.is_padded:
         return x
     return x.becomes(filled(x, 0).raw)
 
 
 def _unit(variance: Tensor, g: Tensor, eps1: float | None) -> Tensor:
-    """The gradient over the root of its mean square."""
+    """Divide a gradient by the root of its mean square."""
     least = torch.finfo(g.dtype).eps if eps1 is None else eps1
     return variance.clamp(min=least * least).rsqrt_().mul_(g)
 
 
 def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> list[Tensor | None]:
-    """What each tensor's direction is multiplied by."""
+    """Compute what each tensor's direction is multiplied by."""
     out: list[Tensor | None] = []
     long, step = norms(params, way)
     for (_, x), p, u in zip(one_each(way), long, step, strict=True):
@@ -186,8 +194,9 @@ def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> lis
 
 
 class _Slab(NamedTuple):
-    """A run of a block as whole rows: which matrices and rows they
-    are, and which columns; ``first`` is its place in them.
+    """A run of a block as whole rows: which matrices and rows they are, and which columns.
+
+    ``first``  the run's place in them.
     """
 
     stack: Tensor
@@ -231,7 +240,7 @@ def _slabs(one: Laid) -> list[_Slab]:
 
 
 def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
-    """The run in parts of about ``SPAN`` elements, each of whole rows but for its ends."""
+    """Cut the run into parts of about ``SPAN`` elements, of whole rows but for its ends."""
     width = max(len(slab.cols), 1)
     by = max(SPAN // width, 1)
     for top in range(0, slab.count, by):
@@ -243,7 +252,7 @@ def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
 
 
 def _filled(run: Tensor, slab: _Slab) -> Tensor:
-    """The run as rows, with zeros for what the first and last of them lack."""
+    """Return the run as rows, with zeros for what the first and last of them lack."""
     width = max(len(slab.cols), 1)
     if len(run) == slab.count * width:
         return run.view(slab.count, width)
@@ -255,7 +264,7 @@ def _filled(run: Tensor, slab: _Slab) -> Tensor:
 def _means(
     matrices: list[Laid], state: FactoredState, share: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The running means with these gradients in them."""
+    """Update the running means by these gradients."""
     rows, cols = dict(state.rows), dict(state.cols)
     meshes: dict[Mesh | None, list[Laid]] = {}
     for one in matrices:
@@ -310,7 +319,7 @@ def _sums(one: Laid, i: int) -> Tensor:
 
 
 def _counts(one: Laid, i: int) -> bool:
-    """Whether this rank is the first of those that hold the same."""
+    """Say whether this rank is the first of those that hold the same."""
     if one.mesh is None:
         return True
     coord, spread = played(one.mesh)[i], one.spread
@@ -331,7 +340,7 @@ def _directions(
     cols: dict[str, Tensor],
     eps1: float | None,
 ) -> None:
-    """Gradients over the roots of what their rows and columns say of their mean squares."""
+    """Divide gradients by the roots that their rows' and columns' mean squares give."""
     for given, out in zip(matrices, into, strict=True):
         row, col = rows[given.path], cols[given.path]
         least = torch.finfo(given.runs[0].dtype).eps if eps1 is None else eps1

@@ -55,7 +55,7 @@ def adam8bit(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """AdamW with 2.125 bytes of moments per parameter in place of 8.
+    """Update as AdamW does, with 2.125 bytes of moments per parameter in place of 8.
 
     Blocks are of neighbours in a rank's own part: what is rounded hangs on the layout, and a state
     belongs to the layout and world size that it was made in; ``load_state_dict`` refuses it
@@ -139,13 +139,13 @@ def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor,
 
 
 def _kept(like: Tensor) -> torch.dtype:
-    """The dtype in which decoded moments of such gradients are."""
+    """Return the dtype in which decoded moments of such gradients are."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=8)
 def numbers(signed: bool) -> Tensor:
-    """The 256 numbers that codes stand for, in order.
+    """List the 256 numbers that codes stand for, in order.
 
     >>> numbers(True)[[0, 127, 255]], len(numbers(False))
     (tensor([-0.9930,  0.0000,  1.0000]), 256)
@@ -160,19 +160,19 @@ def numbers(signed: bool) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The numbers, and the borders between those nearest to one and to the next."""
+    """Return the numbers, and the borders between those nearest to one and to the next."""
     table = numbers(signed).to(device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def _blocks(raw: Tensor, front: int) -> Tensor:
-    """[..., n] or a storage of blocks as [..., ceil(n / 64), 64]."""
+    """Return [..., n] or a storage of blocks as [..., ceil(n / 64), 64]."""
     flat = raw.reshape(*raw.shape[:front], -1)
     return F.pad(flat, (0, -flat.shape[-1] % ALIGN)).unflatten(-1, (-1, ALIGN))
 
 
 def _encode(raw: Tensor, front: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes shaped as ``raw``, and the scales of its blocks."""
+    """Compute the codes, shaped as ``raw``, and the scales of its blocks."""
     if not raw.numel():
         return raw.to(torch.uint8), raw.new_zeros(*raw.shape[:front], 0, dtype=torch.float32)
     rows = _blocks(raw, front)
@@ -192,7 +192,7 @@ def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch
 
 
 def _digest(tree: Any) -> int:
-    """A number that is the same where the same elements of each tensor lie side by side."""
+    """Compute a number that is the same where tensors' elements lie side by side alike."""
     index = tree.index if isinstance(tree, Buckets) else None
     said = [] if index is None else [str((b.axes, b.slots, b.length)) for b in index.buckets]
     for x in optree.tree_leaves(tree):  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def _digest(tree: Any) -> int:
 
 
 def _coded(tree: Any, signed: bool) -> tuple[Any, Any]:
-    """The trees of codes and of scales."""
+    """Make the trees of codes and of scales."""
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     pairs = [_coded_leaf(x, signed) if isinstance(x, Tensor) else (x, x) for x in leaves]
     codes = optree.tree_unflatten(shape, [c for c, _ in pairs])
@@ -222,7 +222,7 @@ def _coded_leaf(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(codes: Any, scales: list[Any], like: Any, signed: bool) -> Any:
-    """The moments again, in fp32, or fp64 for fp64 gradients."""
+    """Decode the moments, in fp32, or fp64 for fp64 gradients."""
     leaves, shape = optree.tree_flatten(codes, none_is_leaf=True)
     given = optree.tree_leaves(like, none_is_leaf=True)
     out = []

@@ -48,7 +48,7 @@ def adamw(
     mask: Mask = None,
     backend: Backend = "auto",
 ) -> Transform:
-    """Adam with decoupled weight decay, as torch.optim.AdamW.
+    """Update by Adam with decoupled weight decay, as torch.optim.AdamW.
 
     ``mask``     the parameters that decay, as ``masked`` takes it; None: all.
     ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them.
@@ -133,14 +133,14 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
 
 
 def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:
-    """The moments with these gradients in them."""
+    """Return the moments with these gradients in them."""
     mu = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b1), state.mu, grads)
     nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
     return mu, nu
 
 
 def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Adam: ``adamw`` without decay.
+    """Update by Adam: ``adamw`` without decay.
 
     >>> import torch
     >>> tx = adam(0.5)
@@ -166,7 +166,7 @@ def adagrad(
     lr_decay: float = 0.0,
     start: float = 0.0,
 ) -> Transform:
-    """A rate that falls with the sum of an element's squared gradients, as torch.optim.Adagrad.
+    """Update at a rate that falls as an element's squared gradients add up: torch.optim.Adagrad.
 
     ``start``  what the sums begin with.
     Source: Duchi, Hazan and Singer, JMLR 12 (2011), figure 1.
@@ -206,9 +206,7 @@ def adagrad(
 
 
 class RmsState(NamedTuple):
-    """Steps taken, the running mean of squared gradients, of
-    gradients (``centered``), and the momentum.
-    """
+    """Steps taken, the running mean squares, the running means (``centered``), and the momentum."""
 
     count: int
     nu: Any
@@ -225,7 +223,7 @@ def rmsprop(
     centered: bool = False,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """Gradients over the root of their running mean square, as torch.optim.RMSprop.
+    """Update by gradients over the root of their running mean square, as torch.optim.RMSprop.
 
     ``decay``     of the running means; torch calls it alpha.
     ``centered``  take the variance in place of the mean square.

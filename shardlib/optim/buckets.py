@@ -37,12 +37,12 @@ _SCALAR = Layout(())
 
 @dataclass(frozen=True)
 class Item:
-    """One leaf to place: its block's shape, its dtype and split axes, and which value it is.
+    """A leaf to place: its block's shape, its dtype and split axes, and which value it is.
 
     Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
     text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
-    taken for it.  ``whole`` is its global shape, ``tiled`` the one that its blocks tile, with padding;
-    leaves of two groups share no bucket.
+    taken for it.  ``whole`` is its global shape, ``tiled`` the one that its blocks tile, with
+    padding; leaves of two groups share no bucket.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Slot:
-    """``bucket[offset : offset + length]`` holds the leaves ``leaves``, shaped ``shape``."""
+    """A place in a bucket: ``bucket[offset : offset + length]`` is ``leaves``, shaped ``shape``."""
 
     leaves: tuple[int, ...]
     offset: int
@@ -69,7 +69,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots one after the other, each at a multiple of ALIGN, then padding up to ``length``."""
+    """A vector of slots, each at a multiple of ALIGN, then padding up to ``length``."""
 
     name: str
     dtype: torch.dtype
@@ -87,9 +87,10 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Which leaf stands where in which bucket, and over which axes the buckets are cut.
+    """A table of which leaf stands where in which bucket, and over which axes buckets are cut.
 
-    ``items``    the leaves, in the order of their tree.    ``buckets``  as they fill in backward.
+    ``items``    the leaves, in the order of their tree.
+    ``buckets``  as they fill in backward.
     ``axes``     cut over these, major first, into ``ways`` parts.
     ``whole``    where these are some of its buckets: the index of all.
     ``hops``     the axes of each collective that takes a bucket to its parts, in order.
@@ -137,7 +138,7 @@ class Index:
         )
 
     def subset(self, names: tuple[str, ...]) -> "Index":
-        """The index of some buckets; the same object for the same names."""
+        """Return the index of some buckets; the same object for the same names."""
         if names not in self._subsets:
             chosen = tuple(b for b in self.buckets if b.name in names)
             self._subsets[names] = Index(
@@ -176,7 +177,7 @@ def index(
     most_bytes: int,
     order: tuple[int, ...] | None = None,
 ) -> Index:
-    """Buckets of at most ``most_bytes`` (or one leaf), each divisible in ``ways`` parts.
+    """Deal leaves to buckets of at most ``most_bytes`` (or one leaf), divisible in ``ways`` parts.
 
     ``order``  leaf numbers in the order in which they enter; their gradients should arrive so.
 
@@ -226,10 +227,11 @@ def _up(n: int, by: int) -> int:
 
 
 def overlap(where: Index, order: Sequence[int]) -> float:
-    """The share of the gradients that is still to come when a byte of them is posted, on average.
+    """Compute the mean share of the gradients that is still to come when a byte is posted.
 
     ``order``  the leaves' numbers in the order in which their gradients come; buckets are posted in
-    their own order, each when it is full.  A half is perfect; 0: all is posted when backward is through.
+               their own order, each when it is full.  A half is perfect; 0: all is posted when
+               backward is through.
 
     >>> items = tuple(Item(n, (64,), torch.float32, (), i) for i, n in enumerate("abcd"))
     >>> one, other = (index(items, ("x",), 1, 256, order) for order in ((3, 2, 1, 0), (0, 1, 2, 3)))
@@ -249,7 +251,7 @@ def overlap(where: Index, order: Sequence[int]) -> float:
 
 
 def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The bucket's vector [length] from all leaves' local blocks; those of tied leaves are added."""
+    """Make the bucket's vector [length] from all leaves' local blocks, with those tied added up."""
     found: list[Tensor] = []
     at = 0
     for slot in bucket.slots:
@@ -264,7 +266,7 @@ def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 
 def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
-    """Leaf number -> its block, a view of the vector."""
+    """Map each leaf's number to its block, a view of the vector."""
     out = {}
     for slot in bucket.slots:
         block = flat[slot.offset : slot.offset + slot.length].reshape(slot.shape)
@@ -274,7 +276,7 @@ def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
 
 @dataclass(frozen=True)
 class Part:
-    """``shard[start : start + length]`` is ``slot``'s elements from ``at`` on."""
+    """A part of a slot: ``shard[start : start + length]`` is ``slot``'s elements from ``at`` on."""
 
     slot: Slot
     start: int
@@ -284,7 +286,7 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
-    """What rank ``rank`` of ``ways`` holds of a bucket, slot by slot; what is empty is left out.
+    """List what rank ``rank`` of ``ways`` holds of a bucket, by slots; empty parts are left out.
 
     >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
     >>> (bucket,) = index(items, ("x",), 2, 1 << 20).buckets
@@ -312,17 +314,20 @@ class Pieces(list[Tensor]):
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of the pieces."""
         return frozenset(t.dtype for t in self)
 
     @cached_property
     def contiguous(self) -> bool:
+        """Whether every piece is contiguous."""
         return all(t.is_contiguous() for t in self)
 
 
 class Buckets(dict[str, Any]):
-    """Bucket name -> this rank's part of it, a vector; a node of trees that keeps its index.
+    """A mapping from bucket name to this rank's part, a vector; a node of trees with its index.
 
-    ``index``  the Index of the buckets.      ``mesh``  the mesh over whose axes they are cut.
+    ``index``  the Index of the buckets.
+    ``mesh``   the mesh over whose axes they are cut.
     """
 
     def __init__(
@@ -347,7 +352,7 @@ class Buckets(dict[str, Any]):
         return [self.index.items[i].path for i in sorted(self.index.where)]
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
-        """Those of these names, in the same memory."""
+        """Return the buckets of these names, in the same memory."""
         out = type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
         if "pieces" in self.__dict__:
             rows = zip(self.held, self.pieces, strict=True)
@@ -356,7 +361,7 @@ class Buckets(dict[str, Any]):
         return out
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
-        """Other values under the same index."""
+        """Return other values under the same index."""
         return type(self)(values, self.index, self.mesh)
 
     @property
@@ -382,7 +387,7 @@ class Buckets(dict[str, Any]):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The parts of the slots as plain vectors, views made once: what is written to them stays."""
+        """The slots' parts as plain vectors: views, made once, so that what is written stays."""
         raws = {b.name: self[b.name].raw.detach() for b in self.index.buckets}
         ranks = {name: blocks(raw, self.mesh) for name, raw in raws.items()}
         views = (
@@ -395,7 +400,7 @@ class Buckets(dict[str, Any]):
 
 
 def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
-    """(bucket, number of the rank among those played here, part) of each piece, in order."""
+    """List (bucket, number of the rank among those played here, part) of each piece, in order."""
     places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
     return [
         (bucket, i, part)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def global_norm(tree: Any, p: float = 2.0) -> Tensor:
-    """The p-norm of all leaves together, each element counted once whatever its layout.
+    """Compute the p-norm of all leaves together, counting each element once in any layout.
 
     ``p``  positive, or inf for the largest.
     Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; of leaves with a
@@ -61,13 +61,13 @@ def global_norm(tree: Any, p: float = 2.0) -> Tensor:
 
 @contextmanager
 def norms_known() -> Iterator[None]:
-    """Inside, the norm of the same leaves is computed once, whoever asks."""
+    """Keep the norms found inside the ``with``, so that the same leaves' is computed once."""
     with within(norms={} if scope().norms is None else scope().norms):
         yield
 
 
 def is_finite(tree: Any) -> Tensor:
-    """Whether every element is a number, as a 0-dim bool that is the same on every rank.
+    """Say whether every element is finite: a 0-dim bool that is the same on every rank.
 
     It is the norm that tells, so who asks for both inside ``norms_known`` moves no more than
     ``global_norm`` does.  A sum that is pending counts as what it will be: parts that are numbers

@@ -33,31 +33,31 @@ _ROOM = 1 << 20
 
 
 def stack(mesh: Mesh) -> tuple[int, ...]:
-    """The dimensions of a storage in front of a block's."""
+    """Return the dimensions of a storage in front of a block's."""
     return (mesh.size,) * lead(mesh)
 
 
 def slot_of(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """A slot of a bucket's storage as blocks, a view."""
+    """Return a slot of a bucket's storage as blocks, a view."""
     part = flat[..., offset : offset + math.prod(shape)]
     return part.view((*part.shape[:-1], *shape))
 
 
 def shard_place(index: Index, bucket: Bucket, mesh: Mesh) -> Place:
-    """Where the parts of a bucket lie: a vector, split over its parameters' axes and the index's."""
+    """Return the place of a bucket's parts, split over its parameters' axes and the index's."""
     size = bucket.length * mesh.axis_size(bucket.axes)
     return Place(Layout((Dim((*bucket.axes, *index.axes)),)), torch.Size([size]), mesh)
 
 
 def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
-    """Where whole buckets lie whose sum over ``partial`` is pending."""
+    """Return the place of whole buckets whose sum over ``partial`` is pending."""
     size = bucket.length * mesh.axis_size(bucket.axes)
     layout = Layout((Dim(bucket.axes),), tuple(sorted(partial)))
     return Place(layout.resolve(1), torch.Size([size]), mesh)
 
 
 def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:
-    """The buckets' storages that these leaves are views of, each in its slot.
+    """Return the buckets' storages that these leaves are views of, each in its slot.
 
     Leaves that lie elsewhere are moved there: their blocks become views.
     """
@@ -80,8 +80,9 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
 
 
 def unread(x: ShardedTensor) -> bool:
-    """Whether no graph leads to these blocks and nothing hangs on them, so that others may take their
-    place.
+    """Say whether no graph leads to these blocks and nothing hangs on them.
+
+    Others may then take their place.
     """
     raw = x.raw
     if not raw.requires_grad:
@@ -112,14 +113,17 @@ def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[T
 
 
 def own_parts(flat: Tensor, index: Index, mesh: Mesh) -> list[Tensor]:
-    """Of each rank played here its own part of a bucket, a view."""
+    """List, for each rank played here, its own part of a bucket, a view."""
     n = flat.shape[-1] // index.ways
     places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
     return [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
 
 
 def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
-    """Each rank's own part of whole buckets: views, or under simulate copies, see ``put_back``."""
+    """Return each rank's own part of whole buckets: views, or copies under simulate.
+
+    See ``put_back``.
+    """
     values: dict[str, ShardedTensor] = {}
     for bucket, flat in zip(index.buckets, flats, strict=True):
         views = own_parts(flat.detach(), index, mesh)
@@ -146,7 +150,7 @@ def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
 def gather_later(
     flat: Tensor, mesh: Mesh, hops: Hops, *, ahead: bool = True
 ) -> Callable[[], object]:
-    """Post the all-gather of a whole bucket in place; of two hops the second one when it is finished.
+    """Post the all-gather of a whole bucket in place; a second hop follows when it is finished.
 
     ``ahead``  other work comes between this call and that of what it gives.
     """
@@ -180,7 +184,7 @@ def scatter(
     also: tuple[str, ...] = (),
     ahead: bool = True,
 ) -> Callable[[], Tensor]:
-    """Post the reduce-scatter of a bucket into ``out``; ``finish`` gives ``out``.
+    """Post the reduce-scatter of a bucket into ``out``, which ``finish`` returns.
 
     ``also``   axes over which the parts are summed beside, without being cut.
     ``ahead``  other work comes between this call and that of what it gives; else it needs ``_ROOM``

@@ -35,7 +35,7 @@ class Parts(Buckets):
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, ShardedTensor]]:
-        """The parameters by name, as values that are gathered when they are read."""
+        """Return the parameters by name, as values that are gathered when they are read."""
         reading = Reading(self)
         hooks: Any = nullcontext()
         if torch.is_grad_enabled() and not self.index.keep:
@@ -51,22 +51,27 @@ register(Parts)
 
 
 def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
-    """Where a parameter of buckets lies when it is whole."""
+    """Return the place of a parameter of buckets when it is whole."""
     true = None if item.whole == item.tiled else torch.Size(item.whole)
     return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
 class Reading:
-    """What one forward, and its backward, have gathered.
+    """The parameters that one forward, and its backward, have gathered.
 
-    ``now``     bucket name -> the parts that are read.    ``flat``  buckets that are gathered.
-    ``blocks``  bucket name -> the parameters' blocks in it, as autograd knows them.
-    ``coming``  buckets on their way.   ``seen``  the buckets in the order of first reading.
-    ``uses``    how often forward gathered each.   ``filling``  gradients of which some are to come.
+    ``now``      bucket name -> the parts that are read.
+    ``flat``     buckets that are gathered.
+    ``blocks``   bucket name -> the parameters' blocks in it, as autograd knows them.
+    ``coming``   buckets on their way.
+    ``seen``     the buckets in the order of first reading.
+    ``uses``     how often forward gathered each.
+    ``filling``  gradients of which some are to come.
     """
 
     def __init__(self, params: Parts) -> None:
-        self.params, self.index, self.mesh = params, params.index, params.mesh
+        self.params = params
+        self.index = params.index
+        self.mesh = params.mesh
         self.room: Room = params.index.room
         self.now = {name: x.raw for name, x in params.items()}
         self.versions = {name: x.raw._version for name, x in params.items()}
@@ -84,7 +89,7 @@ class Reading:
         self.asked = -1
 
     def values(self) -> dict[str, ShardedTensor]:
-        """Path -> a value without a block; reading it gathers."""
+        """Map each path to a value without a block; reading it gathers."""
         deferred = frozenset(a for a in self.index.axes if self.mesh.axes[a] > 1)
         out = {}
         for i, (b, slot) in self.index.where.items():
@@ -101,7 +106,7 @@ class Reading:
     # ------------------------------------------------------------ gathering
 
     def read(self, name: str, leaf: int) -> Tensor:
-        """A parameter's block, recorded by autograd."""
+        """Return a parameter's block, recorded by autograd."""
         if name not in self.blocks or name not in self.flat:
             flat = self._whole(name)
             if backward_now() == -1:
@@ -114,7 +119,7 @@ class Reading:
         return self.blocks[name][leaf]
 
     def again(self, name: str) -> Tensor:
-        """A bucket once more, in backward, and the one that was read before it on its way."""
+        """Gather a bucket once more, in backward, and start the one that was read before it."""
         if self.now[name]._version != self.versions[name]:
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
@@ -130,7 +135,7 @@ class Reading:
         return flat
 
     def _note(self, name: str) -> None:
-        """In forward: start what came next the last time."""
+        """Start, in forward, the bucket that came next the last time."""
         self.seen.append(name)
         at, order = len(self.seen), self.room.order
         if order[at - 1 : at] == [name] and at < len(order):
@@ -149,7 +154,7 @@ class Reading:
             self.coming[name] = flat, gather_later(flat, self.mesh, self.index.hops)
 
     def _whole(self, name: str) -> Tensor:
-        """A gathered bucket; at most one other stays, unless all are to stay."""
+        """Return a gathered bucket; at most one other stays, unless all are to stay."""
         if name not in self.flat:
             self._start(name)
             flat, finish = self.coming.pop(name)
@@ -167,7 +172,7 @@ class Reading:
         self.blocks.pop(name, None)
 
     def end_forward(self) -> None:
-        """Nothing is read in forward any more."""
+        """End forward: nothing is read in it any more."""
         if self.seen:
             self.room.order[:] = self.seen
         self._land()
@@ -177,7 +182,7 @@ class Reading:
                 self._drop(name)
 
     def _land(self) -> None:
-        """What was started and is not needed must arrive before its memory goes."""
+        """Wait for what was started and is not needed, before its memory goes."""
         for _, finish in self.coming.values():
             finish()
         self.coming.clear()
@@ -185,13 +190,14 @@ class Reading:
     # ------------------------------------------------------------ saved weights
 
     def pack(self, x: Tensor) -> Any:
-        """What autograd keeps of a saved tensor: of a gathered weight, where it stood."""
+        """Return what autograd keeps of a saved tensor: of a gathered weight, where it stood."""
         if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
             return x
         name = self.at.get(x.untyped_storage().data_ptr())
         return x if name is None else (name, x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, kept: Any) -> Tensor:
+        """Return the tensor that ``pack`` kept; a weight's bucket is gathered for it."""
         if isinstance(kept, Tensor):
             return kept
         name, *where = kept
@@ -200,7 +206,7 @@ class Reading:
     # ------------------------------------------------------------ gradients
 
     def reduce(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
-        """The part of a bucket's summed gradient; filled when backward is through.
+        """Return this rank's part of a bucket's summed gradient; it is filled as backward ends.
 
         What forward gathered twice, as a tied embedding, is summed when both have come: the first
         call gives the part, the others nothing.
@@ -222,13 +228,15 @@ class Reading:
             return now.out if first else None
 
     def _fill(self, name: str) -> "Filling":
-        bucket, shard, memory = self.buckets[name], self.now[name], self.room.memory
+        bucket = self.buckets[name]
+        shard = self.now[name]
+        memory = self.room.memory
         flat = memory.take((*stack(self.mesh), bucket.length), shard.dtype, shard.device)
         out = memory.take(shard.shape, shard.dtype, shard.device)
         return Filling(flat, out, self.uses.get(name, 1))
 
     def _post(self, name: str) -> None:
-        """Have a bucket's gradient on its way; at most two are."""
+        """Post the sum of a bucket's gradient; at most two are on their way."""
         now, memory = self.filling.pop(name), self.room.memory
         self.posted.add(name)
         later = scatter(now.flat, now.out, self.mesh, self.index.hops, memory)
@@ -257,7 +265,7 @@ class Reading:
             after_backward(self.end_backward)
 
     def end_backward(self) -> None:
-        """All gradients have arrived, and nothing gathered stays."""
+        """End backward: all gradients have arrived, and nothing gathered stays."""
         with torch.no_grad():
             for name in list(self.filling):  # of which some uses were not differentiated
                 self._post(name)

@@ -16,12 +16,12 @@ __all__ = ["by_mask", "masked", "of_matrices", "partition", "set_to_zero"]
 
 
 def masked(tx: Transform, mask: Mask) -> Transform:
-    """Apply ``tx`` to the parameters that ``mask`` means.
+    """Apply ``tx`` to the parameters that ``mask`` selects.
 
     ``mask``  a glob or regex of their paths or several; a tree of bools; a function of the tree.
     The rest passes unchanged, as in optax: ``apply_updates`` would then ADD its raw gradients.  To
-    leave the rest as it is, take ``partition`` with ``set_to_zero()``, or ``requires_grad_(False)``,
-    for which no gradient is computed at all.
+    leave the rest as it is, take ``partition`` with ``set_to_zero()``, or
+    ``requires_grad_(False)``, for which no gradient is computed at all.
 
     >>> import shardlib as sl
     >>> tx = masked(sl.optim.scale(-1.0), "*.weight")
@@ -49,13 +49,13 @@ def masked(tx: Transform, mask: Mask) -> Transform:
 
 
 class PartitionState(NamedTuple):
-    """Label -> the state of its transform."""
+    """The state of each label's transform."""
 
     inner: dict[str, Any]
 
 
 def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
-    """A transform for each group of parameters, with its own rate, decay, or none at all.
+    """Apply a transform to each group of parameters, with its own rate, decay, or none at all.
 
     ``transforms``  label -> what its parameters are updated by.
     ``which``       (pattern, label) pairs, the first that matches a path holds; or a tree of
@@ -81,7 +81,7 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
 
 
 def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
-    """One transform for what a mask means, another for the rest; either may have nothing."""
+    """Apply one transform to what a mask selects, another to the rest; either may be empty."""
     names = "on", "off"
 
     def which(tree: Any) -> Any:
@@ -99,7 +99,7 @@ def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
 def of_matrices(
     core: Transform, rest: Transform | None, matrices: Mask, op: str, rate: float
 ) -> Transform:
-    """``core`` of every parameter; or of the ``matrices``, where ``rest`` updates the others."""
+    """Apply ``core`` to every parameter, or to ``matrices`` alone, with ``rest`` for the others."""
     if rest is None and matrices is None:
         return core
     if rest is None or matrices is None:
@@ -112,7 +112,7 @@ def of_matrices(
 
 
 def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:
-    """``every``  transform must have a parameter."""
+    """Make the transform of groups; with ``every`` each transform must have a parameter."""
 
     def split(tree: Any) -> dict[str, str]:
         found = labels(which, tree, "partition")
@@ -177,7 +177,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
 
 
 def set_to_zero() -> Transform:
-    """Updates of zero: what it is given stays as it is.
+    """Replace updates by zero, so that what is given stays as it is.
 
     >>> tx = set_to_zero()
     >>> tx.update({"w": torch.ones(1)}, tx.init(None))[0]

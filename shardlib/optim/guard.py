@@ -15,7 +15,7 @@ __all__ = ["loss_scale", "skip_nonfinite"]
 
 
 class SkipState(NamedTuple):
-    """Steps passed over one after the other, in all, and the transform's state."""
+    """Steps skipped one after the other, steps skipped in all, and the transform's state."""
 
     running: int
     skipped: int
@@ -24,9 +24,9 @@ class SkipState(NamedTuple):
 
 @ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
 def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
-    """Update nothing where a gradient is NaN or infinite: parameters and state stay as they are.
+    """Skip steps with a gradient that is NaN or infinite: parameters and state stay.
 
-    It is the global norm that tells, one psum of a scalar, and a clip inside ``tx`` takes that norm.
+    The global norm tells, by one psum of a scalar, and a clip inside ``tx`` takes that norm.
     ``most``  steps one after the other that may be passed over.
     Raises: ShardError at the next one.
 
@@ -71,9 +71,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
 
 
 class ScaleState(NamedTuple):
-    """What to multiply the loss by, steps since it last changed,
-    steps passed over, and the transform's state.
-    """
+    """The scale of the loss, steps since it changed, steps skipped, and the transform's state."""
 
     scale: float
     good: int
@@ -99,8 +97,8 @@ def loss_scale(
 
     Multiply the loss by ``state.scale``.  Where a gradient overflows, nothing is updated and the
     scale falls by ``backoff``; after ``interval`` steps without, it grows by ``growth``; as
-    torch.amp.GradScaler.  It stands outermost, and its one psum of a scalar serves a clip in ``tx``.
-    Gradients in half precision are divided in fp32.
+    torch.amp.GradScaler.  It stands outermost, and its one psum of a scalar serves a clip in
+    ``tx``.  Gradients in half precision are divided in fp32.
     Raises: ShardError where the scale has fallen below 2**-24: it is not the scale that is wrong.
 
     >>> import shardlib as sl
@@ -154,7 +152,7 @@ def loss_scale(
 
 
 def _asked(grads: Any, step: Step) -> bool:
-    """Whether the norm is a number; the step learns both."""
+    """Say whether the norm is a number; the step learns both."""
     norm = global_norm(grads)
     step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
     step.skipped = not _is_number(norm)

@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset(
 
 
 class TorchState(NamedTuple):
-    """Steps taken, and by name what torch keeps: a tree like the parameters', or one tensor for all.
+    """Steps taken, and by name what torch keeps: a tree, or one tensor for all parameters.
 
     Before the first step its values mean nothing.
     """
@@ -37,7 +37,7 @@ def from_torch(
 ) -> Transform:
     """Make a transform of a torch.optim class, or any like it.
 
-    torch's own elementwise ones run on blocks.  Others run on the sharded values themselves, so what
+    torch's own elementwise ones run on blocks.  Others run on the sharded values, so what
     they compute goes through their operators and moves what it says (``with sl.implicit():`` where
     it would gather).
     ``lr``     a number or a schedule.
@@ -118,19 +118,19 @@ def from_torch(
 
 
 def _bare(x: Any) -> Any:
-    """A value's block."""
+    """Return a value's block."""
     return x.raw.detach() if isinstance(x, ShardedTensor) else x
 
 
 def _lying(v: Any, like: Tensor) -> Any:
-    """A block of what is kept, where the parameter lies."""
+    """Lay a block of what is kept where the parameter lies."""
     if isinstance(like, ShardedTensor) and isinstance(v, Tensor) and v.shape == like.raw.shape:
         return like.detach().becomes(v)  # type: ignore[attr-defined]
     return v
 
 
 def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves, None for frozen ones, and what makes a tree of them again."""
+    """Return the leaves, None for frozen ones, and what makes a tree of them again."""
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, lambda new: optree.tree_unflatten(shape, new)
 
@@ -138,7 +138,7 @@ def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 def _by_name(
     kept: list[dict[str, Any]], held: list[int], rows: list[Any], tree: Callable[[list[Any]], Any]
 ) -> dict[str, Any]:
-    """What torch keeps of each parameter, as a tree for each name; counts, equal for all, once."""
+    """Return what torch keeps of each parameter as a tree per name; equal counts once."""
     out: dict[str, Any] = {}
     scalars = all(rows[i].ndim == 0 for i in held)
     for name in dict.fromkeys(n for row in kept for n in row):
@@ -157,7 +157,7 @@ def _by_name(
 def _by_leaf(
     state: TorchState, held: list[int], count: int, copy: bool = False
 ) -> list[dict[str, Any]] | None:
-    """The same, parameter by parameter, as torch wants it; nothing before the first step."""
+    """Return the same by parameter, as torch wants it; nothing before the first step."""
     if not state.count:
         return None
     out: list[dict[str, Any]] = [{} for _ in held]
@@ -172,7 +172,7 @@ def _by_leaf(
 
 
 class as_torch(torch.optim.Optimizer):
-    """A transform as one of torch's optimizers: for its learning rate schedulers and for Lightning.
+    """A transform as one of torch's optimizers, for torch's learning rate schedulers and Lightning.
 
     ``params``  tensors, plain or sharded, or a mapping of names to them, by which masks know them.
     ``param_groups[0]["lr"]`` is the rate where ``tx`` was made by ``inject_hyperparams``, of which
@@ -182,7 +182,8 @@ class as_torch(torch.optim.Optimizer):
 
     >>> import shardlib as sl
     >>> model = torch.nn.Linear(2, 1)
-    >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.inject_hyperparams(sl.optim.adamw)(lr=0.1))
+    >>> adamw = sl.optim.inject_hyperparams(sl.optim.adamw)(lr=0.1)
+    >>> tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), adamw)
     >>> optimizer = as_torch(tx, model.parameters())
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     >>> for _ in range(2):
@@ -238,19 +239,22 @@ class as_torch(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state by name, and the groups as torch has them."""
+        """Return the state by name, and the groups as torch has them."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"state": state_dict(self._state), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take what ``state_dict`` gave, also of another mesh or layout.  Raises: ShardError."""
+        """Load what ``state_dict`` gave, also of another mesh or layout.
+
+        Raises: ShardError.
+        """
         self._state = load_state_dict(self._tx.init(self._params), state_dict["state"])
         for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             mine.update(theirs)
 
 
 def _injected(state: Any) -> list[InjectState]:
-    """The states of ``inject_hyperparams`` in a state, from the outside in."""
+    """List the states of ``inject_hyperparams`` in a state, from the outside in."""
     if isinstance(state, InjectState):
         return [state, *_injected(state.inner)]
     if isinstance(state, ShardedTensor | Tensor):

@@ -31,7 +31,7 @@ def lamb(
     weight_decay: float = 0.0,
     backend: Backend = "auto",
 ) -> Transform:
-    """Adam's direction for each tensor, as long as the tensor itself, times the rate.
+    """Update by Adam's direction for each tensor, as long as the tensor itself, times the rate.
 
     Where a tensor or its direction is zero, the direction counts as it is.
     ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them; apex's takes
@@ -102,7 +102,7 @@ def lamb(
 
 
 def _whole(params: Any) -> bool:
-    """Whether each rank holds every tensor whole: then its norm is found here."""
+    """Say whether each rank holds every tensor whole: then its norm is found here."""
     if isinstance(params, Buckets):
         return False
     leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]

@@ -13,7 +13,7 @@ __all__ = ["Memory", "Room"]
 
 
 class Memory:
-    """Vectors that are used again: fresh pages cost as much as a sum over them."""
+    """Vectors that are used again, since fresh pages cost as much as a sum over them."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -21,7 +21,7 @@ class Memory:
         self.views: dict[int, Any] = {}  # address -> what was made of the memory there last
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A contiguous tensor that holds anything; give it back when nobody reads it any more."""
+        """Return a contiguous tensor that holds anything, to be given back when nobody reads it."""
         n = math.prod(shape)
         rows = self.free.setdefault((dtype, device), [])
         fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
@@ -50,7 +50,7 @@ class Room:
         self.buffers: list[Tensor] = []
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory of an earlier gather that no tensor looks at any more, or new."""
+        """Return memory of an earlier gather that no tensor looks at any more, or new memory."""
         n = math.prod(shape)
         for t in self.buffers:
             fits = n <= t.numel() <= 2 * n and (t.dtype, t.device) == (like.dtype, like.device)

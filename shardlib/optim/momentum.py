@@ -28,7 +28,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """Stochastic gradient descent, as torch.optim.SGD; the decay is added to the gradient.
+    """Update by stochastic gradient descent, as torch.optim.SGD; decay is added to the gradient.
 
     >>> import torch
     >>> tx = sgd(0.5)
@@ -89,7 +89,9 @@ def lion(
     weight_decay: float = 0.0,
     mask: Mask = None,
 ) -> Transform:
-    """Sign of an interpolated momentum.  Source: Chen et al., arXiv 2302.06675.
+    """Update by the sign of an interpolated momentum.
+
+    Source: Chen et al., arXiv 2302.06675.
 
     ``mask``  the parameters that decay, as ``masked`` takes it; None: all.
 

@@ -86,7 +86,7 @@ def muon(
     dtype: torch.dtype | None = None,
     most_mb: float = math.inf,
 ) -> Transform:
-    """Orthogonal momentum for matrices, as torch.optim.Muon, on any layout.
+    """Update matrices by their momentum made orthogonal, as torch.optim.Muon, on any layout.
 
     ``rest``      what updates everything that ``matrices`` does not mean.
     ``matrices``  globs of paths, a tree of bools, or a function of the tree; see
@@ -183,7 +183,7 @@ class _How(NamedTuple):
 
 
 def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
-    """The factor of each matrix's rate."""
+    """Compute the factor of each matrix's rate."""
     out: list[Tensor | None] = []
     for path, x in one_each(tree):
         if not isinstance(x, Tensor):
@@ -230,36 +230,44 @@ class MuonCase:
 
     @property
     def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
         return dict(self.sizes)
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return math.prod(self.mesh.values())
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The names of the mesh's axes."""
         return tuple(self.mesh)
 
     def operands(self) -> dict[str, str]:
+        """Describe the matrices for an error, the first eight of them."""
         rows = [f"{list(s.shape)} in {s.layout}" for s in self.spreads]
         return {str(i): row for i, row in enumerate(rows[:8])}
 
     def fix(self) -> tuple[str, type[ShardError]]:
+        """Return the line that an error advises, and the error's class."""
         return "sl.optim.muon(0.02, most_mb=float('inf'))", Unsupported
 
     def match(self, name: str, work: float, cost: Cost, asked: float = 0) -> Match:
-        """The price of a way: ``work`` is the flops of the rank that has most, ``asked`` what its
-        host does.
+        """Price a way to make the matrices orthogonal.
+
+        ``work``   flops of the rank that has most.
+        ``asked``  what its host does.
         """
         work = work * self.steps / 5
         kind = self.device if self.device in RATES else "cpu"
         seconds = work / RATES[kind] + asked * HOST[kind]
         whole = Cost(cost.bytes, cost.messages, cost.memory, cost.along, seconds)
-        note = f"{work / 1e9:.3g} GF on the rank with most, {1e3 * whole.seconds(dict(self.links)):.3g} ms"
+        took = 1e3 * whole.seconds(dict(self.links))
+        note = f"{work / 1e9:.3g} GF on the rank with most, {took:.3g} ms"
         return Match(self.spreads[0].layout, name, whole, note=note)
 
     def too_large(self) -> str | None:
-        """What says that no rank should hold one of them."""
+        """Say why no rank should hold one of them, or None."""
         size = max(math.prod(s.padded[-2:]) for s in self.spreads) * self.dtype.itemsize
         if size <= self.most:
             return None
@@ -302,10 +310,15 @@ def _owners(case: MuonCase) -> Match | str:
         return why
     plan = deal(case.spreads, case.sizes)
     nbytes = Fraction(plan.moved * case.dtype.itemsize, case.ranks)
-    work, messages, asked = float(max(plan.load)), 2 * (case.ranks - 1), 4.0
+    work = float(max(plan.load))
+    messages = 2 * (case.ranks - 1)
+    asked = 4.0
     share = max(plan.load) / max(sum(plan.load), 1)
     if case.share is not None:  # one of many matrices: of their exchange and work, its part
-        work, messages, asked, share = sum(plan.load) * case.share, 1, 0.0, case.share
+        work = sum(plan.load) * case.share
+        messages = 1
+        asked = 0.0
+        share = case.share
     asked += sum(s.count for s in case.spreads) * share
     return case.match("owners", work, moving(case.axes, nbytes, messages), asked)
 
@@ -330,7 +343,7 @@ def _blocks(case: MuonCase) -> Match | str:
 
 
 def _joining(case: MuonCase) -> Cost:
-    """What it takes to have whole blocks where they are cut into runs."""
+    """Price the joining of whole blocks where they are cut into runs."""
     ways = math.prod(case.mesh[a] for a in case.spreads[0].cut)
     if ways == 1:
         return Cost()
@@ -350,7 +363,10 @@ def _beside(s: Spread) -> Spread | str:
         elif dim.parts[:1] == (n,) or not dim.parts:
             dims.append(Dim(dim.parts[1:], dim.order))
         else:
-            return f"{n} matrices side by side are not each split over the ranks: their layout says ({n} ...)"
+            return (
+                f"{n} matrices side by side are not each split over the ranks: "
+                f"their layout says ({n} ...)"
+            )
     if s.side == (1, 1):
         return replace(s, runs=None, cut=())
     if s.padded != s.shape or s.layout.skew:
@@ -366,7 +382,7 @@ def _on_paper(
     links: tuple[tuple[str, Link], ...],
     steps: int,
 ) -> Cost | str:
-    """What the products on blocks move: they run on shapes alone, and are counted."""
+    """Count what the products on blocks move, by running them on shapes alone."""
     mesh = record(**dict(sizes))
     mesh.links.update(links)
     local = torch.empty(s.layout.local_shape(s.padded, mesh), dtype=dtype, device="meta")
@@ -385,7 +401,7 @@ def _on_paper(
 
 @lru_cache(maxsize=1024)
 def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
-    """The layout with as little gathered as whole matrices need."""
+    """Return the layout with as little gathered as whole matrices need."""
     found = list(s.layout.dims)
     for d in (-2, -1):
         if s.layout.skew or s.padded != s.shape or not _in_matrices(s, d, sizes):
@@ -394,7 +410,7 @@ def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
 
 
 def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
-    """Matrices in a block of ``layout``, in which they are whole."""
+    """Count the matrices in a block of ``layout``, in which they are whole."""
     *lead, rows, cols = layout.local_shape(s.padded, mesh)
     if s.padded[-2:] != s.shape[-2:]:
         return math.prod(lead) * s.side[0] * s.side[1]
@@ -404,7 +420,7 @@ def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
-    """Whether every rank's block consists of whole matrices."""
+    """Say whether every rank's block consists of whole matrices."""
     if s.layout.skew:
         return False
     if s.layout.dims[-2:] == (Dim(), Dim()) and s.padded[-2:] == s.shape[-2:]:
@@ -413,7 +429,7 @@ def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
 
 
 def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
-    """Whether every rank's places in dimension ``d`` are whole matrices."""
+    """Say whether every rank's places in dimension ``d`` are whole matrices."""
     mesh = dict(sizes)
     return all(
         _in_pieces(s.layout.indices(s.shape, mesh, coord)[d], s.one[d])
@@ -422,7 +438,7 @@ def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
 
 
 def _in_pieces(places: Sequence[int], n: int) -> bool:
-    """Whether places are runs of n neighbours, each from a multiple of n on."""
+    """Say whether places are runs of n neighbours, each from a multiple of n on."""
     firsts = places[::n] if n else ()
     return len(places) % max(n, 1) == 0 and all(
         first % n == 0 and list(places[i * n : (i + 1) * n]) == list(range(first, first + n))
@@ -432,7 +448,7 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
 
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
-    """The case of parameters, of trees of them, or of state that ``zero`` has cut."""
+    """Make the case of parameters, of trees of them, or of state that ``zero`` has cut."""
     tree: Any = list(operands)
     leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
     found = [one for x in leaves for one in laid(x)]
@@ -467,7 +483,7 @@ def _case_of(
 
 
 def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
-    """Every matrix of the tree made orthogonal.
+    """Make every matrix of the tree orthogonal.
 
     ``into``  a tree of blocks that lie flat, the tree itself if it may be overwritten.
     """
@@ -490,7 +506,7 @@ def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
 
 
 def _like(tree: Any) -> Any:
-    """Memory for results: blocks that lie flat."""
+    """Return memory for results: blocks that lie flat."""
     if isinstance(tree, Buckets):
         return tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
     flat = torch.contiguous_format
@@ -498,7 +514,7 @@ def _like(tree: Any) -> Any:
 
 
 def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: torch.dtype) -> None:
-    """Matrices of one mesh, each where it is cheapest."""
+    """Make matrices of one mesh orthogonal, each where it is cheapest."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
     ways = known(("muon", case), lambda: _ways(case), mesh.plans)
     dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
@@ -529,7 +545,7 @@ def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: to
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:
-    """Where each matrix is computed, given that owners share the work of all."""
+    """Choose where each matrix is computed, given that owners share the work of all."""
     share = None
     if case.ranks > 1 and sum(s.count for s in case.spreads) > 1:
         load = deal(case.spreads, case.sizes).load
@@ -538,14 +554,14 @@ def _ways(case: MuonCase) -> tuple[str, ...]:
 
 
 def _each_local(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Blocks that consist of whole matrices."""
+    """Make blocks orthogonal that consist of whole matrices."""
     (m, n), (rows, cols) = s.one, x.raw.shape[-2:]
     flat = x.raw.reshape(-1, rows, cols)
     return apart(how, flat, (rows // m, cols // n)).reshape(x.raw.shape)
 
 
 def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Each matrix on every rank that holds a part of it."""
+    """Make each matrix orthogonal on every rank that holds a part of it."""
     whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
     (m, n), side = s.one, s.side
     if whole.sharding.dims[-2:] == (Dim(), Dim()):
@@ -560,7 +576,7 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
 
 
 def _by_blocks(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Every matrix where it lies, also those side by side, of which each rank has a part."""
+    """Make matrices orthogonal where they lie, also side by side, of which ranks have parts."""
     one = _beside(s)
     assert isinstance(one, Spread), "the price was asked"
     if s.side == (1, 1):

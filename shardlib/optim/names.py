@@ -26,12 +26,12 @@ __all__ = ["load_state_dict", "state_dict"]
 
 
 def state_dict(state: Any) -> dict[str, Any]:
-    """The state as a flat mapping: name -> global tensor, or plain number.
+    """Return the state as a flat mapping: name -> global tensor, or plain number.
 
-    ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it at
-    another world size, layout, stage or bucket size.  Tensors of buckets come split over the
-    buckets' axes as well, where a dimension divides: each rank holds about its part.
-    Moves each bucket once: (N-1)/N of its bytes, one at a time.
+    ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it
+    at another world size, layout, stage or bucket size.  Tensors of buckets come split over the
+    buckets' axes as well, where a dimension divides: each rank holds about its part.  Moves each
+    bucket once: (N-1)/N of its bytes, one at a time.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -53,7 +53,7 @@ def state_dict(state: Any) -> dict[str, Any]:
 
 
 def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
-    """``state`` with the values that ``state_dict`` gave, wherever they lay.
+    """Fill ``state`` with the values that ``state_dict`` gave, wherever they lay.
 
     ``state``  as ``tx.init(params)`` makes it, on the mesh and in the layouts of now.
     ``kept``   global tensors, plain or of any mesh and layout, and numbers.
@@ -73,7 +73,8 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     """
     if not isinstance(kept, Mapping) or any(isinstance(v, Mapping) for v in kept.values()):
         raise ShardError(
-            f"what state_dict gave is a flat mapping from names to values, not {type(kept).__name__}",
+            "what state_dict gave is a flat mapping from names to values, "
+            f"not {type(kept).__name__}",
             op="load_state_dict",
             fix="kept = sl.optim.state_dict(state)",
         )
@@ -81,8 +82,8 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
     for name, x in nodes:
         if name.rpartition(".")[2] == "made_for" and kept.get(name, x) != x:
             raise ShardError(
-                "this state's blocks are of neighbours in the layout and world size that it was made "
-                "in; here other elements lie side by side",
+                "this state's blocks are of neighbours in the layout and world size that it was "
+                "made in; here other elements lie side by side",
                 op="load_state_dict",
                 operands={"state": name},
                 fix="state = tx.init(params)",
@@ -123,7 +124,7 @@ def _is_buckets(x: Any) -> bool:
 
 
 def _nodes(state: Any) -> list[tuple[str, Any]]:
-    """(name, leaf) of a state; buckets are leaves here."""
+    """List (name, leaf) of a state; buckets are leaves here."""
     paths, leaves, _ = optree.tree_flatten_with_accessor(
         state, is_leaf=_is_buckets, none_is_leaf=True
     )
@@ -151,7 +152,7 @@ def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
 
 
 def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
-    """A block as a value, split over the buckets' axes too where a whole dimension divides."""
+    """Return a block as a value, split over the buckets' axes too where a dimension divides."""
     ways, dims = x.index.ways, list(item.layout.dims)
     for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
         plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
@@ -172,7 +173,7 @@ def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
 
 
 def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
-    """Buckets like ``x`` with the values of these names."""
+    """Make buckets like ``x`` with the values of these names."""
     out = {}
     for bucket in x.index.buckets:
         old = x[bucket.name]
@@ -195,7 +196,7 @@ def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
 
 
 def _owned(x: Owned, name: str, kept: Mapping[str, Any]) -> Owned:
-    """What owners keep, with the values of these names."""
+    """Fill what owners keep with the values of these names."""
     found = {path: kept[f"{name}.{path}" if name else path] for path in x.paths_held}
     for path, value in found.items():
         _check(f"{name}.{path}", value, x.shape(path), x.vector.dtype)
@@ -213,7 +214,7 @@ def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:
 
 
 def _like(x: Any, name: str, value: Any) -> Any:
-    """A leaf that is in no bucket."""
+    """Fill a leaf that is in no bucket."""
     if x is None:
         return None
     if not isinstance(x, Tensor):

@@ -50,7 +50,7 @@ def on_blocks(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> ShardedTensor:
-    """Make a matrix orthogonal where it lies, its products by the matmul family: no rank holds it.
+    """Make a matrix orthogonal where it lies, with sharded products: no rank holds it whole.
 
     Shapes: x [m, n], in any layout -> the same.
     """
@@ -72,7 +72,7 @@ def on_blocks(
 
 
 def _summed(x: Tensor) -> ShardedTensor:
-    """The product with its sum done, where its layout says."""
+    """Return the product with its sum done, where its layout says."""
     assert isinstance(x, ShardedTensor), "a product of sharded matrices is one"
     return reshard(x, x.sharding.bare) if x.sharding.partial else x
 
@@ -83,7 +83,7 @@ def _as(x: ShardedTensor, other: Tensor) -> ShardedTensor:
 
 
 def flops(m: int, n: int, steps: int = 5) -> int:
-    """Of one matrix.
+    """Count the flops of one matrix.
 
     >>> flops(2, 3)
     320

@@ -32,7 +32,7 @@ Kind = Literal["mn", "mm", "nn"]
 
 @dataclass(frozen=True)
 class Held:
-    """Which numbers are kept of which matrices, and by whom.
+    """A list of which numbers are kept of which matrices, and by whom.
 
     ``paths``  of the parameters, in the order of ``plan.spreads``.
     ``most``   pairs of more rows, or columns, than that are not kept.
@@ -45,7 +45,7 @@ class Held:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Of the numbers of one of each parameter's matrices."""
+        """The shapes of the numbers of one of each parameter's matrices."""
         out = []
         for spread in self.plan.spreads:
             m, n = spread.shape[-2:]
@@ -68,7 +68,7 @@ class Held:
 
     @cached_property
     def length(self) -> int:
-        """Of the vector of the rank that keeps most."""
+        """The length of the vector of the rank that keeps most."""
         ends = [0] * len(self.plan.holds)
         for (param, _), owner in zip(self.plan.units, self.plan.owner, strict=True):
             ends[owner] += math.prod(self.shapes[param])
@@ -82,13 +82,15 @@ class Owned:
     """
 
     def __init__(self, vector: Any, held: Held, mesh: Mesh | None) -> None:
-        self.vector, self.held, self.mesh = vector, held, mesh
+        self.vector = vector
+        self.held = held
+        self.mesh = mesh
 
     @staticmethod
     def zeros(
         items: Sequence[Laid], plan: Deal, kind: Kind, dtype: torch.dtype, most: float
     ) -> "Owned":
-        """Of matrices as they lie, which ``plan`` deals."""
+        """Make zeros for the numbers of matrices as they lie, which ``plan`` deals to owners."""
         held, mesh = Held(tuple(x.path for x in items), plan, kind, most), items[0].mesh
         new = items[0].runs[0].new_zeros
         if mesh is None:
@@ -99,15 +101,17 @@ class Owned:
         return Owned(ShardedTensor(raw, place), held, mesh)
 
     def clone(self) -> "Owned":
-        """The same numbers in other memory."""
+        """Copy the numbers to other memory."""
         return Owned(self.vector.clone(), self.held, self.mesh)
 
     def views(self, i: int) -> dict[int, Tensor]:
-        """Unit -> its numbers, of those that the i-th rank played here owns; writes stay."""
+        """Map units to their numbers, of those that the i-th rank played here owns; writes stay."""
         rank, vector = 0, self._vector(i)
         if self.mesh is not None:
             rank = rank_along(self.mesh.names, played(self.mesh)[i], self.mesh.axes)
-        units, shapes, out = self.held.plan.units, self.held.shapes, {}
+        units = self.held.plan.units
+        shapes = self.held.shapes
+        out = {}
         for unit, at in self.held.places[rank]:
             shape = shapes[units[unit][0]]
             out[unit] = vector[at : at + math.prod(shape)].view(shape)
@@ -123,12 +127,12 @@ class Owned:
         return [path for path, shape in shapes if shape != (0, 0)]
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """Of a parameter's numbers: those of a stack of matrices are one."""
+        """Return the shape of a parameter's numbers: those of a stack of matrices are one."""
         param = self.held.paths.index(path)
         return (*self.held.plan.spreads[param].shape[:-2], *self.held.shapes[param])
 
     def by_parameter(self) -> list[tuple[str, Tensor]]:
-        """(path, its numbers as one tensor), split over the mesh where that divides them.
+        """List (path, its numbers as one tensor), split over the mesh where that divides them.
 
         Moves: one psum of each.
         """
@@ -160,7 +164,7 @@ class Owned:
         return reshard(value, Layout(tuple(dims)))
 
     def filled(self, values: Mapping[str, Tensor]) -> "Owned":
-        """The same with the numbers of each path."""
+        """Return the same with the numbers of each path."""
         out = self.clone()
         every = [out.views(i) for i in range(1 if self.mesh is None else len(played(self.mesh)))]
         for path, value in values.items():
@@ -175,7 +179,7 @@ class Owned:
         return out
 
     def check(self, items: Sequence[Laid], op: str) -> None:
-        """Refuse other matrices than those of which these are the numbers."""
+        """Refuse other matrices than those whose numbers these are."""
         paths, spreads = tuple(x.path for x in items), tuple(x.spread for x in items)
         held = self.held
         if paths == held.paths and spreads == held.plan.spreads:

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spread:
-    """How one parameter's matrices lie.
+    """The way in which one parameter's matrices lie.
 
     ``layout``, ``padded``  of the whole parameter, ``shape`` its true sizes; of more dimensions
                             than two, the leading ones number matrices.
@@ -53,12 +53,12 @@ class Spread:
 
     @property
     def count(self) -> int:
-        """Matrices that are dealt: those side by side stay together."""
+        """The number of matrices that are dealt: those side by side stay together."""
         return math.prod(self.shape[:-2])
 
     @property
     def flops(self) -> int:
-        """Of one of them."""
+        """The flops of one of the matrices."""
         rows, cols = self.side
         return rows * cols * flops(*self.one)
 
@@ -69,7 +69,7 @@ class Spread:
         return self.shape[-2] // rows, self.shape[-1] // cols
 
     def place(self, mesh: Mesh) -> Place:
-        """Where the whole parameter lies."""
+        """Return the place of the whole parameter."""
         true = None if self.padded == self.shape else torch.Size(self.shape)
         return Place(self.layout, torch.Size(self.padded), mesh, true)
 
@@ -87,7 +87,7 @@ class Laid(NamedTuple):
 
 
 def laid(tree: Any, side: Callable[[str, Tensor], tuple[int, int]] | None = None) -> list[Laid]:
-    """The leaves of two dimensions and more; ``side`` says what lies side by side in them."""
+    """List the leaves of two dimensions and more; ``side`` says what lies side by side in them."""
     if isinstance(tree, Buckets):
         return _in_buckets(tree, side)
     out = []
@@ -145,8 +145,10 @@ def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | 
 
 
 class Held(NamedTuple):
-    """Elements ``lo`` to ``hi`` of a rank's run of parameter ``param``, ``at`` on in the block of
-    matrix ``unit`` that lies at rows and columns ``box``.
+    """A run of elements of one matrix that a rank holds.
+
+    Elements ``lo`` to ``hi`` of its run of parameter ``param`` lie from ``at`` on in the block of
+    matrix ``unit`` at rows and columns ``box``.
     """
 
     param: int
@@ -159,12 +161,13 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """Who owns which matrix, and what each rank sends.
+    """A deal of matrices to owners, with what each rank sends.
 
-    ``units``   (parameter, number of the matrix in it).     ``owner``  of each.
-    ``holds``   per rank what it holds, in the order of owners.
-    ``sends``   the same without what another rank sends that holds a copy.
-    ``boxes``   (rows, columns) of the blocks, by number.
+    ``units``  (parameter, number of the matrix in it).
+    ``owner``  of each.
+    ``holds``  per rank what it holds, in the order of owners.
+    ``sends``  the same without what another rank sends that holds a copy.
+    ``boxes``  (rows, columns) of the blocks, by number.
     """
 
     spreads: tuple[Spread, ...]
@@ -183,17 +186,17 @@ class Deal:
 
     @cached_property
     def there(self) -> tuple[tuple[int, ...], ...]:
-        """Elements from each rank to each."""
+        """The elements that go from each rank to each."""
         return self._counts(self.sends)
 
     @cached_property
     def back(self) -> tuple[tuple[int, ...], ...]:
-        """The same for results."""
+        """The elements of results that go from each rank to each."""
         return tuple(zip(*self._counts(self.holds), strict=True))
 
     @cached_property
     def moved(self) -> int:
-        """Elements that change their rank, of all ranks, both ways."""
+        """The number of elements that change their rank, of all ranks, both ways."""
         tables = (self.there, self.back)
         return sum(
             n for t in tables for i, row in enumerate(t) for j, n in enumerate(row) if i != j
@@ -201,7 +204,7 @@ class Deal:
 
     @cached_property
     def load(self) -> tuple[int, ...]:
-        """Flops of each rank."""
+        """The flops of each rank."""
         out = [0] * len(self.holds)
         for (param, _), owner in zip(self.units, self.owner, strict=True):
             out[owner] += self.spreads[param].flops
@@ -219,8 +222,10 @@ def _flops(s: Spread) -> int:
 def deal(
     spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...], work: Work = _flops
 ) -> Deal:
-    """Deal matrices, the one with most work first, to the rank with least, or to one that holds
-    more of it, where that costs no rank more than 2 % of the work of the busiest.
+    """Deal matrices to ranks, those with most work first, each to the rank with least.
+
+    A rank that holds more of a matrix has it where that costs no rank more than 2 % of the work of
+    the busiest.
 
     ``work``  of one of a parameter's matrices, in any unit.
 
@@ -255,7 +260,7 @@ def deal(
 
 
 def _dealt(work: Sequence[int], holds: Sequence[Sequence[Held]]) -> list[int]:
-    """The owner of each unit."""
+    """Choose the owner of each unit."""
     ranks = range(len(holds))
     amount: list[dict[int, int]] = [defaultdict(int) for _ in work]
     for rank, mine in enumerate(holds):
@@ -362,7 +367,7 @@ def join(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
 ) -> list[list[Tensor]]:
-    """The whole blocks that are cut into runs, as vectors, on all ranks along the axes of the cut.
+    """Join the whole blocks that are cut into runs, as vectors, along the axes of the cut.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
@@ -399,7 +404,7 @@ def join(
 
 
 def _differ(one: dict[str, int], two: dict[str, int], cut: Sequence[str]) -> bool:
-    """Whether two ranks differ, and along these axes alone."""
+    """Say whether two ranks differ, and along these axes alone."""
     return one != two and all(one[a] == two[a] for a in one if a not in cut)
 
 
@@ -414,7 +419,7 @@ def exchange(
     mesh: Mesh | None,
     like: Tensor,
 ) -> list[Tensor]:
-    """What each rank played here receives, from rank 0, 1, ... on."""
+    """Send between ranks; return what each rank played here receives, from rank 0 on."""
     most = max(map(sum, counts))
     rows = []
     for mine in parts:
@@ -434,7 +439,7 @@ BATCH = 1 << 22
 
 
 def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> list[Tensor]:
-    """An owner's work: matrices put together, computed by shape, and cut again."""
+    """Do an owner's work: join matrices, compute them by shape, and cut them again."""
     alike: dict[Any, list[int]] = defaultdict(list)
     for unit, owner in enumerate(plan.owner):
         if owner == rank:
@@ -504,7 +509,7 @@ def _boxed(whole: Tensor, box: Box) -> Tensor:
 
 
 def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Tensor:
-    """``f`` of each of the matrices that lie side by side in those of a batch [k, m, n]."""
+    """Apply ``f`` to each of the matrices that lie side by side in those of a batch [k, m, n]."""
     rows, cols = side
     if side == (1, 1):
         return f(x)
@@ -516,7 +521,7 @@ def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Te
 
 @lru_cache(maxsize=4096)
 def _span(places: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """Neighbouring places as a slice."""
+    """Return neighbouring places as a slice."""
     if places == tuple(range(places[0], places[0] + len(places))) if places else True:
         return slice(places[0], places[0] + len(places)) if places else slice(0, 0)
     return places

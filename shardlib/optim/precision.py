@@ -75,18 +75,18 @@ class Precision:
             )
 
     def to_param(self, tree: Any) -> Any:
-        """The tree's floating point leaves in the parameters' dtype."""
+        """Return the tree with floating point leaves in the parameters' dtype."""
         return _cast(tree, self.param)
 
     def to_compute(self, tree: Any) -> Any:
-        """The same in the dtype to compute with; gradients come back in the leaves' own.
+        """Return the tree in the dtype to compute with; gradients come back in the leaves' own.
 
         ``loss(policy.to_compute(params), policy.to_compute(batch))``
         """
         return _cast(tree, self.compute or self.param)
 
     def for_zero(self) -> dict[str, Any]:
-        """What ``zero`` is told: ``zero(tx, "data", **policy.for_zero())``; it keeps the master."""
+        """Return the arguments of ``zero(tx, "data", **policy.for_zero())``; it holds the master."""
         return {"master": self.master, "reduce_dtype": self.reduce}
 
 
@@ -183,7 +183,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
 
 
 def _half(params: Any) -> Any:
-    """The tree with None for all but trained leaves in half precision."""
+    """Return the tree with None for all but trained leaves in half precision."""
     return optree.tree_map(
         lambda p: p if isinstance(p, Tensor) and p.dtype in HALF else None, trainable(params)
     )
@@ -194,12 +194,12 @@ def _widened(grads: Any) -> Any:
 
 
 def _to(state: Any, dtype: torch.dtype | None) -> Any:
-    """The state's tensors in the dtype in which they are kept."""
+    """Return the state's tensors in the dtype in which they are kept."""
     if dtype is None:
         return state
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
 
 
 def _back(state: Any, dtype: torch.dtype | None) -> Any:
-    """The same as they are computed with."""
+    """Return the state's tensors in the dtype in which they are computed with."""
     return state if dtype is None else _to(state, wide(dtype))

@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 
 class Range(NamedTuple):
-    """Which numbers are taken, and how that is said."""
+    """A range of numbers that are taken, and how that is said."""
 
     said: str
     fits: Callable[[Any], bool]
@@ -45,7 +45,8 @@ def ranged(
 ) -> Callable[[Callable[Hyper, Made]], Callable[Hyper, Made]]:
     """Check numbers by the names of their arguments, as torch does.
 
-    ``ranges``  of names that are not everybody's.     ``fix``  a call that is right.
+    ``ranges``  of names that are not everybody's.
+    ``fix``     a call that is right.
     ``None`` is taken where it is the default, a function where a schedule may stand.
     Raises: BadArgument for what is out of range, and for what is no number.
 

@@ -21,7 +21,7 @@ Shape = Literal["linear", "cosine", "sqrt"]
 
 @ranged("sl.optim.constant(1e-3)", value=AMOUNT)
 def constant(value: float) -> Schedule:
-    """Give the same value at every step.
+    """Return the same value at every step.
 
     >>> constant(0.1)(1000)
     0.1
@@ -122,8 +122,7 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Run one schedule after another; each counts its own steps from 0.
 
     ``boundaries``  the step at which each part but the first begins.
-    Raises: ShardError unless there is one boundary fewer than
-            parts and they do not fall.
+    Raises: ShardError unless there is one boundary fewer than parts and they do not fall.
 
     >>> f = joined([constant(1.0), linear(1.0, 0.0, 2)], [3])
     >>> [f(i) for i in range(6)]
@@ -134,7 +133,8 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         raise ShardError(
             f"{len(parts)} schedules and the boundaries {list(boundaries)}",
             op="joined",
-            fix="sl.optim.joined([sl.optim.linear(0.0, 1e-3, 100), sl.optim.constant(1e-3)], [100])",
+            fix="sl.optim.joined([sl.optim.linear(0.0, 1e-3, 100), sl.optim.constant(1e-3)], "
+            "[100])",
         )
 
     def schedule(step: int) -> float:
@@ -145,7 +145,7 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 def at_step(lr: float | Schedule, count: int) -> float:
-    """The rate at step ``count``, from 0, of a number or a schedule.
+    """Return the rate at step ``count``, from 0, of a number or a schedule.
 
     Raises: BadArgument where a schedule gives what is no rate.
     """

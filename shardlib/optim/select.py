@@ -29,7 +29,7 @@ of the tree that gives one."""
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Path -> leaf; None stands for a frozen one.  Of ``Buckets``, shapes alone.
+    """Map each path to its leaf, None for a frozen one; of ``Buckets``, to shapes alone.
 
     Raises: ShardError where two leaves have one path.
 
@@ -52,7 +52,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def one_each(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of each tensor, of tied ones in ``Buckets`` once: the order of ``totals``."""
+    """List (path, leaf) of each tensor once, also of tied ones, in the order of ``totals``."""
     if not isinstance(tree, Buckets):
         return list(named(tree).items())
     known = named(tree)
@@ -61,7 +61,7 @@ def one_each(tree: Any) -> list[tuple[str, Any]]:
 
 
 def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
-    """Path -> whether the mask means it.
+    """Map each path to whether the mask selects it.
 
     Raises: RuleLint where a pattern matches nothing, or a tree lacks a path.
     """
@@ -78,7 +78,7 @@ def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
 
 
 def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
-    """Path -> label.
+    """Map each path to its label.
 
     Raises: RuleLint where a pattern matches nothing, or nothing matches a path.
     """
@@ -103,7 +103,7 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
 
 
 def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
-    """The tree with None for every leaf whose path has another value than ``value``.
+    """Return the tree with None for every leaf whose path has another value than ``value``.
 
     Of ``Buckets``, those whose parameters have it; they must agree within a bucket.
     """
@@ -115,7 +115,7 @@ def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
 
 
 def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Any:
-    """A tree like ``tree`` whose leaves come from the part of their path's value."""
+    """Return a tree like ``tree`` whose leaves come from the part of their path's value."""
     if isinstance(tree, Buckets):
         return tree.like({n: parts[v][n] for n, v in _of_buckets(tree, values).items()})
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
@@ -130,7 +130,7 @@ def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> An
 def each_where(
     f: Callable[..., Tensor], values: Mapping[str, bool], first: Any, *others: Any, op: str
 ) -> Any:
-    """``each`` over the leaves whose path has the value True; the others stay as in ``first``."""
+    """Map over the leaves whose path has the value True; the others stay as in ``first``."""
     if all(values.values()):
         return each(f, first, *others, op=op)
     done = each(f, *(only(t, values, True) for t in (first, *others)), op=op)
@@ -138,7 +138,7 @@ def each_where(
 
 
 def _of_buckets(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Bucket name -> the value of its parameters."""
+    """Map each bucket's name to the value of its parameters."""
     out = {}
     for bucket in tree.index:
         found = {values[tree.index.items[i].path] for slot in bucket.slots for i in slot.leaves}
@@ -172,7 +172,7 @@ def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
 
 
 def _without(pattern: Any, pairs: Any) -> str:
-    """The line that drops a pair; a function has no text that finds it, so then by its number."""
+    """Write the line that drops a pair, by its text, or by its number for a function."""
     if isinstance(pattern, str | re.Pattern):
         return f"which = [r for r in which if r[0] != {pattern!r}]"
     at = next(i for i, (p, _) in enumerate(pairs) if p is pattern)
@@ -182,7 +182,7 @@ def _without(pattern: Any, pairs: Any) -> str:
 def _by_tree(
     which: Any, tree: Any, known: Mapping[str, Any], op: str, fix: str = ""
 ) -> dict[str, Any]:
-    """A tree of values, or what a function makes of the tree, path by path."""
+    """Return a tree of values, or what a function makes of the tree, path by path."""
     given = named(
         which(dict(known) if isinstance(tree, Buckets) else tree) if callable(which) else which
     )

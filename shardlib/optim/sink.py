@@ -1,9 +1,10 @@
 """Gradients on their way into buckets, while backward runs.
 
 A gradient is copied into its bucket as soon as autograd has made it, while it is in the cache, and
-autograd keeps one element in its place.  A bucket that is full is reduce-scattered at once.  Buckets
-are posted in their fixed order, whatever order their gradients arrive in, so that every rank posts
-the same collectives in the same order; what no gradient reached is posted at the end, as zeros.
+autograd keeps one element in its place.  A bucket that is full is reduce-scattered at once.
+Buckets are posted in their fixed order, whatever order their gradients arrive in, so that every
+rank posts the same collectives in the same order; what no gradient reached is posted at the end, as
+zeros.
 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 """
@@ -29,16 +30,18 @@ _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
 
 
 class Lies:
-    """How a bucket lies in memory: its slots as blocks, what is between them, views made once."""
+    """The way a bucket lies in memory: its slots as blocks, what is between, views made once."""
 
     def __init__(self, flat: Tensor, bucket: Bucket) -> None:
-        self.flat, self.bucket, self.kind = flat, bucket, (flat.shape, flat.dtype)
+        self.flat = flat
+        self.bucket = bucket
+        self.kind = (flat.shape, flat.dtype)
         self.slots = [slot_of(flat, s.offset, s.shape) for s in bucket.slots]
         self.gaps = [flat[..., start:stop] for start, stop in bucket.gaps]
         self.stand: list[Tensor | None] = [None] * len(self.slots)
 
     def stands_for(self, n: int, g: Tensor) -> Tensor:
-        """One element in the shape and dtype of a gradient that lies in slot ``n``."""
+        """Return one element in the shape and dtype of a gradient that lies in slot ``n``."""
         found = self.stand[n]
         if found is None or found.dtype is not g.dtype or found.shape != g.shape:
             found = self.stand[n] = g.new_empty(()).expand(g.shape)
@@ -46,7 +49,7 @@ class Lies:
 
 
 class Sink:
-    """Takes the gradients of one backward pass: ``take(leaf, gradient)``, then ``finish()``.
+    """A taker of one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
 
     ``pending``   the axes over which gradients come unsummed: those of the index, and ``also``.
     ``to``        what becomes of a full bucket: "part", it is reduce-scattered; "sum", every rank
@@ -73,9 +76,17 @@ class Sink:
         ahead: bool = False,
         heard: Callable[[list[int]], object] | None = None,
     ) -> None:
-        self.index, self.mesh, self.hops, self.memory = index, mesh, hops, memory
-        self.dtypes, self.device, self.to = dtypes, device, to
-        self.wire, self.also, self.most, self.heard = wire, also, most, heard
+        self.index = index
+        self.mesh = mesh
+        self.hops = hops
+        self.memory = memory
+        self.dtypes = dtypes
+        self.device = device
+        self.to = to
+        self.wire = wire
+        self.also = also
+        self.most = most
+        self.heard = heard
         self.ahead = ahead and len(index.buckets) > 1  # a bucket of all is full when all is done
         self.pending = (*index.axes, *also)
         self.number = index.number
@@ -110,7 +121,7 @@ class Sink:
         return lies.stands_for(n, g)
 
     def finish(self) -> Buckets:
-        """Post what is left, wait for all, and give the gradients."""
+        """Post what is left, wait for all, and return the gradients."""
         with torch.no_grad():
             while self.next < len(self.left):
                 self._post()
@@ -192,7 +203,7 @@ class Summed(Sink):
         self.tree = tree
 
     def finish(self) -> Any:
-        """Wait for all sums; the gradients are views of the buckets."""
+        """Wait for all sums and return the gradients, views of the buckets."""
         found, index = super().finish(), self.index
         blocks: list[Any] = [None] * len(index.items)
         for i, (b, at) in index.where.items():

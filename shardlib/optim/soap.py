@@ -31,8 +31,10 @@ __all__ = ["soap"]
 
 
 class SoapState(NamedTuple):
-    """Steps taken, and of each matrix, with its owner: Adam's first moment, its second one in the
-    eigenbasis, the running means of G G^T and G^T G, and their eigenvectors.
+    """Steps taken, and of each matrix what its owner keeps.
+
+    That is Adam's first moment, its second one in the eigenbasis, the running means of G G^T and
+    G^T G, and their eigenvectors.
     """
 
     count: int
@@ -57,7 +59,7 @@ def soap(
     rest: Transform | None = None,
     matrices: Mask = None,
 ) -> Transform:
-    """Adam in the eigenbasis of running means of G G^T and G^T G, on any layout.
+    """Update by Adam in the eigenbasis of running means of G G^T and G^T G, on any layout.
 
     The first step finds a basis and updates nothing.
     ``every``     steps between two renewals of the bases, each one step of the power method and QR.
@@ -141,7 +143,7 @@ def soap(
 
 
 def _live(tree: Any) -> list[Laid]:
-    """The matrices that have elements, all of one mesh."""
+    """List the matrices that have elements, all of one mesh."""
     items = [x for x in laid(tree) if x.spread.count and math.prod(x.spread.shape)]
     if not items:
         raise Unsupported("there is no matrix", op="soap", fix="tx = sl.optim.adamw(3e-4)")
@@ -160,7 +162,7 @@ def _sizes(items: Sequence[Laid]) -> tuple[tuple[str, int], ...]:
 
 
 def _work(s: Spread) -> int:
-    """Flops of a step: eight products of its size, and a QR of each side in some steps."""
+    """Count flops of a step: eight products of its size, and some steps' QR of each side."""
     m, n = s.shape[-2:]
     return 8 * m * n * (m + n) + m**3 + n**3
 
@@ -179,7 +181,7 @@ class _Numbers(NamedTuple):
 def _step(
     g: Tensor, own: _Numbers, count: int, b1: float, b2: float, eps: float, every: int
 ) -> None:
-    """One matrix's step in place: ``g`` becomes its direction."""
+    """Step one matrix in place: ``g`` becomes its direction."""
     mu, nu, left, right, left_basis, right_basis = own
     sides = [(left, left_basis, 0), (right, right_basis, 1)]
     seen = g.clone()
@@ -206,6 +208,6 @@ def _step(
 
 
 def _turned(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """left^T x right, without the sides that have no basis."""
+    """Compute left^T x right, without the sides that have no basis."""
     x = left.mT @ x if left.numel() else x
     return x @ right if right.numel() else x

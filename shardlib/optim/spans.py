@@ -17,7 +17,7 @@ SPAN = 1 << 16
 
 
 def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Of lists of tensors alike, ``SPAN`` elements of each at a time: views, so that writes stay.
+    """Give ``SPAN`` elements at a time of each of some lists of tensors alike; writes stay.
 
     Tensors whose elements do not follow one another are cut in slices of their first dimension.
 
@@ -37,15 +37,17 @@ def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def lies_flat(x: Tensor) -> bool:
-    """Whether a reshape of each block to a vector is a view of it."""
+    """Say whether a reshape of each block to a vector is a view of it."""
     if isinstance(x, ShardedTensor):
         return all(b.is_contiguous() for b in blocks(x.raw, x.mesh))
     return x.is_contiguous()
 
 
 def writable(grads: Any, like: Any, copy: bool = False) -> Any:
-    """Where a step's directions can be written: the gradients, which are given up, where their dtype
-    is ``like``'s; elsewhere new memory in that dtype.  None stays where either tree has it.
+    """Return the memory that a step's directions can be written to.
+
+    That is the gradients' own, which are given up, where their dtype is ``like``'s; elsewhere new
+    memory in that dtype.  None stays where either tree has it.
 
     ``copy``  new memory holds the gradients too.
     """

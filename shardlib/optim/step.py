@@ -18,7 +18,7 @@ __all__ = ["Info", "step"]
 
 
 class Info(NamedTuple):
-    """What a step found out.
+    """The findings of a step.
 
     ``norm``     the gradients' global norm before clipping, where clipping or ``norm=True`` asked.
     ``lr``       the rate of the last transform that has one.
@@ -47,8 +47,8 @@ def step(
     tensors at once, and using what was given afterwards raises.  A graph that was made before does
     not run backward any more.  ``tx.update`` does the same purely.
     ``norm``  find out the gradients' global norm also where nothing clips: one collective.
-    Raises: ShardError where gradients and parameters differ, or the
-            state was made for others; then nothing has changed.
+    Raises: ShardError where gradients and parameters differ, or the state was made for others; then
+            nothing has changed.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2):
@@ -109,7 +109,7 @@ def _alike(params: Any, grads: Any) -> None:
 
 
 def _parted(grads: Any) -> Any:
-    """Autograd may give one tensor as the gradient of two, or repeat one element: such are copied."""
+    """Copy gradients that share memory: one tensor for two leaves, or a repeated element."""
     leaves, tree = optree.tree_flatten(grads)
     raws = [g.raw if isinstance(g, ShardedTensor) else g for g in leaves]
     held: dict[int, list[int]] = {}  # gradients that were summed together are parts of a vector
@@ -124,7 +124,7 @@ def _parted(grads: Any) -> Any:
 
 
 def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
-    """Those of the tensors in one storage that repeat an element, or share some with an earlier one."""
+    """List tensors in one storage that repeat an element or share some with an earlier one."""
     ends = sorted((raws[i].storage_offset(), _end(raws[i])) for i in some)
     apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     kept: list[Tensor] = []
@@ -139,7 +139,7 @@ def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage may share elements.
+    """Say whether two tensors of one storage may share elements.
 
     Rows of one stride that lie side by side, as parts of simulated ranks' vectors do, share none.
     """
@@ -157,7 +157,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _end(x: Tensor) -> int:
-    """The place in its storage behind its last element."""
+    """Return the place in its storage behind its last element."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset() + reach + 1)
 
@@ -167,7 +167,7 @@ def _kind(g: Any) -> str:
 
 
 def _renewed(tree: Any) -> Any:
-    """The same memory as new values."""
+    """Return the same memory as new values."""
     made: dict[int, Any] = {}
     if isinstance(tree, Buckets):
         return _new(tree, made)

@@ -1,8 +1,8 @@
 """Sums over whole tensors: each element counted once, whatever the layout.
 
 A block's elements count on the first of the ranks that hold copies of it, and its padding nowhere.
-All tensors of a mesh travel in one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor is
-what its slot holds, however it is cut.
+All tensors of a mesh travel in one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor
+is what its slot holds, however it is cut.
 """
 
 import math
@@ -43,7 +43,7 @@ Numbers = list[Tensor | None]
 
 
 def squares(x: Tensor) -> Tensor:
-    """The sum of the squares of a block's elements, in fp64.
+    """Sum the squares of a block's elements, in fp64.
 
     fp32 would lose all but three digits of a sum over 20 M elements.
     """
@@ -60,9 +60,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def powers(p: float) -> Callable[[Tensor], Tensor]:
-    """The function of a block that gives the sum of its
-    elements' p-th powers, or the largest for p = inf.
-    """
+    """Return the function that sums a block's p-th powers, or finds its largest for p = inf."""
     if p == 2:
         return squares
 
@@ -79,7 +77,7 @@ def powers(p: float) -> Callable[[Tensor], Tensor]:
 def totals(
     *trees: Any, of: Callable[[Tensor], Tensor] = squares, most: bool = False
 ) -> list[Numbers]:
-    """Per tree, the sum of ``of`` (or the largest, ``most``) over each of its tensors; None stays None.
+    """Sum ``of`` (or find its largest, ``most``) over each tensor of each tree; None stays None.
 
     ``of``  a block -> a 0-dim fp64 tensor.
     Moves one psum (pmax) per mesh, of 8 bytes per tensor.
@@ -109,12 +107,12 @@ def totals(
 
 
 def norms(*trees: Any) -> list[Numbers]:
-    """Per tree, the Euclidean norm of each of its tensors, in fp64; see ``totals``."""
+    """Compute the Euclidean norm of each tensor of each tree, in fp64; see ``totals``."""
     return [[None if t is None else t.sqrt() for t in row] for row in totals(*trees)]
 
 
 def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
-    """Each tensor of the tree times its number, of ``totals``' order."""
+    """Multiply each tensor of the tree by its number, in ``totals``' order."""
     with torch.no_grad():
         if isinstance(tree, Buckets):
             out = tree.like({k: x.becomes(x.raw.clone()) for k, x in tree.items()})
@@ -126,7 +124,7 @@ def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
 
 
 def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
-    """Multiply each tensor of the tree by its number, of ``totals``' order."""
+    """Multiply each tensor of the tree in place by its number, in ``totals``' order."""
     if isinstance(tree, Buckets):
         for (number, *_), piece in zip(_numbered(tree), tree.pieces, strict=True):
             by = numbers[number]
@@ -187,7 +185,7 @@ def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_Share | 
 
 
 def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
-    """Per piece: its tensor's number, its bucket's name, and which of the ranks played here."""
+    """List, per piece, its tensor's number, its bucket's name, and which rank played here."""
     at, starts = 0, {}
     for bucket in tree.index:
         for slot in bucket.slots:
@@ -197,7 +195,7 @@ def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
 
 
 def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
-    """Of the ranks played here, which are the first of those that hold copies."""
+    """Say which of the ranks played here are the first of those that hold copies."""
     others = [a for a in mesh.names if a not in axes]
     return [not any(c[a] for a in others) for c in played(mesh)]
 
@@ -209,10 +207,10 @@ MOST_BYTES = 25 << 20
 
 
 def summed(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves, those pending as vectors of which each rank holds a summed part.
+    """Sum the leaves that are pending, as vectors of which each rank holds a part.
 
-    Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one
-    psum_scatter per 25 MiB.
+    Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one psum_scatter per
+    25 MiB.
     """
     pending = [x for x in leaves if isinstance(x, ShardedTensor) and x.sharding.partial]
     out = [x for x in leaves if not (isinstance(x, ShardedTensor) and x.sharding.partial)]

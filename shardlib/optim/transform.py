@@ -37,16 +37,16 @@ column; its whole matrix; the structure of the tree."""
 
 @dataclass
 class Step:
-    """What one ``optim.step`` has found out so far; transforms read it and write it.
+    """The findings of one ``optim.step`` so far, which transforms read and write.
 
     ``scale``    the gradients count as divided by this 0-dim fp64 tensor; None: as they are.
     ``norm``     their global norm before clipping, where a transform asked for it.
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state stay as they are.
     ``ask``      whether the norm is to be found out, also where no transform needs it.
-    ``beside``   (parameters, what lies beside them): who steps both sets it to None.  Beside those in
-                 fp32 lie the same in half precision, their rounding; beside those in bfloat16 the
-                 16 bits that they lack of fp32, for a transform that takes ``halves``.
+    ``beside``   (parameters, what lies beside them): who steps both sets it to None.  Beside those
+                 in fp32 lie the same in half precision, their rounding; beside those in bfloat16
+                 the 16 bits that they lack of fp32, for a transform that takes ``halves``.
     """
 
     scale: Tensor | None = None
@@ -57,17 +57,17 @@ class Step:
     beside: tuple[Any, Any] | None = None
 
     def divide(self, by: Tensor) -> None:
-        """Gradients count as divided by ``by`` from here on."""
+        """Count gradients as divided by ``by`` from here on."""
         self.scale = by if self.scale is None else self.scale * by
 
 
 def kept_whole(params: Any) -> Any:
-    """The parameters as they are: what a transform that does not split them trains."""
+    """Return the parameters unchanged: the default of opened."""
     return params
 
 
 class Transform(NamedTuple):
-    """How an optimizer steps: ``init(params) -> state``, ``update(grads, state, params)``.
+    """An optimizer's rule: ``init(params) -> state``, ``update(grads, state, params)``.
 
     ``update`` gives (updates, state) and changes nothing.
 
@@ -80,8 +80,8 @@ class Transform(NamedTuple):
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
     ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
-    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at stage
-                 3; of any other transform the parameters as they are.
+    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at
+                 stage 3; of any other transform the parameters as they are.
     ``halves``   whether ``donate`` steps bfloat16 parameters with what they lack of fp32 beside
                  them, see ``Step.beside``.
 
@@ -110,7 +110,7 @@ class Transform(NamedTuple):
 
 
 def handed_on(tx: Transform) -> dict[str, Any]:
-    """What a transform around another one takes over from it as it is: fields of Transform."""
+    """List the fields that a wrapping transform copies."""
     return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
 
 
@@ -126,7 +126,7 @@ def check_transform(tx: Any, op: str) -> None:
 
 
 def under(backend: str, tx: Transform) -> Transform:
-    """The transform with kernels of its own choice, as ``sl.kernels.use`` names them."""
+    """Return the transform with kernels of its own choice, as ``sl.kernels.use`` names them."""
     if checked(backend, "backend") == "auto":
         return tx
 
@@ -143,7 +143,7 @@ def under(backend: str, tx: Transform) -> Transform:
 
 
 def pieces(first: Any, *others: Any) -> list[Pieces]:
-    """Of trees alike, the plain tensors to run a kernel on, one list per tree; writes stay.
+    """List the plain tensors of trees alike, to run a kernel on: one list per tree; writes stay.
 
     One per leaf and rank that is played here; of ``Buckets`` one per parameter that a rank has a
     part of.  Frozen leaves, None in one of the trees, are left out, and so is what is empty.
@@ -203,7 +203,7 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
 
 
 def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
-    """One step of any transform on memory that is given up: ``params`` and ``state`` change."""
+    """Run one step of any transform in place: ``params`` and ``state`` change."""
     with torch.no_grad():
         if tx.donate is not None:
             return tx.donate(grads, state, params, step)
@@ -215,7 +215,7 @@ def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step)
 
 
 def keep(old: Any, new: Any) -> Any:
-    """The new state in the old one's memory, where a tensor fits."""
+    """Write the new state into the old one's memory, where a tensor fits."""
 
     def kept(n: Any, o: Any) -> Any:
         if not (isinstance(n, Tensor) and isinstance(o, Tensor)):

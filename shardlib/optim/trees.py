@@ -27,11 +27,13 @@ __all__ = [
 
 
 class EmptyState(NamedTuple):
-    """Nothing to remember."""
+    """The state of what remembers nothing."""
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates, rounded once to the parameters' dtype; leaves that required grad still do.
+    """Add updates to parameters, rounded once to the parameters' dtype.
+
+    Leaves that required grad still do.
 
     Raises: ShardError where an update lies otherwise than its parameter.
 
@@ -49,10 +51,10 @@ def apply_updates(params: Any, updates: Any) -> Any:
 def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
     """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
 
-    None stands for a frozen leaf: where any tree has one, ``first``'s stays
-    as it is, and so does what is no tensor.
-    Raises: ShardError where the trees differ, or a leaf lies
-            otherwise in one of them than in ``first``.
+    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is, and so does
+    what is no tensor.
+    Raises: ShardError where the trees differ, or a leaf lies otherwise in one of them than in
+            ``first``.
     """
 
     def one(x: Any, *more: Any) -> Any:
@@ -72,7 +74,7 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update")
 
 
 def trainable(params: Any) -> Any:
-    """The tree with None for each frozen leaf: one that requires no grad where another does."""
+    """Return the tree with None for each frozen leaf: without grad where another requires it."""
     leaves, tree = optree.tree_flatten(params)
     held = frozen(leaves)
     if not any(held):
@@ -83,7 +85,7 @@ def trainable(params: Any) -> Any:
 
 
 def moments(params: Any) -> Any:
-    """Zeros for every leaf that will have a gradient, in fp32 where the leaf is in half precision.
+    """Make zeros for every leaf that will have a gradient, in fp32 for half precision.
 
     In half precision a moment that changes by less than 1/256 of itself would not change at all.
     """
@@ -92,20 +94,20 @@ def moments(params: Any) -> Any:
     if half:
         warnings.warn(
             f"parameters in {' and '.join(sorted(str(d) for d in half))} are updated without a "
-            "master copy: changes of less than 1/256 of a weight are lost (their moments are fp32); "
-            'keep one: sl.optim.mixed(tx), or sl.optim.zero(tx, axis, master="fp32")',
+            "master copy: changes of less than 1/256 of a weight are lost (their moments are "
+            'fp32); keep one: sl.optim.mixed(tx), or sl.optim.zero(tx, axis, master="fp32")',
             stacklevel=_users(),
         )
     return zeros_like(tree)
 
 
 def zeros_like(tree: Any) -> Any:
-    """Zeros that lie as the leaves do, in fp32 where those are in half precision."""
+    """Make zeros that lie as the leaves do, in fp32 where those are in half precision."""
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
 
 
 def settled(tree: Any) -> Any:
-    """The same blocks as if no sum were pending: for what is filled with zeros."""
+    """Return the same blocks with no sum pending, for what is filled with zeros."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, ShardedTensor) or not x.sharding.partial:
@@ -119,12 +121,12 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which what is kept of such values adds up."""
+    """Return the dtype in which what is kept of such values adds up."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def _users() -> int:
-    """The number of frames from the caller's to the first that is not the library's."""
+    """Count the frames from the caller's to the first that is not the library's."""
     frame, depth = sys._getframe(2), 2
     here = str(Path(__file__).parent)
     while frame is not None and frame.f_back is not None:
@@ -135,7 +137,7 @@ def _users() -> int:
 
 
 def ready(grads: Any, op: str, moments: Any = None) -> None:
-    """Gradients that are summed, each with the moment that ``init`` made for it."""
+    """Return gradients that are summed, each with the moment that ``init`` made for it."""
     same = isinstance(grads, Buckets) and getattr(moments, "index", None) is grads.index
     tree: Any = grads
     if moments is not None and not same:
@@ -161,7 +163,7 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
 
 
 def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
-    """The gradients of a tree's leaves, in their order; ``tree`` is the parameters' structure.
+    """List the gradients of a tree's leaves in order; ``tree`` is the parameters' structure.
 
     Raises: ShardError where they are another tree.
     """
@@ -176,12 +178,13 @@ def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
 
 
 def need(params: Any, op: str) -> None:
+    """Refuse to go on without the parameters."""
     if params is None:
         raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
 
 
 def _alike(x: Tensor, other: Any, op: str) -> None:
-    """Blocks are combined by position, so they must be the same part of the same tensor."""
+    """Check that blocks, which are combined by position, are the same part of the same tensor."""
     if not (isinstance(x, ShardedTensor) or isinstance(other, ShardedTensor)):
         return
     if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):
@@ -208,9 +211,13 @@ def _alike(x: Tensor, other: Any, op: str) -> None:
             why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
         mesh: Mesh | None = x.mesh
     elif isinstance(x, ShardedTensor):
-        why, fix, mesh = "are not both sharded", "sl.shard(y, sl.layout_of(x), x.mesh)", x.mesh
+        why = "are not both sharded"
+        fix = "sl.shard(y, sl.layout_of(x), x.mesh)"
+        mesh = x.mesh
     else:
-        why, fix, mesh = "are not both sharded", "sl.shard(x, sl.layout_of(y), y.mesh)", other.mesh
+        why = "are not both sharded"
+        fix = "sl.shard(x, sl.layout_of(y), y.mesh)"
+        mesh = other.mesh
     kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
     raise ShardError(
         f"leaves of two trees {why}",

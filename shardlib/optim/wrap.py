@@ -135,7 +135,7 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
 
 
 def _says(signature: inspect.Signature, name: str, kind: str) -> bool:
-    """Whether a parameter is annotated as such, or not at all."""
+    """Say whether a parameter is annotated as such, or not at all."""
     note = signature.parameters[name].annotation
     return note is inspect.Parameter.empty or kind in str(note)
 

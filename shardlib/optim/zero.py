@@ -44,7 +44,7 @@ Master = Literal["fp32", "bf16+rem"]
 
 
 class ZeroState(NamedTuple):
-    """State of the inner transform, and what makes half precision parameters exact.
+    """The state of the inner transform, and what makes half precision parameters exact.
 
     ``master``  the parameters' parts in fp32, or 16 bits that the parameters lack of them.
 
@@ -75,25 +75,29 @@ def zero(
 ) -> Transform:
     """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
 
-    ``tx``      any transform but those of the tree's structure.
-    ``axis``    one mesh axis or several, the first of them major.
-    ``stage``   0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over ``axis`` in
-                buckets while backward runs, and gives them in the parameters' layouts.
-                1: the state is split.  2: gradients too: ``value_and_grad(loss, into=tx)``
-                reduce-scatters each bucket while backward still runs, and keeps parts alone.
-                3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and ``apply`` and
-                ``value_and_grad`` gather them group by group while they are read.
+    ``tx``            any transform but those of the tree's structure.
+    ``axis``          one mesh axis or several, the first of them major.
+    ``stage``         0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over
+                      ``axis`` in buckets while backward runs, and gives them in the parameters'
+                      layouts.
+                      1: the state is split.
+                      2: gradients too: ``value_and_grad(loss, into=tx)`` reduce-scatters each
+                      bucket while backward still runs, and keeps parts alone.
+                      3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and
+                      ``apply`` and ``value_and_grad`` gather them group by group while they are
+                      read.
     ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25.  At stage
                       2 several of a small model are on their way during backward: where links are
                       slow that hides them, where ranks share cores it costs CPU time.
     ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
                       the 16 bits that a bfloat16 parameter lacks of fp32.
-    ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in fp32.
+    ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in
+                      fp32.
     ``gather_dtype``  in which parameters travel, else their own; a narrower one needs a master.
     ``inner``         a second axis, of faster links: parts lie over both, gradients are first
                       reduced over ``inner``, so that over ``axis`` only 1/inner of them travels.
-
-    ``keep``    of stage 3: gathered parameters stay for backward, instead of being gathered again.
+    ``keep``          of stage 3: gathered parameters stay for backward, instead of being gathered
+                      again.
 
     Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
     in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
@@ -320,7 +324,7 @@ _WORTH = 0.05
 
 
 class _Seen:
-    """What zero found out about the trees that it saw: their index, and lists of views."""
+    """The findings of zero about the trees that it saw: their index, and lists of views."""
 
     def __init__(
         self,
@@ -331,8 +335,12 @@ class _Seen:
         hops: Hops = (),
         keep: bool = False,
     ) -> None:
-        self.axes, self.most_bytes, self.groups = axes, most_bytes, groups
-        self.apart, self.hops, self.keep = apart, hops, keep
+        self.axes = axes
+        self.most_bytes = most_bytes
+        self.groups = groups
+        self.apart = apart
+        self.hops = hops
+        self.keep = keep
         self.found: dict[tuple[Item, ...], Index] = {}
         self.heard: dict[int, Index] = {}
         self.waiting: dict[int, Index] = {}
@@ -343,7 +351,7 @@ class _Seen:
     def index(
         self, params: Any, leaves: list[Any], state: Any = None, held: Sequence[bool] = ()
     ) -> tuple[Index, Mesh]:
-        """The index of these leaves; ``state``'s own, which must be one of them.
+        """Return the index of these leaves; ``state``'s own, which must be one of them.
 
         Gradients arrive about in the opposite order of the modules, until their order was heard.
         """
@@ -376,10 +384,10 @@ class _Seen:
     def hears(
         self, where: Index, mesh: Mesh, at_once: bool = False
     ) -> Callable[[list[int]], object] | None:
-        """Who hears in which order gradients come, the first time: better buckets are made of it.
+        """Return a listener for the order of the first backward's gradients.
 
-        They are used from the next step on, for gradients that are still to be added up lie in the
-        old ones; ``at_once`` where nothing else lies in them.
+        Better buckets are made of it, and used from the next step on, for gradients that are still
+        to be added up lie in the old ones; ``at_once`` where nothing else lies in them.
         """
         if id(where) in self.heard or len(where.buckets) < 2:
             return None
@@ -403,14 +411,14 @@ class _Seen:
         return hear
 
     def better(self, where: Index) -> Index | None:
-        """The buckets that were made of the order in which gradients came, to be used from now on."""
+        """Return the re-ordered buckets, if there are any."""
         return self.waiting.pop(id(where), None) if self.waiting else None
 
     def take(self, where: Index) -> None:
         self.found[where.items], self.last = where, ()
 
     def adopt(self, leaves: list[Any], where: Index, mesh: Mesh) -> list[Tensor]:
-        """``adopt``, which is not asked again about the very blocks that it gave."""
+        """Return what ``adopt`` does, without asking again about the very blocks that it gave."""
         raws = [x.raw for x in leaves]
         index, before, flats = self.held
         if index is where and all(map(operator.is_, raws, before)):
@@ -429,7 +437,7 @@ class _Seen:
             self.lists["grads"] = (key, parts.pieces)
 
     def own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
-        """Each rank's own part of the parameters."""
+        """Return each rank's own part of the parameters."""
         key = (where, [f.data_ptr() for f in flats])
         at, found = self.lists.get("own", (None, None))
         if at == key and not lead(mesh):  # under simulate there are copies in it
@@ -509,12 +517,14 @@ def _check(
 
 
 def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
-    """The parameters that are gathered together: those of a block of the module, which its path
-    counts; and those between blocks.
+    """Group the parameters that are gathered together.
+
+    Those of one block of the module are, which its path counts; and those between blocks.
 
     ``order``  numbers of the paths in the order of the modules.
 
-    >>> _groups(["wte.weight", "wpe.weight", "h.0.attn.weight", "h.0.mlp.bias", "ln_f.weight"], range(5))
+    >>> paths = ["wte.weight", "wpe.weight", "h.0.attn.weight", "h.0.mlp.bias", "ln_f.weight"]
+    >>> _groups(paths, range(5))
     ['at 0', 'at 0', 'h.0', 'h.0', 'at 3']
     """
     out = [""] * len(paths)
@@ -539,7 +549,7 @@ def _parted(params: Any) -> Parts:
 
 
 def _own(params: Buckets) -> Buckets:
-    """The buckets that are trained."""
+    """Return the buckets that are trained."""
     asked = {x.requires_grad for x in params.values()}
     if len(asked) == 1:
         return params
@@ -548,7 +558,7 @@ def _own(params: Buckets) -> Buckets:
 
 
 def _alike_parts(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]:
-    """Parameters and gradients, of the buckets that are trained."""
+    """Return parameters and gradients, of the buckets that are trained."""
     mine = _own(_parted(params))
     theirs = _index_of(state)
     ours = mine.index.whole or mine.index
@@ -589,7 +599,7 @@ def _with_frozen(params: Parts, updates: Buckets) -> Parts:
 
 
 def _flat(params: Any) -> tuple[list[Any], list[bool], Any]:
-    """The leaves that are trained; which of all are frozen; and the tree."""
+    """Return the leaves that are trained, which of all are frozen, and the tree."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
     if True in held:
@@ -598,7 +608,7 @@ def _flat(params: Any) -> tuple[list[Any], list[bool], Any]:
 
 
 def _gradients(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
-    """Blocks of the trained leaves' gradients -> the tree of gradients."""
+    """Make the tree of gradients from the blocks of the trained leaves' gradients."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
 
@@ -613,7 +623,7 @@ def _gradients(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
 
 
 def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[str]]:
-    """Of the leaves that are trained: paths; numbers in the order of the tree as made; groups.
+    """Return the trained leaves' paths, numbers in the order of the tree as made, and groups.
 
     optree sorts dicts by key; the order in which they were made is that of the modules.
     """
@@ -632,7 +642,7 @@ def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[s
 
 
 def _as_made(tree: Any, numbers: Any) -> list[int]:
-    """The leaves' numbers, dicts in the order in which they were filled."""
+    """List the leaves' numbers, dicts in the order in which they were filled."""
     if type(tree) is dict:
         return [n for key in tree for n in _as_made(tree[key], numbers[key])]
     if type(tree) in (list, tuple):
@@ -642,7 +652,7 @@ def _as_made(tree: Any, numbers: Any) -> list[int]:
 
 
 def _given(grads: Any, leaves: list[Any], held: list[bool], tree: Any) -> Any:
-    """The trained leaves' gradients: a list, or Buckets."""
+    """Return the trained leaves' gradients: a list, or Buckets."""
     if isinstance(grads, Buckets):
         return grads
     given = [g for g, f in zip(given_for(tree, grads, "zero"), held, strict=True) if not f]
@@ -651,7 +661,7 @@ def _given(grads: Any, leaves: list[Any], held: list[bool], tree: Any) -> Any:
 
 
 def _moves(state: Any) -> bool:
-    """Whether all of a state but numbers is in buckets, element by element, and can go into others."""
+    """Say whether a state, numbers aside, lies in buckets by element and can go into others."""
     every = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
     return all(
         all(x[b.name].raw.shape[-1] * x.index.ways == b.length for b in x.index.buckets)
@@ -662,13 +672,13 @@ def _moves(state: Any) -> bool:
 
 
 def _index_of(state: Any) -> Index | None:
-    """The index that a state was made for."""
+    """Return the index that a state was made for."""
     found = _first(state)
     return None if found is None else found.index.whole or found.index
 
 
 def _first(state: Any) -> Buckets | None:
-    """The first buckets of a state."""
+    """Return the first buckets of a state."""
     if isinstance(state, Buckets):
         return state
     if isinstance(state, tuple | list):
@@ -721,7 +731,7 @@ def _items(
 
 
 def _changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
-    """The error for a state that was made for other parameters."""
+    """Make the error for a state that was made for other parameters."""
     before, now = {i.path: i for i in old}, {i.path: i for i in new}
     gone = [p for p in before if p not in now]
     come = [p for p in now if p not in before]
@@ -767,7 +777,7 @@ def _same_index(theirs: Index, ours: Index, mesh: Mesh) -> None:
 
 
 def _lie_alike(params: list[Any], grads: list[Any]) -> None:
-    """Blocks go into the buckets by position: each gradient must be split as its parameter is."""
+    """Check that each gradient is split as its parameter: blocks go into buckets by position."""
     for p, g in zip(params, grads, strict=True):
         alike = isinstance(g, ShardedTensor) and isinstance(p, ShardedTensor) and g.mesh is p.mesh
         if (
@@ -792,7 +802,7 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
 
 
 def _pending(grads: list[Any], axes: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The axes over which the gradients' sum is still to be done; None where it is done.
+    """Return the axes over which gradients are still to be summed; None where they are.
 
     All of them or none, and then ``axes`` among them.
     """
@@ -829,7 +839,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) -> Buckets:
-    """This rank's part of every bucket, of values that are not pending; never a whole bucket.
+    """Return this rank's part of every bucket of values not pending; never a whole bucket.
 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
@@ -856,7 +866,7 @@ def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) 
 
 
 def _cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
-    """Copies in another dtype."""
+    """Copy to another dtype."""
     made = {
         name: ShardedTensor(
             torch.zeros_like(x.raw, dtype=dtype) if zeros else x.raw.to(dtype, copy=True), x.place
@@ -887,7 +897,7 @@ def _with_master(
     master: Master,
     memory: Memory,
 ) -> ZeroState:
-    """A step on the parameters in fp32, and their rounded values into ``mine``."""
+    """Step the parameters in fp32, and write their rounded values into ``mine``."""
     if master == "fp32":
         step.beside = state.master, mine
         inner = run_in_place(tx, parts, state.inner, state.master, step)
@@ -916,7 +926,7 @@ def _with_master(
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as the nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
+    """Split fp32 into the nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
 
     Rounding ties to even would need 17.
 
@@ -930,6 +940,6 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values whose ``halves`` these are."""
+    """Join ``halves`` to the fp32 values that they were."""
     bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
     return (bits + low).view(torch.float32)

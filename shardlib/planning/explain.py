@@ -374,7 +374,10 @@ class _Watch:
     """
 
     def __init__(self, t: Trace, ranks: int, backward: bool, paths: Paths) -> None:
-        self.t, self.ranks, self.marks, self.paths = t, ranks, backward, paths
+        self.t = t
+        self.ranks = ranks
+        self.marks = backward
+        self.paths = paths
         self.rows: list[Row] = []
         self.inside = False
         self.match: Match | None = None

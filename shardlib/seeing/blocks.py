@@ -221,7 +221,9 @@ def _grid(
         return Grid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
     across = pieces[shown[-1]]
     down: list[_Piece | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
-    owners, labels, padding = [], [], []
+    owners = []
+    labels = []
+    padding = []
     for row in down:
         held = [sorted(above & c.ranks & (every if row is None else row.ranks)) for c in across]
         owners.append(tuple(map(tuple, held)))

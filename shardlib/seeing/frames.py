@@ -37,8 +37,8 @@ Spot = tuple[float, float]
 class Sent(NamedTuple):
     """One block on its way: the rank that sends it, those that receive it, and what it is.
 
-    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": what is added up on its
-    way; "result": what was computed from operands, whole or a part of a sum.
+    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": what is added up
+               on its way; "result": what was computed from operands, whole or a part of a sum.
     """
 
     sender: int
@@ -160,12 +160,12 @@ def _placed(name: str, x: Tensor) -> str:
 def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
     """Run ``f(*operands)`` on simulated ranks and say, step by step, who sends which block to whom.
 
-    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it attends over, or
-                  multiplies, small operands that lie as it wants them ("matmul ring" where both
+    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it attends over,
+                  or multiplies, small operands that lie as it wants them ("matmul ring" where both
                   have one); or an attention's plan.
     ``operands``  sharded tensors on a simulated mesh; only their layouts and sizes matter, their
-                  values are replaced, in fp32 where theirs are narrower.  They are called A, B,
-                  C, ... in this order.
+                  values are replaced, in fp32 where theirs are narrower.  They are called A, B, C,
+                  ... in this order.
     Raises: ShardError where no operand is sharded over simulated ranks; NoImplementation where an
             algorithm of this name takes nothing on this mesh.
 

@@ -39,12 +39,13 @@ __all__ = ["Span", "Timeline", "merged", "timeline"]
 class Span:
     """One operation, collective or named phase of one rank.
 
-    ``kind``     "operation", "collective" or "phase".
-    ``start``    seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
-                 posted ahead: from there until it was waited for.
-    ``line``     the user's line; of a gradient that of its operation.   ``module``  whose forward.
-    ``type``     of the result; of a collective that of the block that is sent.
-    ``bytes``    received per rank; of an operation by the collectives inside it, and ``messages``.
+    ``kind``    "operation", "collective" or "phase".
+    ``start``   seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
+                posted ahead: from there until it was waited for.
+    ``line``    the user's line; of a gradient that of its operation.
+    ``module``  whose forward.
+    ``type``    of the result; of a collective that of the block that is sent.
+    ``bytes``   received per rank; of an operation by the collectives inside it, and ``messages``.
     """
 
     name: str
@@ -70,8 +71,9 @@ class Span:
 class Timeline:
     """What ran while it was open; ``print`` it, ``save`` it, or let a notebook show it.
 
-    ``spans``   in the order they began.      ``ranks``  rank -> what it is called.
-    ``began``   seconds since the epoch, by which ranks are put beside each other.
+    ``spans``  in the order they began.
+    ``ranks``  rank -> what it is called.
+    ``began``  seconds since the epoch, by which ranks are put beside each other.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -511,7 +513,9 @@ class _Recorder(Trace):
 
     def __init__(self, found: Timeline, outer: Any) -> None:
         super().__init__()
-        self.found, self.outer, self.paths = found, outer, Paths()
+        self.found = found
+        self.outer = outer
+        self.paths = Paths()
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         found.began, self.zero = time.time(), time.perf_counter()
         self.inside: _Open | None = None  # the operation that runs
