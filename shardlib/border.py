@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardlib._compat import is_dtensor
+from shardlib.collectives import spans_processes
 from shardlib.errors import PlainTensor, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import as_mesh
@@ -28,7 +29,7 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
             operands={"tensor": typeof(x)},
             fix="sl.dtensor.to_dtensor(sl.shard(x, '...'))",
         )
-    if x.mesh.device_mesh is None:
+    if not spans_processes(x.mesh):
         raise Unsupported(
             "simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)"
         )

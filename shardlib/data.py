@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shardlib.collectives import Stacked, holds_values, lead, played, storage
+from shardlib.collectives import (
+    Stacked,
+    holds_values,
+    lead,
+    played,
+    spans_processes,
+    storage,
+)
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
 from shardlib.layouts import Layout, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, within
@@ -37,7 +44,7 @@ def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
     ('i64[4@data, 3]', tensor([0, 0, 1, 1]))
     """
     m = as_mesh(mesh)
-    if m.device_mesh is not None and m.coord is None:
+    if spans_processes(m) and m.coord is None:
         raise MeshError(
             "this process is not in the mesh", op="from_local", mesh=m, fix="sl.make_mesh(x=-1)"
         )

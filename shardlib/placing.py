@@ -23,6 +23,7 @@ from shardlib.collectives import (
     pslice,
     psum,
     psum_scatter,
+    spans_processes,
     start_ppermutes,
     storage,
     unwrap,
@@ -139,7 +140,7 @@ def shard(
         )
     lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
     placed = place_whole(x, lay, m, src=src, pad=pad)
-    if src is None and m.device_mesh is not None:
+    if src is None and spans_processes(m):
         fix = f"sl.shard(x, {str(lay)!r}, src=0)"
         verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
     return placed
@@ -213,7 +214,7 @@ def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
         raise ShardError(
             f"src must be 0, not {src}", op="shard", mesh=m, fix="sl.shard(x, layout, src=0)"
         )
-    if m.device_mesh is None:
+    if not spans_processes(m):
         return x
     with bind(m):
         return pbroadcast(x.to(m.device), m.names, 0)
@@ -224,12 +225,12 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     shape = tuple(x.shape)
     if not holds_values(m):
         return torch.empty(layout.local_shape(shape, m), dtype=x.dtype, device="meta")
-    if m.device_mesh is not None and m.coord is None:
+    if spans_processes(m) and m.coord is None:
         raise MeshError(
             "this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)"
         )
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
-    return raw if m.device_mesh is None else raw.to(m.device)
+    return raw.to(m.device) if spans_processes(m) else raw
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:

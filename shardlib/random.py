@@ -30,7 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib._compat import SEEDED, job_store
-from shardlib.collectives import all_gather, holds_values, pbroadcast, played, storage, unwrap, wrap
+from shardlib.collectives import (
+    all_gather,
+    holds_values,
+    pbroadcast,
+    played,
+    spans_processes,
+    storage,
+    unwrap,
+    wrap,
+)
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, scope, within
 
@@ -157,7 +166,7 @@ def _stream(mesh: Mesh) -> _Stream:
 
 
 def _shared(mesh: Mesh) -> _Stream:
-    if mesh.device_mesh is None:
+    if not spans_processes(mesh):
         return _HERE
     ranks = tuple(sorted(mesh.ranks))
     return _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
@@ -236,7 +245,7 @@ class Plain:
 
     def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
         """Call ``run()``, twice where its first call shows that it draws and generators differ."""
-        if mesh.device_mesh is None or mesh.size == 1:
+        if not spans_processes(mesh) or mesh.size == 1:
             return run()
         mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
         replaced = self.drawn and _rank_zeros(mesh, mine)

@@ -251,8 +251,8 @@ def test_optional_packages_are_imported_in_functions_only(module: str) -> None:
 
 
 def kinds_asked(tree: ast.AST) -> list[str]:
-    """Where code asks what kind a mesh is: ``mesh.kind``, a
-    comparison with a kind's name, a back end by name.
+    """List where code asks what kind a mesh is: ``mesh.kind``, a comparison with a kind's name or of
+    its ``device_mesh``, a mesh made of a kind by name, a back end by name.
     """
     found = []
     for node in ast.walk(tree):
@@ -266,6 +266,18 @@ def kinds_asked(tree: ast.AST) -> list[str]:
             isinstance(c, ast.Constant) and c.value in KINDS for c in ast.walk(node)
         ):
             found.append(node)
+        if (
+            isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Attribute)
+            and node.left.attr == "device_mesh"
+        ):
+            found.append(node)
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "kind"
+            and isinstance(node.value, ast.Constant)
+        ):
+            found += [node.value] if node.value.value in KINDS else []
         if isinstance(node, ast.ImportFrom) and "backends" in (node.module or ""):
             found.append(node)
     return [f"{n.lineno}: {ast.unparse(n)}" for n in found]
@@ -287,6 +299,8 @@ def test_nobody_asks_what_kind_a_mesh_is(module: str) -> None:
         "def f(x):\n    return x.mesh.kind != 'x'",
         "if m.kind: pass",
         "def f(k):\n    return k in ('dist', 'record')",
+        "if x.mesh.device_mesh is None: pass",
+        "Mesh({}, kind='record')",
         "from shardlib.collectives.backends import dist",
     ],
 )

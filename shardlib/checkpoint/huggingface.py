@@ -38,6 +38,7 @@ from shardlib.checkpoint.files import (
 from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
 from shardlib.checkpoint.reading import Target, check, some, storages
 from shardlib.checkpoint.tree import alone
+from shardlib.collectives import spans_processes
 from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
@@ -115,7 +116,7 @@ def load_hf(
     several = not isinstance(directory, str | os.PathLike)
     places = [os.fspath(p) for p in directory] if several else [os.fspath(directory)]  # type: ignore[union-attr,arg-type]
     group = Group(
-        "load_hf", timeout, mesh.device_mesh is None, _fixes(names, pad, missing, extra, cast)
+        "load_hf", timeout, not spans_processes(mesh), _fixes(names, pad, missing, extra, cast)
     )
     error = None
     digest = ""

@@ -22,7 +22,7 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
-from shardlib.collectives import blocks, lead, pbroadcast, played
+from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
 from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import Layout, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
@@ -259,7 +259,7 @@ class _Readers:
     def is_read_here(self, name: str, raw: Tensor, target: Target) -> bool:
         """Whether this rank reads; if not, ``spread`` fills it."""
         mesh = target.mesh or scope().mesh
-        if mesh is None or mesh.device_mesh is None or mesh.coord is None:
+        if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
         if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
             return True

@@ -23,7 +23,7 @@ from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import code_of
 from shardlib.checkpoint.sums import outline
 from shardlib.collectives import blocks as blocks_of
-from shardlib.collectives import holds_values, played
+from shardlib.collectives import holds_values, played, spans_processes
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
@@ -154,7 +154,7 @@ def alone(leaves: list[Any]) -> bool:
     meshes = [x.mesh for x in leaves if isinstance(x, ShardedTensor)]
     if not meshes and scope().mesh is not None:
         meshes = [scope().mesh]
-    return bool(meshes) and all(m.device_mesh is None for m in meshes)
+    return bool(meshes) and all(not spans_processes(m) for m in meshes)
 
 
 def place_of(x: Tensor, world: int) -> Place:
@@ -174,7 +174,7 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
     """(rank in its mesh, block without a copy) of every rank of a tensor that is played here."""
     if not isinstance(x, ShardedTensor):
         return [(rank, x.detach())]
-    if x.mesh.device_mesh is not None and x.mesh.coord is None:
+    if spans_processes(x.mesh) and x.mesh.coord is None:
         return []
     held = blocks_of(x.raw.detach(), x.mesh)
     return [(rank_of(x.mesh, c), b) for c, b in zip(played(x.mesh), held, strict=True)]
@@ -294,6 +294,6 @@ def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
 
 def world_of(mesh: Mesh | None) -> int:
     """How many processes a job has."""
-    if mesh is not None and mesh.device_mesh is None:
+    if mesh is not None and not spans_processes(mesh):
         return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -30,6 +30,7 @@ from shardlib.collectives.api import (
     reductions,
     scatter_into,
     shift,
+    spans_processes,
     start,
     start_ppermutes,
     storage,

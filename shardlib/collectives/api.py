@@ -27,7 +27,8 @@ __all__ = [
     "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played",
     "pmax", "pmean",
     "ppermute", "preduce", "preduce_into", "pslice", "psum", "psum_scatter", "pvary",
-    "ragged_all_to_all", "reductions", "scatter_into", "shift", "start", "start_ppermutes", "storage",
+    "ragged_all_to_all", "reductions", "scatter_into", "shift", "spans_processes", "start",
+    "start_ppermutes", "storage",
     "unwrap", "wrap",
 ]  # fmt: skip
 
@@ -81,6 +82,11 @@ def lead(mesh: Mesh) -> int:
 def holds_values(mesh: Mesh) -> bool:
     """Say whether blocks hold values, not shapes only."""
     return backend(mesh).holds_values
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Say whether other processes play the other ranks, and may hold other values."""
+    return backend(mesh).spans_processes
 
 
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:

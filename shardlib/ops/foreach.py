@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import amp_unscale, foreach_ops, fused_steps
-from shardlib.collectives import blocks, lead, played, pmax, psum, unwrap, wrap
+from shardlib.collectives import (
+    blocks,
+    lead,
+    played,
+    pmax,
+    psum,
+    spans_processes,
+    unwrap,
+    wrap,
+)
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
@@ -212,7 +221,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
         func(plain, *bare)
     for mesh, raws in per_mesh.items():
         func(raws, *bare)
-        if mesh.device_mesh is not None:  # an overflow may be on a rank played elsewhere
+        if spans_processes(mesh):  # an overflow may be on a rank played elsewhere
             with bind(mesh):
                 bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
     if isinstance(found, ShardedTensor):

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives import all_gather, pbroadcast, psum, psum_scatter
+from shardlib.collectives import (
+    all_gather,
+    pbroadcast,
+    psum,
+    psum_scatter,
+    spans_processes,
+)
 from shardlib.mesh import Link, MeshLike, as_mesh, bind
 from shardlib.ops.registry import forget
 
@@ -28,7 +34,7 @@ def probe(
     {'x': Link(alpha=2e-05, beta=1e-09)}
     """
     m = as_mesh(mesh)
-    if m.device_mesh is None:
+    if not spans_processes(m):
         return {axis: m.links.get(axis, Link()) for axis in m.names}
     axes = [axis for axis in m.names if m.axes[axis] > 1]
     times = []

@@ -29,6 +29,9 @@ class Backend(Protocol):
     holds_values: bool
     """False where blocks are shapes only."""
 
+    spans_processes: bool
+    """True where other processes play the other ranks."""
+
     lead: int
     """Number of dimensions of a storage in front of a block's."""
 

@@ -29,6 +29,7 @@ from shardlib.mesh import Mesh, current_job, lost, rank_along
 __all__: list[str] = []
 
 holds_values = True
+spans_processes = True
 lead = 0
 
 

@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 
 holds_values = False
+spans_processes = False
 lead = 0
 
 

@@ -13,6 +13,7 @@ from shardlib.mesh import Mesh, coordinates, rank_along
 __all__: list[str] = []
 
 holds_values = True
+spans_processes = False
 lead = 1
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.live import Live
-from shardlib.mesh import Mesh
+from shardlib.mesh import record
 from shardlib.ops.attention.case import Sizes, length
 from shardlib.ops.attention.engine import Job, Plan
 from shardlib.ops.attention.kernels import pick
@@ -67,7 +67,7 @@ def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
     """Make a job for one rank of a ring on paper."""
     case, z = plan.case, plan.case.sizes
-    mesh = Mesh(dict(case.mesh), kind="record", device="meta")
+    mesh = record(**dict(case.mesh))
     mesh.coord = dict.fromkeys(mesh.axes, 0)
     for axis in reversed(case.axes):
         rank, mesh.coord[axis] = divmod(rank, mesh.axes[axis])
