@@ -3,11 +3,12 @@
 
 The verbs and values of every day are here; the rest is in modules:
 
+``sl.attention``    engines of attention, by their arguments.
 ``sl.checkpoint``   files of a training run, and models of other libraries.
 ``sl.collectives``  what local code moves.
 ``sl.dtensor``      to and from torch's own sharded tensors.
 ``sl.errors``       every error.
-``sl.extend``       for authors of algorithms, engines and masks.
+``sl.extend``       for authors of algorithms, engines, masks and layouts.
 ``sl.kernels``      fused operations.
 ``sl.masks``        masks of attention.
 ``sl.optim``        optimizers and ZeRO.
@@ -19,6 +20,7 @@ The verbs and values of every day are here; the rest is in modules:
 """
 
 from shardlib import (
+    attention,
     checkpoint,
     collectives,
     dtensor,
@@ -112,7 +114,7 @@ __all__ = [
     "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check",
     "check_model", "choose", "probe", "visualize", "summary",
     # errors, and the modules
-    "ShardError", "checkpoint", "collectives", "dtensor", "errors", "extend", "kernels", "masks",
+    "ShardError", "attention", "checkpoint", "collectives", "dtensor", "errors", "extend", "kernels", "masks",
     "optim", "planning", "random", "recipes", "seeing", "testing",
 ]  # fmt: skip
 

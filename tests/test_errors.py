@@ -75,7 +75,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("shard_map of another layout", lambda: sl.shard_map(lambda v: v, in_layouts="rows", out_layouts="rows")(s(".", 4)), "ShardError", "laid out ., not rows", {"x": lambda: s(".", 4)}),
     ("attention over an unknown algorithm", lambda: sl.ring_attention(*[ring()] * 3, algorithm="rnig"), "ShardError", "unknown algorithm 'rnig'", QKV),
     ("an algorithm that is no engine", lambda: sl.ring_attention(*[ring()] * 3, algorithm=("rsa", 2)), "ShardError", "an algorithm is a name or an engine", QKV),
-    ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm=sl.ops.attention.engines.DoubleRing(3)), "NoImplementation", "an inner ring of 3 does not divide", QKV),
+    ("an inner ring that does not divide", lambda: sl.ring_attention(*[ring()] * 3, algorithm=sl.attention.DoubleRing(3)), "NoImplementation", "an inner ring of 3 does not divide", QKV),
     ("a bias that Ulysses would drop", lambda: sl.ring_attention(*[ring()] * 3, bias=torch.zeros(4, 4), algorithm="ulysses"), "NoImplementation", "rows change places", QKV),
     ("USP over one axis", lambda: sl.ring_attention(*[ring()] * 3, algorithm="usp"), "NoImplementation", "split over two axes", QKV),
     ("an unknown kernel", lambda: sl.ring_attention(*[ring()] * 3, kernel="fast"), "ShardError", "unknown kernel 'fast'", QKV),
@@ -97,7 +97,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("keys split over another axis", lambda: sl.ring_attention(ring(), *[s(". . y .", 2, 2, 4, 4)] * 2), "ImplicitCommunication", "over the same axes", QKV),
     ("a sequence that lies otherwise than asked", lambda: sl.ring_attention(*[ring()] * 3, layout=sl.Ring("rows", schedule="striped")), "ImplicitCommunication", "split rows, not striped(rows)", QKV),
     ("plain tensors in attention", lambda: sl.ring_attention(*[torch.zeros(2, 2, 4, 4)] * 3), "PlainTensor", "local blocks need their layout", {n: (lambda: torch.zeros(2, 2, 4, 4)) for n in "qkv"}),
-    ("a projection of another length", lambda: sl.ops.attention.linformer_attention(*[ring()] * 3, torch.zeros(2, 3)), "ShardError", "a projection is [r, 4]", QKV),
+    ("a projection of another length", lambda: sl.attention.linformer_attention(*[ring()] * 3, torch.zeros(2, 3)), "ShardError", "a projection is [r, 4]", QKV),
     ("a simulated DTensor", lambda: sl.dtensor.to_dtensor(s("rows", 4)), "Unsupported", "simulated ranks have no DTensor", {"x": lambda: s("rows", 4)}),
 ]  # fmt: skip
 

@@ -107,6 +107,7 @@ ORDER = [  # each may import from those before it
     "seeing.timeline",
     "seeing",
     "masks",
+    "attention",
     "desync",
     "testing.plugin",
     "command.config",

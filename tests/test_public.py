@@ -27,6 +27,7 @@ FACE = """
     ShardError
 """.split()
 MODULES = {
+    "attention": "AllGather BothWays Canonical DoubleRing Halo OneWay PassQ RSA Ulysses linformer_attention",
     "collectives": """Event Pending Stacked Trace all_gather all_to_all axis_index axis_size expect_comm pbroadcast
         pcast pick pmax pmean ppermute preduce pslice psum psum_scatter pvary shift start trace""",
     "checkpoint": """About Saved Saving describe from_hf latest load load_hf reshard save save_hf steps to_hf

@@ -115,7 +115,8 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
 
     Raises: AssertionError.
 
-    >>> check_engine(__import__("shardlib").ops.attention.engines.OneWay())
+    >>> import shardlib as sl
+    >>> check_engine(sl.attention.OneWay())
     """
     assert hash(engine) == hash(engine) and engine == engine, f"{engine} is no value"
     masks = (

@@ -126,7 +126,7 @@ def test_the_library_s_own_engines_keep_the_laws(name: str) -> None:
 
 
 def test_the_laws_find_a_price_that_is_not_paid() -> None:
-    ring: Any = type(sl.ops.attention.engines.OneWay())
+    ring: Any = type(sl.attention.OneWay())
 
     class Cheap(ring):
         def moves(self, plan: Any) -> Any:
@@ -138,7 +138,7 @@ def test_the_laws_find_a_price_that_is_not_paid() -> None:
 
 
 def test_the_laws_find_a_mask_that_is_not_asked() -> None:
-    ring: Any = type(sl.ops.attention.engines.OneWay())
+    ring: Any = type(sl.attention.OneWay())
 
     class Blind(ring):
         def forward(self, job: Any, *operands: Any) -> Any:

@@ -110,7 +110,7 @@ def ring_attention(
     ``return_lse`` also give log-sum-exp of the scores [b, h, s], differentiable.
     ``algorithm``  "auto": the cheapest plan; or a name: ``sl.why("attention", q, k, v)`` lists
                    them; or an engine with its arguments:
-                   ``sl.ops.attention.engines.AllGather(heads=1)``.
+                   ``sl.attention.AllGather(heads=1)``.
     ``kernel``     "auto", "math", "cpu", "flash", "efficient", "cudnn".
     ``canonical``  the same bits, out and gradients, for every ring size and layout: everything is
                    gathered and computed in tiles of 64 rows (or of ``canonical`` rows), at twice

@@ -21,7 +21,16 @@ __all__ = ["BothWays", "both_ways"]
 
 @dataclass(frozen=True)
 class BothWays(Routes):
-    """Engine that sends each stretch of rows in both directions, to the ranks that need it."""
+    """Engine that sends each stretch of rows in both directions, to the ranks that need it.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     mask = sl.masks.Causal() & sl.masks.Window(4)
+    ...     _ = sl.ring_attention(x, x, x, mask=mask, algorithm=sl.attention.BothWays())
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 768}, 1)
+    """
 
     name = "ring_bidirectional"
 

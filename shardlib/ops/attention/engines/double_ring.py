@@ -17,7 +17,17 @@ __all__ = ["DoubleRing"]
 
 @dataclass(frozen=True)
 class DoubleRing(Routes):
-    """Keys round rings of ``inner`` ranks, then on to the next ring; None: at most sqrt(p)."""
+    """Engine that sends keys round rings of ``inner`` ranks, then on to the next ring.
+
+    ``inner``  None: at most sqrt(p).
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     _ = sl.ring_attention(x, x, x, algorithm=sl.attention.DoubleRing(inner=2))
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 3072}, 3)
+    """
 
     inner: int | None = None
 

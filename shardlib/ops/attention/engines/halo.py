@@ -13,7 +13,16 @@ __all__ = ["Halo"]
 
 @dataclass(frozen=True)
 class Halo(Routes):
-    """Engine of the routes of both ways, where none goes all round the ring."""
+    """Engine of the routes of both ways, where none goes all round the ring.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     mask = sl.masks.Causal() & sl.masks.Window(4)
+    ...     _ = sl.ring_attention(x, x, x, mask=mask, algorithm=sl.attention.Halo())
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 768}, 1)
+    """
 
     name = "halo"
 

@@ -45,7 +45,15 @@ __all__ = ["PassQ"]
 
 @dataclass(frozen=True)
 class PassQ(Engine):
-    """Engine that sends each rank's queries once round the ring."""
+    """Engine that sends each rank's queries once round the ring.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     _ = sl.ring_attention(x, x, x, algorithm=sl.attention.PassQ())
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 3264}, 6)
+    """
 
     name = "pass_q"
 

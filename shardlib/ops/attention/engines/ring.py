@@ -16,7 +16,15 @@ __all__ = ["OneWay"]
 
 @dataclass(frozen=True)
 class OneWay(Routes):
-    """Engine that sends each block of keys to every other rank, neighbour by neighbour."""
+    """Engine that sends each block of keys to every other rank, neighbour by neighbour.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     _ = sl.ring_attention(x, x, x, algorithm=sl.attention.OneWay())
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 3072}, 3)
+    """
 
     name = "ring"
 

@@ -39,7 +39,15 @@ __all__ = ["RSA"]
 
 @dataclass(frozen=True)
 class RSA(Engine):
-    """Engine of two rounds, of keys and of values, that holds all scores of a rank's queries."""
+    """Engine of two rounds, of keys and of values, that holds all scores of a rank's queries.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     _ = sl.ring_attention(x, x, x, algorithm=sl.attention.RSA())
+    >>> t.by_kind(), t.messages
+    ({'ppermute': 3072}, 6)
+    """
 
     name = "rsa"
 
