@@ -24,7 +24,7 @@ __all__ = ["Group"]
 
 
 class _Calls:
-    """What this rank knows of the calls of one job.
+    """The calls of one job, as far as this rank knows of them.
 
     ``seen``    rank -> its host and process, as far as it has spoken.
     ``spoken``  number of a call -> how often this rank said something in it, until forgotten.
@@ -87,7 +87,7 @@ class Group:
             self._forget()
 
     def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
-        """What every rank raises."""
+        """Make the error that every rank raises."""
         own = getattr(cause, "fix", "")
         fix = next((line for words, line in self.fixes if words in message), own)
         return CheckpointError(message, op=self.op, operands=operands, fix=fix)
@@ -106,7 +106,7 @@ class Group:
         error: BaseException | None = None,
         decide: Callable[[list[Any]], Any] = lambda values: None,
     ) -> Any:
-        """What rank 0's ``decide`` makes of the values of all.
+        """Return what rank 0's decide makes of all ranks' values.
 
         Raises: CheckpointError on every rank where one came with an ``error``, or deciding failed.
         """
@@ -152,7 +152,10 @@ class Group:
         return range(1, self.world)
 
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
-        """What ``rank`` says.  Raises: CheckpointError when it has ended or stays silent."""
+        """Wait for what ``rank`` says.
+
+        Raises: CheckpointError when it has ended or stays silent.
+        """
         look, began = 0.0, time.monotonic()
         heard = began
         while not self.store.check([key]):
@@ -207,7 +210,7 @@ _WHERE = "shardlib/checkpoint"
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process of this host is there, and no zombie."""
+    """Say whether a process of this host is there, and no zombie."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             return f.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -38,8 +38,9 @@ __all__ = [
 
 
 class Run(NamedTuple):
-    """Positions start, start + stride, ...: ``length`` of them, which lie side by side from ``at``
-    on in the block.
+    """Positions start, start + stride, ...: ``length`` of them.
+
+    They lie side by side from ``at`` on in the block.
     """
 
     start: int
@@ -49,6 +50,7 @@ class Run(NamedTuple):
 
     @property
     def last(self) -> int:
+        """The last position."""
         return self.start + self.stride * (self.length - 1)
 
 
@@ -64,7 +66,7 @@ _PROCESSES = ""
 
 
 class Place(NamedTuple):
-    """Where a saved tensor lies: true shape, layout, the sizes that its blocks tile, mesh axes.
+    """A saved tensor's place: true shape, layout, the sizes that its blocks tile, mesh axes.
 
     ``ranks``  the processes at the mesh's coordinates, in their order.
     """
@@ -77,7 +79,7 @@ class Place(NamedTuple):
 
     @staticmethod
     def of_plain(shape: tuple[int, ...], world: int) -> "Place":
-        """That of a plain tensor, of which each of so many processes holds all."""
+        """Return the place of a plain tensor that n processes hold whole."""
         dims = Layout.parse("...").resolve(len(shape))
         return Place(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
 
@@ -88,21 +90,22 @@ class Place(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple((Run(0, 1, n, 0),) if n else () for n in shape)
 
 
 def length(held: Held) -> int:
+    """Count the positions held along a dimension."""
     return sum(r.length for r in held)
 
 
 def size(box: Box) -> int:
-    """Number of elements."""
+    """Count the elements of a box."""
     return math.prod(length(held) for held in box)
 
 
 def _runs(index: Sequence[int], below: int) -> Held:
-    """Positions in the order held, as runs; those from ``below`` on are padding and left out."""
+    """Write positions in the order held as runs, without padding: those from ``below`` on."""
     if isinstance(index, range):
         kept = len(range(index.start, min(index.stop, below), index.step))
         return (Run(index.start, index.step if kept > 1 else 1, kept, 0),) if kept else ()
@@ -122,14 +125,14 @@ def _runs(index: Sequence[int], below: int) -> Held:
 
 @lru_cache(maxsize=1 << 14)
 def held(place: Place, rank: int) -> Box:
-    """What the rank with this number in the mesh holds, padding left out."""
+    """Return what the rank of this number in the mesh holds, without padding."""
     sizes = dict(place.mesh)
     index = place.layout.indices(place.tiled, sizes, coordinate(rank, sizes))
     return tuple(_runs(i, n) for i, n in zip(index, place.shape, strict=True))
 
 
 def coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands in a mesh.
+    """Return the coordinate of a rank in a mesh.
 
     >>> coordinate(5, {"x": 2, "y": 3})
     {'y': 2, 'x': 1}
@@ -141,7 +144,7 @@ def coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cut(held: Held, start: int, stop: int) -> Held:
-    """The ``start``-th to ``stop``-th position held."""
+    """Return the ``start``-th to ``stop``-th position held."""
     out, n = [], 0
     for r in held:
         a, b = max(start - n, 0), min(stop - n, r.length)
@@ -156,7 +159,7 @@ _SMALL = 1 << 16
 
 
 def chunk(name: str, place: Place, rank: int) -> Box | None:
-    """What ``rank`` writes of a tensor, None for nothing.
+    """Return the box that rank writes, or None.
 
     Each element is written once, and holders of one block write equal parts of it.
 
@@ -179,7 +182,7 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
 
 
 def shares(place: Place, rank: int) -> list[Box]:
-    """The parts in which the holders of a block write it: one each, or a single one."""
+    """Return the parts in which the holders of a block write it: one each, or a single one."""
     box = held(place, rank)
     copies = math.prod(n for a, n in place.mesh if a not in place.layout.axes)
     d = _shared(box, copies)
@@ -191,7 +194,7 @@ def shares(place: Place, rank: int) -> list[Box]:
 
 
 def _shared(box: Box, copies: int) -> int | None:
-    """The dimension along which holders divide a block; None where it is small."""
+    """Choose the dimension along which holders divide a block; None where it is small."""
     if size(box) < _SMALL:
         return None
     return next((d for d, held in enumerate(box) if length(held) >= copies), None)
@@ -204,7 +207,7 @@ Pair = tuple[slice, slice]
 
 
 def _pairs(a: Held, b: Held) -> Iterator[Pair]:
-    """Where the positions that both hold lie in the block of each."""
+    """List where the positions that both hold lie in the block of each."""
     if len(a) * len(b) > 64 and all(r.stride == 1 for r in (*a, *b)):
         b = tuple(sorted(b))
         starts = [r.start for r in b]
@@ -219,7 +222,7 @@ def _pairs(a: Held, b: Held) -> Iterator[Pair]:
 
 
 def _common(p: Run, q: Run) -> Iterator[Pair]:
-    """Two arithmetic progressions meet in one."""
+    """Meet two arithmetic progressions in one."""
     g = math.gcd(p.stride, q.stride)
     if (q.start - p.start) % g:
         return
@@ -240,7 +243,7 @@ def _places(r: Run, first: int, step: int, n: int) -> slice:
 
 
 def meet(a: Box, b: Box) -> list[list[Pair]]:
-    """Per dimension the pairs of equal places in both; what both hold is their product.
+    """List, per dimension, the pairs of equal places in both; both hold the product of these.
 
     >>> meet(((Run(0, 1, 4, 0),),), ((Run(1, 2, 2, 0),),))
     [[(slice(1, 4, 2), slice(0, 2, 1))]]
@@ -257,7 +260,7 @@ Cuts = tuple[tuple[int, ...], ...]
 """Per dimension of a chunk where it is cut: places between 0 and its length, rising."""
 
 _TILE, _SMALLEST, _NARROWEST = 12 << 10, 1 << 10, 1 << 2
-"""Bytes that a tile of a large chunk has about, that one of a small chunk has, and of a tile's row."""
+"""Bytes of a tile of a large chunk, about; of one of a small chunk; and of a tile's row."""
 
 _WORLDS = (2, 4, 8, 3, 6, 5, 7, 16, 12, 10, 32, 24, 64, 48, 128, 256)
 """Numbers of ranks that a dimension may be split over by a reader, the likeliest first."""
@@ -265,7 +268,7 @@ _WORLDS = (2, 4, 8, 3, 6, 5, 7, 16, 12, 10, 32, 24, 64, 48, 128, 256)
 
 @lru_cache(maxsize=1 << 14)
 def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
-    """Where a chunk of a tensor of this shape is cut into tiles, each with its checksum.
+    """Cut a chunk of a tensor of this shape into tiles, each with its checksum.
 
     A reader reads and checks the tiles that hold something it needs, so they end where the blocks
     of other meshes end: at multiples of n / ranks, rounded up where there is padding, for as many
@@ -302,8 +305,9 @@ def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
 
 
 def _borders(held: Held, n: int, level: int) -> set[int]:
-    """Where, within what is held, runs begin (level 0), or blocks of ``n`` places split in the
-    next likely way do.
+    """List where, within what is held, runs begin (level 0) or blocks of ``n`` places split.
+
+    A level more splits them in the next likely way.
     """
     if len(held) > 64:
         return set()
@@ -321,7 +325,7 @@ def _borders(held: Held, n: int, level: int) -> set[int]:
 
 
 def stretches(n: int, cuts: Sequence[int]) -> list[slice]:
-    """``n`` places between the cuts.
+    """Cut ``n`` places into the stretches between the cuts.
 
     >>> stretches(5, (2,))
     [slice(0, 2, None), slice(2, 5, None)]
@@ -330,7 +334,7 @@ def stretches(n: int, cuts: Sequence[int]) -> list[slice]:
 
 
 def along(shape: Sequence[int], itemsize: int) -> int:
-    """The dimension along which strips are cut: before it, rows are too long for one."""
+    """Choose the dimension along which strips are cut: before it, rows are too long for one."""
     inner = math.prod(shape) * itemsize
     for d, n in enumerate(shape):
         inner //= max(n, 1)

@@ -255,13 +255,16 @@ def from_hf(
 
 
 def _mesh(mesh: Mapping[str, int] | MeshLike) -> Mesh:
-    """A mesh of that size in this process."""
+    """Make a mesh of that size in this process."""
     sizes = mesh if isinstance(mesh, Mapping) else as_mesh(mesh).axes
     return simulate(**sizes)
 
 
 def _reading(group: Group, path: Directory) -> Folder:
-    """Raises: CheckpointError."""
+    """Open a checkpoint to read.
+
+    Raises: CheckpointError.
+    """
     try:
         return Folder(opened_newest(os.fspath(path)))
     except (OSError, ValueError) as e:
@@ -278,7 +281,10 @@ def _manifest(group: Group, folder: Folder) -> Manifest:
 
 
 def _place(name: str, old: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh, pad: bool) -> Place:
-    """Where a tensor lies on the new mesh.  Raises: ShardError."""
+    """Return the place of a tensor on the new mesh.
+
+    Raises: ShardError.
+    """
     target = target_of(name, old, dtype, layouts, mesh, pad)
     if target.layout is None:
         return Place.of_plain(old.shape, mesh.size)
@@ -287,7 +293,10 @@ def _place(name: str, old: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh, 
 
 
 def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
-    """Name in a part of the tree -> name in the tree.  Raises: ValueError where there is none."""
+    """Map names in a part of the tree to names in the tree.
+
+    Raises: ValueError where there is none.
+    """
     start = f"{subtree}/" if subtree else ""
     found = {n.removeprefix(start): n for n in names if n.startswith(start)}
     if not found:
@@ -297,7 +306,10 @@ def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
 
 
 def _called(found: Mapping[str, str], names: Names) -> dict[str, str]:
-    """With other keys.  Raises: ValueError where two become one."""
+    """Return the mapping with other keys.
+
+    Raises: ValueError where two become one.
+    """
     to = renamed(list(found), names)
     return {to[n]: full for n, full in found.items()}
 
@@ -306,7 +318,7 @@ _COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 def _companions(directory: Directory) -> list[Path]:
-    """What stands beside the weights in a Hugging Face directory."""
+    """List what stands beside the weights in a Hugging Face directory."""
     return [
         p
         for p in sorted(Path(directory).iterdir())
@@ -325,7 +337,7 @@ def _parts(
     world: int,
     read: Callable[[str, Box], Tensor],
 ) -> dict[int, list[Part]]:
-    """By rank what it would have written; a block is read when it is due."""
+    """List, by rank, what it would have written; a block is read when it is due."""
     out: dict[int, list[Part]] = {rank: [] for rank in range(world)}
     for name, place in sorted(places.items()):
         for rank in range(world):
@@ -337,7 +349,7 @@ def _parts(
 
 
 def _packed(box: Box) -> Box:
-    """The same positions, as they lie in a block of nothing else."""
+    """Return the same positions, as they lie in a block of nothing else."""
     out = []
     for held in box:
         runs, at = [], 0
@@ -356,7 +368,10 @@ def _write(
     content: Content,
     files: Mapping[int, list[Part]],
 ) -> None:
-    """Raises: CheckpointError."""
+    """Write the new checkpoint.
+
+    Raises: CheckpointError.
+    """
     job = Job(group, path, step, overwrite)
     try:
         name = job.begin(content, {}, None)

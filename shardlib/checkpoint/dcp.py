@@ -1,4 +1,4 @@
-"""Sharded tensors in torch.distributed.checkpoint: ``dcp.save`` and ``dcp.load`` take them as they are.
+"""Sharded tensors in torch.distributed.checkpoint: ``dcp.save`` and ``dcp.load`` take them.
 
 DCP asks a tensor that is no plain one, by three methods, which boxes of the global tensor it holds;
 so its planners, its file format and its readers and writers of Hugging Face directories serve every
@@ -50,7 +50,7 @@ def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_Piece]:
 
 
 def _held(x: ShardedTensor) -> list[_Piece]:
-    """All that is held here, in the parts in which holders of a block write it."""
+    """List all that is held here, in the parts in which holders of a block write it."""
     place = place_of(x, 1)
     return [
         piece

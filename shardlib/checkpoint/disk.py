@@ -27,7 +27,7 @@ _ALONE = 1 << 18
 
 
 def memory(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of this host."""
+    """Return the memory of a contiguous tensor of this host."""
     nbytes = x.numel() * x.dtype.itemsize
     if not nbytes:
         return memoryview(b"")
@@ -37,7 +37,7 @@ def memory(x: Tensor) -> memoryview:
 
 
 def open_file(folder: int, name: str, links: bool = False) -> int:
-    """A descriptor to read a file of a directory by; what is no file is not waited for.
+    """Open a file of a directory to read; what is no file is not waited for.
 
     Raises: OSError, ValueError.
     """
@@ -50,7 +50,7 @@ def open_file(folder: int, name: str, links: bool = False) -> int:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Give a file its length and its place on the disk, which is found at once and not page by page.
+    """Give a file its length and its place on the disk, found at once and not page by page.
 
     Raises: OSError where the disk is full; a file system that cannot is let be.
     """
@@ -63,14 +63,14 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
-    """Where the descriptor stands, or from a place of the file on."""
+    """Write all bytes where the descriptor stands, or from a place of the file on."""
     while len(data):
         n = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
         data, at = data[n:], None if at is None else at + n
 
 
 def _spare() -> bool:
-    """Whether each process of the job that may run on this host has a core for a second thread."""
+    """Say whether each process of the job on this host may have a core for a second thread."""
     if not hasattr(os, "sched_getaffinity"):
         return True
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -78,8 +78,9 @@ def _spare() -> bool:
 
 
 class Behind:
-    """Writes a file from a place on: one stretch goes there while the caller looks at it, or makes
-    the next, where there is a core for both.
+    """A writer of a file, from a place on, in a thread beside the caller where a core is free.
+
+    One stretch is written while the caller looks at it, or makes the next.
 
     ``put`` takes what comes next, which stays as it is until ``end`` returns: then all is written,
     though not yet flushed.
@@ -106,7 +107,10 @@ class Behind:
             self.thread = None
 
     def put(self, data: memoryview) -> None:
-        """Return when what came before is written.  Raises: OSError of that."""
+        """Write ``data`` next; return when what came before is written.
+
+        Raises: OSError of that.
+        """
         at, self.at = self.at, self.at + len(data)
         if self.thread is None and (len(data) < _ALONE or not self.beside):
             return self._write(data, at)
@@ -123,7 +127,10 @@ class Behind:
         self._raise()
 
     def end(self) -> None:
-        """Raises: OSError."""
+        """Wait until all is written.
+
+        Raises: OSError.
+        """
         self.__exit__()
         self._raise()
 

@@ -67,16 +67,17 @@ _HEADER = 100 << 20
 
 
 def code_of(dtype: torch.dtype) -> str | None:
-    """The name of a dtype in a file, None where it has none."""
+    """Return the name of a dtype in a file, None where it has none."""
     return _CODES.get(dtype)
 
 
 def dtype_of(code: object) -> torch.dtype | None:
+    """Return the dtype of a name in a file, None where there is none."""
     return _DTYPES.get(code) if isinstance(code, str) else None
 
 
 def _here(x: Tensor) -> Tensor:
-    """Contiguous on this host, and a copy only where it was not."""
+    """Return the tensor contiguous on this host, copied only where it was not."""
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -85,7 +86,7 @@ def _here(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank writes of a tensor: ``get()`` is the block's part, asked for when it is due.
+    """A part of a tensor that a rank writes: ``get()`` is the block's, asked for when it is due.
 
     ``of``  the shape of the whole tensor.
     """
@@ -98,15 +99,17 @@ class Part:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
         return tuple(length(held) for held in self.box)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the part."""
         return size(self.box) * self.dtype.itemsize
 
     @cached_property
     def key(self) -> str:
-        """Its name and its chunk, in the words of a slice."""
+        """The tensor's name and its chunk, in the words of a slice."""
         box = ",".join(
             " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
             + " ..." * (len(held) > 4)
@@ -116,11 +119,12 @@ class Part:
 
     @cached_property
     def sums(self) -> Sums:
+        """The checksums that the part has."""
         return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
 
 
 def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
-    """Write a part strip by strip; the checksums of its tiles, and of its strips."""
+    """Write a part strip by strip, and return the checksums of its tiles and strips."""
     of_tiles: list[int] = []
     of_strips: list[int] = []
     if not part.nbytes:
@@ -142,7 +146,7 @@ def write_file(
     about: dict[str, str],
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write a new file and flush it to the disk; its name, size and the crc32 of its header.
+    """Write a new file, flush it to the disk, and return name, size and its header's crc32.
 
     ``folder``    a descriptor of the directory.
     ``progress``  called after every strip.
@@ -215,15 +219,17 @@ class Chunk:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the chunk."""
         return tuple(length(held) for held in self.box)
 
     @property
     def sums(self) -> Sums:
+        """The checksums that the chunk has."""
         return sums_of(self.shape, self.cuts, self.dtype)
 
 
 def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | None = None) -> Any:
-    """(table, metadata, where data begins) of a safetensors file.
+    """Read (table, metadata, where data begins) of a safetensors file.
 
     Raises: ValueError for whatever is out of order: sizes, checksum, offsets, types, keys.
     """
@@ -265,7 +271,7 @@ def _begin(entry: Any, name: str) -> tuple[int, int]:
 
 
 def _is(value: Any, kind: type, *inner: type) -> bool:
-    """Whether it is a list or table of such, and no bool among the numbers."""
+    """Say whether it is a list or table of such, and no bool among the numbers."""
     if not isinstance(value, kind):
         return False
     if kind is dict:
@@ -274,7 +280,10 @@ def _is(value: Any, kind: type, *inner: type) -> bool:
 
 
 def parsed(text: bytes | str, name: str) -> Any:
-    """JSON in which no key stands twice.  Raises: ValueError."""
+    """Parse JSON in which no key stands twice.
+
+    Raises: ValueError.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -291,7 +300,10 @@ def parsed(text: bytes | str, name: str) -> Any:
 
 
 def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
-    """The chunks of one of our files.  Raises: ValueError."""
+    """Read the chunks of one of our files.
+
+    Raises: ValueError.
+    """
     table, meta, begin = layout_of_file(fd, name, nbytes, crc)
     index = parsed(meta.get("shardlib", "{}"), name)
     if not isinstance(index, dict) or index.keys() != table.keys():
@@ -306,8 +318,10 @@ def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of its chunks: by the tensor's name key, entry and description; their
-    checksums, one after the other.
+    """A file's own words on its chunks.
+
+    ``said``  the tensor's name -> key, entry and description.
+    ``crcs``  their checksums, one after the other.
     """
 
     file: str
@@ -316,7 +330,10 @@ class Header:
     crcs: bytes
 
     def get(self, name: str) -> Chunk | None:
-        """A chunk, None where the file has none of this tensor.  Raises: ValueError."""
+        """Return a tensor's chunk, None where the file has none of it.
+
+        Raises: ValueError.
+        """
         if name not in self.said:
             return None
         key, entry, described = self.said[name]
@@ -346,7 +363,10 @@ def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: An
 
 @lru_cache(maxsize=1 << 12)
 def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> Sums:
-    """Those of a chunk that is cut so.  Raises: ValueError for what are no cuts of it."""
+    """Return the checksums of a chunk that is cut so.
+
+    Raises: ValueError for what are no cuts of it.
+    """
     for n, some in zip(shape, cuts, strict=True):
         places = (0, *some, n)
         if set(map(type, some)) - {int} or any(map(operator.ge, places, some and places[1:])):
@@ -396,7 +416,10 @@ class Folder:
         os.close(self.open.pop(name))
 
     def file(self, name: str) -> int:
-        """A descriptor.  Raises: ValueError for what is no plain name; OSError."""
+        """Return the descriptor of a file.
+
+        Raises: ValueError for what is no plain name; OSError.
+        """
         if name not in self.open:
             if not name or os.path.basename(name) != name or name.startswith(".") or "\0" in name:
                 raise ValueError(f"{name!r} is no file of this directory")
@@ -406,7 +429,7 @@ class Folder:
         return self.open[name]
 
     def into(self, out: memoryview, file: str, offset: int) -> None:
-        """The bytes of a file from ``offset`` on."""
+        """Read the bytes of a file from ``offset`` on into ``out``."""
         at, fd = 0, self.file(file)
         while at < len(out):
             got = os.preadv(fd, [out[at:]], offset + at)
@@ -417,7 +440,7 @@ class Folder:
         self.bytes_read += len(out)
 
     def mapped(self, c: Chunk) -> Tensor:
-        """A chunk as it lies in the file; what is looked at must be copied and checked."""
+        """Map a chunk as it lies in the file; what is looked at must be copied and checked."""
         if c.file not in self.maps:
             self.maps[c.file] = mmap.mmap(
                 self.file(c.file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -430,7 +453,7 @@ class Folder:
         return flat.view(c.dtype).reshape(c.shape)
 
     def let_go(self, c: Chunk) -> None:
-        """Pages that were looked at are not ours to hold."""
+        """Give back the pages of a mapped chunk that was looked at."""
         page = mmap.PAGESIZE
         first = c.offset // page * page
         self.maps[c.file].madvise(mmap.MADV_DONTNEED, first, c.offset + c.nbytes - first)
@@ -443,8 +466,9 @@ _OPEN = 256
 def fill(
     out: Tensor, wanted: Box, chunk: Chunk, folder: Folder, turn: Sequence[int] | None = None
 ) -> int:
-    """Copy into the block ``out``, which holds ``wanted``, what a chunk has of it; number of
-    elements.  Only the tiles that hold some are read, and each is checked.
+    """Copy what a chunk has of ``wanted`` into its block ``out``; return the number of elements.
+
+    Only the tiles that hold some are read, and each is checked.
 
     ``turn``  the chunk's dimensions in the order of the block's, where a file has it transposed.
     Raises: ValueError naming the file where a checksum is wrong.
@@ -489,7 +513,7 @@ def fill(
 
 
 def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
-    """Whether all of some tiles is wanted, side by side."""
+    """Say whether all of some tiles is wanted, side by side."""
     if len(pairs) != 1:
         return False
     source, target = pairs[0]
@@ -497,7 +521,7 @@ def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
 
 
 def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> bool:
-    """Whether all of the chunk is wanted, and goes to one place in memory."""
+    """Say whether all of the chunk is wanted, and goes to one place in memory."""
     if out.device.type != "cpu" or out.dtype != chunk.dtype or count != size(chunk.box):
         return False
     if any(len(pairs) != 1 or pairs[0][1].step != 1 or pairs[0][0].step != 1 for pairs in shared):
@@ -506,7 +530,10 @@ def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> 
 
 
 def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
-    """A whole chunk, each piece of it checked as soon as it is read.  Raises: ValueError, OSError."""
+    """Read a whole chunk, each piece of it checked as soon as it is read.
+
+    Raises: ValueError, OSError.
+    """
     found: list[int] = []
     at, sums, checked = chunk.offset, chunk.sums, chunk.crcs is not None
 
@@ -525,7 +552,10 @@ def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
 
 
 def check_chunk(chunk: Chunk, folder: Folder) -> None:
-    """Read a whole chunk, strip by strip, and check it.  Raises: ValueError, OSError."""
+    """Read a whole chunk, strip by strip, and check it.
+
+    Raises: ValueError, OSError.
+    """
     found: list[int] = []
     of_strips: list[int] = []
     at, sums = chunk.offset, chunk.sums
@@ -546,13 +576,16 @@ def _packed(crcs: list[int]) -> bytes:
 
 
 def _check(found: list[int], chunk: Chunk, first: int = 0) -> None:
-    """Compare checksums, from the ``first`` on.  Raises: ValueError."""
+    """Compare checksums, from the ``first`` on.
+
+    Raises: ValueError.
+    """
     if chunk.crcs is not None and _packed(found) != chunk.crcs[8 * first :]:
         raise ValueError(f"{chunk.file} is damaged: a checksum is wrong")
 
 
 def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
-    """The pairs as far as they lie within a cut of the source, counted from its start."""
+    """Return the pairs as far as they lie within a cut of the source, counted from its start."""
     out = []
     for s, t in pairs:
         first = max(0, -((s.start - cut.start) // s.step)) if s.start < cut.start else 0
@@ -576,7 +609,7 @@ Group = tuple[int, list[slice], list[Pair]]
 
 
 def _groups(n: int, cuts: Sequence[int], pairs: list[Pair], checked: bool) -> list[Group]:
-    """The tiles of a dimension that hold something wanted, as far as they are neighbours."""
+    """List the tiles of a dimension that hold something wanted, neighbours together."""
     out: list[Group] = []
     for i, cut in enumerate(stretches(n, cuts)):
         if not any(_inside(pairs, cut)):
@@ -604,7 +637,10 @@ _TOGETHER = 16
 
 
 def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> None:
-    """Per dimension the first tile's number, and the cuts.  Raises: ValueError."""
+    """Return per dimension the first tile's number, and the cuts.
+
+    Raises: ValueError.
+    """
     if chunk.crcs is None:
         return
     lengths = [[c.stop - c.start for c in some] for _, some in tiles]

@@ -41,7 +41,7 @@ _ABANDONED = 86400.0
 
 
 def fsync_folder(path: str) -> None:
-    """Names in it are on the disk."""
+    """Flush the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -75,7 +75,7 @@ class Work:
             fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _opened(self) -> int:
-        """What another rank has just made may take a moment to be seen over a network."""
+        """Open the directory; what another rank has just made may be seen a moment later."""
         until = time.monotonic() + 1.0
         while True:
             try:
@@ -89,7 +89,7 @@ class Work:
 
     @staticmethod
     def make(target: str) -> tuple[str, int]:
-        """A new work directory: its name, and a descriptor that holds it until it is closed."""
+        """Make a work directory; return its name and a descriptor that holds it until closed."""
         parent, base = os.path.split(target)
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
@@ -102,7 +102,10 @@ class Work:
         return name, hold
 
     def commit(self, overwrite: bool) -> None:
-        """Make it the target.  Raises: OSError; see ``committed`` for what then holds."""
+        """Make it the target.
+
+        Raises: OSError; see ``committed`` for what then holds.
+        """
         os.fsync(self.fd)
         while not self._placed(overwrite):
             pass  # another saver was quicker: look again
@@ -136,7 +139,7 @@ class Work:
         return os.path.join(self.parent, f".{self.base}.old-{self.id}")
 
     def committed(self) -> bool:
-        """Give up unless it is done already: whether the target is this one."""
+        """Give up unless it is done already, and say whether the target is this one."""
         away = os.path.join(self.parent, f".{self.base}.gone-{self.id}")
         try:
             os.rename(self.path, away)
@@ -151,6 +154,7 @@ class Work:
         return done
 
     def close(self) -> None:
+        """Let go of the work directory."""
         os.close(self.lock)
         os.close(self.fd)
 
@@ -192,7 +196,7 @@ def clean(parent: str, base: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: str, how: int) -> Iterator[bool]:
-    """Hold a lock on a directory; whether it was had, which a file system without locks denies."""
+    """Lock a directory inside the ``with``; give whether it was had, which some systems deny."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     had = True
     try:
@@ -206,7 +210,7 @@ def _locked(path: str, how: int) -> Iterator[bool]:
 
 
 def _abandoned(path: str, settled: bool) -> bool:
-    """Whether nobody holds its lock.
+    """Say whether nobody holds its lock.
 
     ``settled``  it is not being made just now, when its lock is not there yet, or not yet held;
                  else it is none for a minute.
@@ -232,6 +236,7 @@ def _abandoned(path: str, settled: bool) -> bool:
 
 
 def write_manifest(folder: int, manifest: dict[str, Any]) -> None:
+    """Write the manifest into the work directory, and flush it."""
     body = json.dumps(manifest, sort_keys=True).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(MANIFEST, flags, 0o666, dir_fd=folder)
@@ -243,7 +248,10 @@ def write_manifest(folder: int, manifest: dict[str, Any]) -> None:
 
 
 def opened(path: str) -> int:
-    """A descriptor of a checkpoint's directory, where it has stepped aside too.  Raises: OSError."""
+    """Open a checkpoint's directory, where it has stepped aside too.
+
+    Raises: OSError.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         return os.open(path, flags)
@@ -258,7 +266,10 @@ def opened(path: str) -> int:
 
 
 def read_manifest(folder: int) -> dict[str, Any]:
-    """What a checkpoint says of itself.  Raises: ValueError, OSError."""
+    """Read a checkpoint's manifest.
+
+    Raises: ValueError, OSError.
+    """
     with os.fdopen(open_file(folder, MANIFEST), "rb") as f:
         if os.fstat(f.fileno()).st_size > _LONGEST:
             raise ValueError(f"{MANIFEST} is longer than {_LONGEST} bytes")

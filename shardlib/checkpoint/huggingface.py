@@ -158,7 +158,7 @@ load_hf.bytes_read = 0  # type: ignore[attr-defined]
 
 
 def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> list[tuple[str, str]]:
-    """By the words of a message the line that mends it: the call as it was, and one thing more."""
+    """Map the words of a message to the line that mends it: the call, and one thing more."""
     call = "sl.load_hf(directory, module, rules"
     call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
     call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
@@ -187,13 +187,14 @@ class Piece:
     turn: tuple[int, ...] | None = None
 
     def fill(self, block: Tensor, box: Box) -> int:
+        """Copy the piece into its part of the block."""
         return fill(block, box, self.chunk, self.folder, self.turn)
 
 
 def _filled(
     name: str, x: ShardedTensor, pieces: "list[Piece] | Conversion", in_place: bool
 ) -> ShardedTensor:
-    """The tensor with its values, in its own blocks or in new ones."""
+    """Return the tensor with its values, in its own blocks or in new ones."""
     target = Target.of(x)
     raw = x.raw.detach() if in_place else storages([target])[0]
     if in_place and x.is_padded:
@@ -230,10 +231,14 @@ class Conversion:
 
     @property
     def files(self) -> list[str]:
+        """The names of the tensors in the files."""
         return [t for some_of in self.sources.values() for t in some_of]
 
     def plan(self, table: Mapping[str, tuple[Folder, Chunk]]) -> dict[str, Tensor]:
-        """Shapes and dtypes of what it makes.  Raises: ValueError."""
+        """Return shapes and dtypes of what it makes, as tensors on the meta device.
+
+        Raises: ValueError.
+        """
         self.table = table
 
         def blank(name: str) -> Tensor:
@@ -244,10 +249,14 @@ class Conversion:
         return self.meta
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter that it makes."""
         return self.meta[name].dtype
 
     def make(self, name: str) -> Tensor:
-        """One of its parameters, whole.  Raises: ValueError, OSError."""
+        """Make one of its parameters, whole.
+
+        Raises: ValueError, OSError.
+        """
         if name not in self.left:
             self.left = self._run(self._read)
         return self.left.pop(name)
@@ -277,7 +286,10 @@ class Conversion:
 
 
 def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
-    """Every tensor of a directory or a file, as one chunk.  Raises: ValueError, OSError."""
+    """List every tensor of a directory or a file, as one chunk each.
+
+    Raises: ValueError, OSError.
+    """
     directory, only = path, ""
     if not os.path.isdir(path):
         directory, only = os.path.split(os.path.abspath(path))
@@ -324,7 +336,7 @@ def _index(folder: Folder, name: str) -> dict[str, str]:
 
 
 def _whole(file: str, entry: Any, begin: int) -> Chunk:
-    """A whole tensor as a chunk."""
+    """Return a whole tensor as a chunk."""
     shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = dtype_of(entry["dtype"])
     assert dtype is not None, "an unknown dtype was refused"
@@ -345,7 +357,10 @@ def _plan(
     missing: str,
     extra: str,
 ) -> tuple[dict[str, list[Piece] | Conversion], list[str]]:
-    """Ours -> the chunks that make it, and what no file has.  Raises: ValueError."""
+    """Map our names to the chunks that make them, and list what no file has.
+
+    Raises: ValueError.
+    """
     aliases: dict[str, list[str]] = {n: [n] for n in params}
     for alias, name in apply.tied.items():
         aliases[name].append(alias)
@@ -377,7 +392,7 @@ def _plan(
 
 
 def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
-    """Whether a tensor may be there and is not needed: another name of one, a table of constants."""
+    """Say whether a tensor is not needed: another name of one, or a table of constants."""
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     ends = [*apply.tied, *apply.buffers]
     return any(
@@ -395,7 +410,7 @@ how many), ("turn", order of dimensions).
 def _sources(
     module: nn.Module, ours: Mapping[str, list[str]], table: Mapping[str, Any], names: Names
 ) -> dict[str, Pieces | Conversion]:
-    """Ours -> the tensors that make it, where the files have them."""
+    """Map our names to the tensors that make them, where the files have these."""
     out: dict[str, Pieces | Conversion] = {}
     given = names if callable(names) else (names or {}).get
     for name in ours:
@@ -434,7 +449,7 @@ def _said(name: str, said: Source, table: Mapping[str, Any]) -> Pieces:
 
 
 def _forms(name: str) -> list[str]:
-    """A parameter's name, and what it is without an adapter around it."""
+    """List a parameter's name, and what it is without an adapter around it."""
     plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return [name, re.sub(r"(\.(lora_\w+|modules_to_save))\.\w+(?=\.|$)", r"\1", name), plain]
 
@@ -443,7 +458,7 @@ _PREFIXES = ("", "model.", "transformer.", "module.", "_orig_mod.", "base_model.
 
 
 def _prefixes(ours: Mapping[str, Any], table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(prefix of ours to drop, prefix of theirs to add), the ways that find most names first."""
+    """List (prefix of ours to drop, prefix of theirs to add), those that find most first."""
     ways = [("", ""), *(("", p) for p in _PREFIXES[1:]), *((p, "") for p in _PREFIXES[1:])]
     return sorted(ways, key=lambda w: -sum(_bare(n, w) in table for n in ours))[:3]
 
@@ -455,7 +470,7 @@ def _bare(name: str, way: tuple[str, str]) -> str:
 def _converted(
     module: nn.Module, table: Mapping[str, tuple[Folder, Chunk]]
 ) -> dict[str, Pieces | Conversion]:
-    """What transformers knows of a model whose files have other names, or tensors in parts."""
+    """List what transformers knows of a model whose files have other names, or split tensors."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
         return {}
     try:
@@ -495,7 +510,7 @@ def _converted(
 
 
 def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
-    """Tensors that transformers stacks and concatenates; None for what is something else."""
+    """Return tensors that transformers stacks or concatenates; None for something else."""
     ways = [(type(op).__name__, getattr(op, "dim", None)) for op in operations]
     kinds = [kind for kind, _ in ways]
     if kinds == ["MergeModulelist"] and len(lists) == 1:
@@ -512,7 +527,7 @@ def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
 
 
 def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tensor) -> Pieces | None:
-    """An equal part of one tensor, or one transposed; None for what is something else."""
+    """Return an equal part of one tensor, or one transposed; None for something else."""
     kinds, op = [type(op).__name__ for op in operations], operations[0]
     if len(made.files) != 1:
         return None
@@ -534,7 +549,10 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
 def _chunks(
     name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, Chunk]]
 ) -> list[Piece]:
-    """Their tensors as boxes of ours.  Raises: ValueError where they do not make up its shape."""
+    """Return their tensors as boxes of ours.
+
+    Raises: ValueError where they do not make up its shape.
+    """
     out: list[Piece] = []
     filled, at = 0, 0
     for theirs, how in pieces:
@@ -578,7 +596,10 @@ def _chunks(
 
 
 def _misfit(name: str, x: Tensor, theirs: str, chunk: Chunk) -> str:
-    text = f"{theirs!r} has shape {list(chunk.shape)} in the file, {name!r} {list(x.shape)} in the module"
+    text = (
+        f"{theirs!r} has shape {list(chunk.shape)} in the file, "
+        f"{name!r} {list(x.shape)} in the module"
+    )
     if chunk.shape[::-1] == tuple(x.shape) and x.ndim == 2:
         text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
     return text
@@ -644,6 +665,7 @@ class Whole:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -722,7 +744,7 @@ def write_hf(
 
 
 def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
-    """What is written, under the names of the files."""
+    """Return what is written, under the names of the files."""
     if hasattr(module, "peft_config"):
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
@@ -734,7 +756,10 @@ def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str,
 
 
 def _split(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
-    """Tensors by file.  Raises: ValueError for what a safetensors file cannot hold."""
+    """Deal tensors to files.
+
+    Raises: ValueError for what a safetensors file cannot hold.
+    """
     files: list[list[Whole]] = [[]]
     at = 0
     for x in sorted(tensors, key=lambda x: x.name):
@@ -759,8 +784,9 @@ def _titles(count: int, one: str) -> list[str]:
 def _stream(
     folder: int, title: str, held: Sequence[Whole], mine: bool, progress: Callable[[], None]
 ) -> Exception | None:
-    """Gather one tensor after the other; one rank writes.  An error does not end the gathering,
-    in which all take part.
+    """Gather one tensor after the other, which one rank writes.
+
+    An error does not end the gathering, in which all take part.
     """
     error, fd = None, -1
     try:
@@ -803,7 +829,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """The whole tensor, whatever its dtype: bits are moved."""
+    """Gather the whole tensor, whatever its dtype: bits are moved."""
     with torch.no_grad():
         x = x.detach()
         if not isinstance(x, ShardedTensor):
@@ -815,7 +841,7 @@ def _gathered(x: Tensor) -> Tensor:
 
 
 def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -> None:
-    """Where each tensor is, beside several files."""
+    """Make the index that says in which of several files each tensor is."""
     if len(files) < 2:
         return
     index = {
@@ -833,7 +859,7 @@ def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -
 
 
 def _configure(module: Any, path: str) -> None:
-    """The configuration of a model, or of an adapter."""
+    """Write the configuration of a model, or of an adapter."""
     if hasattr(module, "peft_config"):
         for config in module.peft_config.values():
             config.save_pretrained(path)

@@ -38,7 +38,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself; ``print`` it for a table.
+    """A checkpoint's description of itself; ``print`` it for a table.
 
     ``path``     its directory.
     ``step``     None where it was saved without.
@@ -78,7 +78,8 @@ class About:
         head = [
             f"{self.path}: "
             + (f"step {self.step}, " if self.step is not None else "")
-            + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, {meshes}"
+            + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, "
+            + meshes
         ]
         kinds: dict[
             tuple[str, ...], list[str]
@@ -165,7 +166,7 @@ def verify(path: str | os.PathLike[str], *, timeout: float = 100.0) -> About:
 
 
 def _place(path: str) -> str:
-    """The directory of a checkpoint, or of the newest step in a directory of steps."""
+    """Return the directory of a checkpoint, or of the newest step in a directory of steps."""
     fd = opened(path)
     try:
         os.stat(MANIFEST, dir_fd=fd)

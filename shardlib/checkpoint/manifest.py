@@ -30,7 +30,7 @@ __all__ = ["Manifest"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and where."""
+    """A list of what a checkpoint holds, and where."""
 
     id: str
     step: int | None
@@ -43,7 +43,10 @@ class Manifest:
 
     @staticmethod
     def of(folder: Folder) -> "Manifest":
-        """Raises: ValueError, OSError."""
+        """Read the manifest of a directory.
+
+        Raises: ValueError, OSError.
+        """
         said = read_manifest(folder.fd)
         try:
             files = said["files"]
@@ -67,10 +70,11 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
+        """The names of all tensors and values."""
         return {*self.places, *self.values}
 
     def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> Chunk:
-        """What a rank wrote of a tensor; the file must say the same of it as the layout does."""
+        """Return what a rank wrote of a tensor; file and layout must agree on it."""
         file = self.files[rank]["file"]
         found = self._header(folder, rank).get(name)
         plain = tuple(tuple(r[:3] for r in h) for h in box)
@@ -81,7 +85,7 @@ class Manifest:
         return found
 
     def damage(self, folder: Folder, files: Iterable[int]) -> list[str]:
-        """What is wrong with some of the files, numbered as in ``files``; every byte is read."""
+        """List what is wrong with some files, numbered as in ``files``, reading every byte."""
         wanted: dict[int, list[tuple[str, Box]]] = {i: [] for i in files}
         for name, place in self.places.items():
             for rank, file in enumerate(place.ranks):
@@ -115,7 +119,10 @@ class Manifest:
         return self.headers[file]
 
     def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
-        """Fill a block that holds ``box``.  Raises: ValueError, OSError."""
+        """Fill a block that holds ``box``.
+
+        Raises: ValueError, OSError.
+        """
         place, filled = self.places[name], 0
         for rank in _holders(place, box):
             part = chunk(name, place, rank)
@@ -142,8 +149,9 @@ def _said(error: OSError | ValueError, file: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _holders(place: Place, box: Box) -> tuple[int, ...]:
-    """The ranks whose blocks share something with a box; only these are looked at, but for the
-    ranks along one dimension at a time.
+    """List the ranks whose blocks share something with a box.
+
+    Only these are looked at, but for the ranks along one dimension at a time.
     """
     sizes = dict(place.mesh)
     if place.layout.skew:

@@ -26,16 +26,16 @@ _FEW = 1 << 16
 """Bytes of a tensor below which it lies where others do."""
 
 _LONG, _OFTEN = 1e-3, 2
-"""Seconds within which a large page is there, for small ones take as long; and how many in a row may be
-late.  They are where memory is in pieces that must first be joined, and in a virtual machine whose
-host took back what was free.
+"""Seconds within which a large page is there, for small ones take as long; and how many in a row
+may be late.  They are where memory is in pieces that must first be joined, and in a virtual machine
+whose host took back what was free.
 """
 
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def new(plans: Sequence[Plan]) -> list[Tensor]:
-    """Tensors of no value yet, each with a storage of its own.
+    """Make tensors of no value yet, each with a storage of its own.
 
     >>> [x.shape for x in new([((2, 3), torch.float32, torch.device("cpu"))])]
     [torch.Size([2, 3])]
@@ -60,7 +60,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and where in it so many bytes begin: at a large page."""
+    """Map memory; return it, and where in it so many bytes begin: at a large page."""
     assert _MADVISE is not None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     found = mmap.mmap(-1, nbytes + _LARGE, flags=flags)
@@ -77,7 +77,7 @@ def _room(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _touched(room: mmap.mmap, at: int) -> float:
-    """Seconds of this thread that the page there takes."""
+    """Measure the seconds of this thread that fetching the page there takes."""
     began = time.thread_time()
     room[at] = 0
     return time.thread_time() - began
@@ -98,7 +98,7 @@ def _storage(room: mmap.mmap, begin: int, at: int, nbytes: int, taken: int) -> t
 
 
 class _Pages:
-    """Those of one tensor, which go with it."""
+    """The pages of one tensor, which go with it."""
 
     def __init__(self, room: mmap.mmap, at: int, nbytes: int) -> None:
         self.room = room  # while it is held the addresses are nobody else's

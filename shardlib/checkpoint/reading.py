@@ -136,7 +136,7 @@ load.bytes_read = 0  # type: ignore[attr-defined]
 
 
 def _fixes(path: str, like: Any, layouts: Any) -> list[tuple[str, str]]:
-    """By the words of a message the line that mends it."""
+    """Map the words of a message to the line that mends it."""
     run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
     call = "sl.load(path" if like is None else "sl.load(path, like"
     call += ", layouts=layouts" if layouts is not None else ""
@@ -165,7 +165,7 @@ def _one(said: list[list[Any]], path: str) -> None:
 
 
 def _as_given(like: Any, found: Any) -> Any:
-    """DTensors where DTensors were given."""
+    """Return DTensors where DTensors were given."""
     return optree.tree_map(
         lambda a, b: as_dtensor(b) if is_dtensor(a) else b, like, found, none_is_leaf=True
     )
@@ -176,7 +176,7 @@ def _as_given(like: Any, found: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tensor goes: a layout on a mesh, or (None) whole and plain.
+    """A tensor's destination: a layout on a mesh, or (None) whole and plain.
 
     ``tiled``  the sizes that its blocks tile.
     """
@@ -190,6 +190,7 @@ class Target:
 
     @staticmethod
     def of(x: Tensor) -> "Target":
+        """Return the target that lies as a tensor does."""
         if not isinstance(x, ShardedTensor):
             device = torch.device("cpu") if x.is_meta else x.device
             return Target(tuple(x.shape), x.dtype, device)
@@ -206,7 +207,7 @@ class Target:
         return (*(self.mesh.size,) * lead(self.mesh), *block)
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
-        """What each block of the storage holds, of the ranks played here."""
+        """List (what it holds, block) for each block of the storage, of the ranks played here."""
         if self.mesh is None or self.layout is None:
             return [(whole(self.shape), raw)]
         axes = tuple(self.mesh.axes.items())
@@ -217,6 +218,7 @@ class Target:
         ]
 
     def tensor(self, raw: Tensor) -> Tensor:
+        """Make the tensor whose storage this is."""
         if self.mesh is None or self.layout is None:
             return raw
         true = None if self.tiled == self.shape else torch.Size(self.shape)
@@ -224,7 +226,7 @@ class Target:
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
-    """Storage for each, zero where there is padding."""
+    """Make a storage for each target, zero where there is padding."""
     out = new([(t.stored, t.dtype, t.device) for t in targets])
     for target, raw in zip(targets, out, strict=True):
         if target.tiled not in (target.shape, ()):
@@ -233,7 +235,7 @@ def storages(targets: Sequence[Target]) -> list[Tensor]:
 
 
 def read_into(raw: Tensor, target: Target, read: Callable[[Box, Tensor], None]) -> None:
-    """Every block of a storage from ``read(box, block)``."""
+    """Fill every block of a storage by ``read(box, block)``."""
     for box, block in target.blocks(raw):
         read(box, block)
 
@@ -246,7 +248,7 @@ _WORTH = 1 << 16
 
 
 class _Readers:
-    """Which rank reads a block that many hold; each about as many bytes as the others.
+    """A choice of the rank that reads a block held by many; each reads about as many bytes.
 
     All that hold it ask in the same order, so nobody needs to be told.
     """
@@ -257,7 +259,7 @@ class _Readers:
         self.digest = 0
 
     def is_read_here(self, name: str, raw: Tensor, target: Target) -> bool:
-        """Whether this rank reads; if not, ``spread`` fills it."""
+        """Say whether this rank reads; if not, ``spread`` fills it."""
         mesh = target.mesh or scope().mesh
         if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
@@ -287,7 +289,7 @@ def _as_wanted(
     manifest: Manifest, folder: Folder, readers: _Readers, wanted: Leaves, names: Names,
     missing: str, extra: str, cast: bool,
 ) -> Any:  # fmt: skip
-    """The tree of ``like``, with what was saved."""
+    """Return the tree of ``like``, with what was saved."""
     theirs = renamed(wanted.names, names)
     lacking = [n for n in wanted.names if theirs[n] not in manifest.names]
     spare = sorted(manifest.names - set(theirs.values()))
@@ -323,7 +325,10 @@ def _as_wanted(
 
 
 def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
-    """Ours -> theirs, where two of ours are not one of theirs.  Raises: ValueError."""
+    """Map our names to theirs, no two to one.
+
+    Raises: ValueError.
+    """
     to = given if callable(given) else lambda n: (given or {}).get(n, n)
     found = {n: str(to(n)) for n in names}
     if len(set(found.values())) < len(found):
@@ -344,11 +349,15 @@ def _differing(missing: list[str], extra: list[str]) -> str:
 
 
 def some(names: list[str]) -> str:
+    """List the first six names, and count the others."""
     return ", ".join(map(repr, names[:6])) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
 def check(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:
-    """Raises: ValueError where a saved tensor does not fit one of the tree."""
+    """Check that a saved tensor fits one of the tree.
+
+    Raises: ValueError.
+    """
     if tuple(x.shape) != tuple(shape):
         raise ValueError(
             f"{name!r} has shape {list(shape)} in the checkpoint, {list(x.shape)} in the tree"
@@ -364,7 +373,7 @@ def _as_saved(
     manifest: Manifest, folder: Folder, readers: _Readers, layouts: Any, mesh: Mesh | None,
     pad: bool,
 ) -> Any:  # fmt: skip
-    """The tree as it was saved, its tensors on ``mesh``."""
+    """Return the tree as it was saved, its tensors on ``mesh``."""
     found: dict[str, Any] = dict(manifest.values)
     dtypes = manifest.dtypes
     targets = [
@@ -385,7 +394,10 @@ def _as_saved(
 def target_of(
     name: str, place: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
 ) -> Target:
-    """Where a tensor goes that lay at ``place``.  Raises: ShardError."""
+    """Return the target of a tensor that lay at ``place``.
+
+    Raises: ShardError.
+    """
     plain = Target(place.shape, dtype, torch.device("cpu"))
     if mesh is None:
         return plain
@@ -414,7 +426,7 @@ def target_of(
 
 
 def _given(name: str, layouts: Any, plain: Target) -> Any:
-    """The layout that a rule gives a tensor."""
+    """Return the layout that a rule gives a tensor."""
     if layouts is None or is_layout(layouts) or callable(layouts):
         return layouts
     like = torch.empty(plain.shape, dtype=plain.dtype, device="meta")

@@ -28,11 +28,12 @@ steps_pattern = r"step_\d{8,}"
 
 
 def folder_of(path: str, step: int | None) -> str:
+    """Return the directory of a step, or the path itself without one."""
     return path if step is None else os.path.join(path, f"step_{step:08d}")
 
 
 def _manifest(path: str) -> dict[str, Any] | None:
-    """What a directory says of itself, if it is a checkpoint of ours."""
+    """Read the manifest of a directory, None if it is no checkpoint of ours."""
     try:
         fd = opened(path)
     except OSError:
@@ -98,7 +99,7 @@ def latest(
 
 
 def damage(path: str, group: Group) -> list[str]:
-    """What is wrong with a checkpoint, of which each rank of ``group`` reads some files.
+    """List what is wrong with a checkpoint, of which each rank of ``group`` reads some files.
 
     Raises: CheckpointError where a rank fails.
     """
@@ -117,7 +118,10 @@ def damage(path: str, group: Group) -> list[str]:
 
 
 def opened_newest(path: str) -> int:
-    """A descriptor of a checkpoint's directory, or of the newest step's.  Raises: OSError, ValueError."""
+    """Open a checkpoint's directory, or the newest step's.
+
+    Raises: OSError, ValueError.
+    """
     try:
         fd = opened(path)
     except NotADirectoryError:

@@ -21,7 +21,7 @@ Strip = tuple[tuple[slice, ...], list[list[int]]]
 
 @lru_cache(maxsize=256)
 def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
-    """A chunk in stretches of some megabytes at most, each a few rows of tiles, in their order."""
+    """Cut a chunk into stretches of some megabytes at most: a few rows of tiles each, in order."""
     if not shape:
         return [((), [])]
     d = along(shape, itemsize)
@@ -65,6 +65,7 @@ class Sums:
 
     @cached_property
     def last(self) -> int:
+        """The last dimension that is cut."""
         return max((d for d, c in enumerate(self.cuts) if c), default=0)
 
     @cached_property
@@ -92,20 +93,25 @@ class Sums:
 
     @cached_property
     def strips(self) -> list[Strip]:
+        """The strips of the chunk, as ``strips`` cuts it."""
         return strips(self.shape, self.cuts, self.dtype.itemsize)
 
     @cached_property
     def tiles(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return math.prod(len(c) + 1 for c in self.cuts) if math.prod(self.shape) else 0
 
     @cached_property
     def count(self) -> int:
-        """How many checksums there are, of tiles and of strips."""
+        """The number of checksums, of tiles and of strips."""
         return self.tiles + (0 if self.flat or not self.tiles else len(self.strips))
 
     def of_strip(self, x: Tensor, i: int) -> tuple[list[int], list[int]]:
-        """Those of its tiles, and its own where it has one; ``x``, on this host, is the strip."""
+        """Compute a strip's tile checksums and its own.
+
+        ``x``, on this host, is the strip; it has no checksum of its own where tiles lie in a
+        stretch each.
+        """
         where, lengths = self.strips[i]
         if not lengths or self.flat:
             return self.of_tiles(x, lengths), []
@@ -116,7 +122,9 @@ class Sums:
     def of_tiles(
         self, x: Tensor, lengths: list[list[int]], where: Sequence[slice] = ()
     ) -> list[int]:
-        """Those of tiles side by side, on this host: their lengths along each dimension.
+        """Compute the checksums of tiles side by side, of these lengths along each dimension.
+
+        All is on this host.
 
         ``where``  their place in the chunk.
         """
@@ -128,7 +136,7 @@ class Sums:
         return self._of_rows(self._rows(x, lengths, where), lengths, where)
 
     def whole(self, x: Tensor, i: int, read: Callable[[memoryview], None]) -> list[int]:
-        """What whoever wants all of a strip compares: its own checksum, or those of its tiles.
+        """Compute what tells whether all of a strip is right: its checksum, or those of its tiles.
 
         ``read``  called with each piece of its memory before it is looked at.
         """
@@ -153,7 +161,7 @@ class Sums:
         return [_crc(total)]
 
     def _rows(self, x: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> Tensor:
-        """The sums of the rows of tiles, those of neighbours side by side."""
+        """Compute the sums of the rows of tiles, those of neighbours side by side."""
         first = where[self.last - 1].start if self.joined else None
         lanes = self._lanes(x)
         width = lanes.shape[-1]
@@ -170,7 +178,7 @@ class Sums:
         return sums
 
     def _of_rows(self, rows: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> list[int]:
-        """Of each tile, by the sums of rows: those times other odd numbers, in 8 bytes."""
+        """Compute each tile's checksum: its rows' sums times other odd numbers, in 8 bytes."""
         n, lanes = sum(lengths[self.last]), rows.shape[1]
         first = where[self.last].start * lanes // n if len(where) > self.last else 0
         sums = (rows * _lane_factors(first % _ROWS, lanes)).cumsum(1)
@@ -191,7 +199,7 @@ class Sums:
                 rows[i].addmv_(mixed[first:last].t(), factors)
 
     def _lanes(self, x: Tensor) -> Tensor:
-        """Rows of numbers, of 4 bytes where they can be."""
+        """Return rows of numbers, of 4 bytes where they can be."""
         x = (torch.view_as_real(x) if x.is_complex() else x).flatten(self.last)
         if not self.in_words:
             return x.view(_LANES[min(x.dtype.itemsize, 4)])
@@ -214,7 +222,7 @@ def _crc(x: Tensor) -> int:
 
 
 def _room(width: int) -> tuple[int, Tensor]:
-    """How many rows stay near the processor, and room for so many."""
+    """Return how many rows stay near the processor, and room for so many."""
     some = max(1, _PIECE // (4 * width))
     return some, torch.empty(some, width, dtype=torch.int32)
 
@@ -225,7 +233,7 @@ Walk = tuple[int, int, list[tuple[int, int, int, Tensor]]]
 
 @lru_cache(maxsize=256)
 def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]:
-    """Tiles below each other of such heights, about ``some`` rows at a time.
+    """Give tiles below each other of such heights, about ``some`` rows at a time.
 
     ``number``  of the first row; None: each tile counts its own.
     """
@@ -263,7 +271,9 @@ _PIECE = 1 << 19
 
 
 def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piece: None) -> int:
-    """The crc32 of a short stretch; of the sums of a long one's rows and columns, piece by piece.
+    """Compute the crc32 of a short stretch; of a long one that of its rows' and columns' sums.
+
+    These are made piece by piece.
 
     Rows and columns are summed times fixed odd numbers.  Two flipped bits lie in two rows,
     or in two columns, or in one number: two sums change, or one does.
@@ -283,8 +293,10 @@ def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piec
 
 
 def outline(data: memoryview) -> int:
-    """What two ranks that claim to hold the same compare: the crc32 of a short stretch, of a long
-    one the crc32 of the sums of 256 bytes each, which costs a third of ``checksum``.
+    """Compute what two ranks compare that claim to hold the same.
+
+    Of a short stretch it is the crc32; of a long one the crc32 of the sums of 256 bytes each, which
+    costs a third of ``checksum``.
     """
     long = len(data) // _SEGMENT * _SEGMENT if len(data) >= _LONG else 0
     crc = 0
@@ -299,7 +311,10 @@ _SEGMENT = 1 << 8
 
 @lru_cache(maxsize=256)
 def _odd(count: int) -> Tensor:
-    """Fixed odd numbers without a pattern.  Source: splitmix64's mixing, Steele et al., 2014."""
+    """Return fixed odd numbers without a pattern.
+
+    Source: splitmix64's mixing, Steele et al., 2014.
+    """
     x = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -311,14 +326,14 @@ _ROWS = 1 << 15
 
 
 def _factors(first: int, count: int) -> Tensor:
-    """The numbers of rows, from the ``first`` on."""
+    """Return the numbers of rows, from the ``first`` on."""
     first %= _ROWS
     return _distinct(max(2 * _ROWS, first + count))[first : first + count]
 
 
 @lru_cache(maxsize=64)
 def _lane_factors(first: int, count: int) -> Tensor:
-    """The numbers of the places in a row of sums, from the ``first`` on."""
+    """Return the numbers of the places in a row of sums, from the ``first`` on."""
     table = _odd(_ROWS)
     return (
         table[first : first + count]
@@ -329,8 +344,10 @@ def _lane_factors(first: int, count: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _distinct(count: int) -> Tensor:
-    """Fixed odd numbers of 4 bytes; the last 17 bits of 32,768 in a row differ, and are none's
-    negative: so one bit in two rows of a column never cancels, nor two of its bits in any rows.
+    """Return fixed odd numbers of 4 bytes.
+
+    The last 17 bits of 32,768 in a row differ, and are none's negative: so one bit in two rows of a
+    column never cancels, nor two of its bits in any rows.
     """
     lower = torch.arange(count) * 0x2545 % _ROWS * 4 + 1
     return (_odd(count) & ~0x1FFFF | lower).to(torch.int32)

@@ -48,7 +48,7 @@ Value = bool | int | float | complex | str | None
 
 @dataclass(frozen=True)
 class Leaves:
-    """Names, leaves and the tree's shape, all in the tree's order."""
+    """The names, leaves and shape of a tree, all in the tree's order."""
 
     names: list[str]
     leaves: list[Any]
@@ -57,7 +57,10 @@ class Leaves:
 
     @staticmethod
     def of(tree: Any, op: str) -> "Leaves":
-        """Raises: ShardError for two leaves of one name, and for what cannot be saved."""
+        """List the leaves of a tree.
+
+        Raises: ShardError for two leaves of one name, and for what cannot be saved.
+        """
         paths, leaves, spec = optree.tree_flatten_with_accessor(
             tree, is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
         )
@@ -82,16 +85,17 @@ class Leaves:
 
     @cached_property
     def values(self) -> dict[str, Value]:
+        """The leaves that are no tensors, by name."""
         found = zip(self.names, self.leaves, strict=True)
         return {n: x for n, x in sorted(found, key=lambda i: i[0]) if not isinstance(x, Tensor)}
 
     def again(self, leaves: list[Any]) -> Any:
-        """The tree with other leaves."""
+        """Make the tree with other leaves."""
         return optree.tree_unflatten(self.spec, leaves)
 
 
 def _key(entry: Any) -> Any:
-    """A key, an index, or the name of a field."""
+    """Return a key, an index, or the name of a field."""
     return entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
 
 
@@ -108,7 +112,8 @@ def _check(name: str, x: Any, op: str) -> None:
         raise Unsupported(
             f"{name!r} lies in flat vectors, whose order of elements is that of one mesh",
             op=op,
-            fix="tree = {'params': sl.optim.state_dict(params), 'state': sl.optim.state_dict(state)}",
+            fix="tree = {'params': sl.optim.state_dict(params), "
+            "'state': sl.optim.state_dict(state)}",
         )
     if not isinstance(x, Tensor):
         if not isinstance(x, Value):
@@ -150,7 +155,7 @@ def _check(name: str, x: Any, op: str) -> None:
 
 
 def alone(leaves: list[Any]) -> bool:
-    """Whether this process plays all ranks of a tree: those of a simulation."""
+    """Say whether this process plays all ranks of a tree: those of a simulation."""
     meshes = [x.mesh for x in leaves if isinstance(x, ShardedTensor)]
     if not meshes and scope().mesh is not None:
         meshes = [scope().mesh]
@@ -158,7 +163,7 @@ def alone(leaves: list[Any]) -> bool:
 
 
 def place_of(x: Tensor, world: int) -> Place:
-    """Where a tensor lies; a plain one is the same on every rank."""
+    """Return the place of a tensor; a plain one is the same on every rank."""
     if not isinstance(x, ShardedTensor):
         return Place.of_plain(tuple(x.shape), world)
     mesh = x.mesh
@@ -167,11 +172,12 @@ def place_of(x: Tensor, world: int) -> Place:
 
 
 def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
+    """Return the number of the rank at a coordinate of the mesh."""
     return rank_along(mesh.names, coord, mesh.axes)
 
 
 def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
-    """(rank in its mesh, block without a copy) of every rank of a tensor that is played here."""
+    """List (rank in its mesh, block) of each rank of a tensor that is played here; no copies."""
     if not isinstance(x, ShardedTensor):
         return [(rank, x.detach())]
     if spans_processes(x.mesh) and x.mesh.coord is None:
@@ -184,7 +190,7 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
 
 
 def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place as a manifest has it.
+    """Write a place as a manifest has it.
 
     >>> said_of(Place((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
     {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
@@ -204,7 +210,7 @@ def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Content:
-    """What a manifest says of a tree: of each tensor its place, the values, and the containers."""
+    """A manifest's words on a tree: each tensor's place, the values, and the containers."""
 
     tensors: dict[str, dict[str, Any]]
     values: dict[str, Any]
@@ -212,13 +218,17 @@ class Content:
 
     @staticmethod
     def of(leaves: Leaves, world: int) -> "Content":
+        """Describe the leaves of a tree."""
         tensors = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
         values = {n: spoken(v) for n, v in leaves.values.items()}
         return Content(tensors, values, leaves.skeleton)
 
 
 def read_place(about: Any, files: int) -> Place:
-    """The inverse of ``said_of``.  Raises: ValueError, TypeError, KeyError, ShardError."""
+    """Read a place that ``said_of`` wrote.
+
+    Raises: ValueError, TypeError, KeyError, ShardError.
+    """
     shape, mesh = about["shape"], about["mesh"]
     tiled = about.get("tiled", shape)
     if not all(type(n) is int and n >= 0 for n in (*shape, *tiled)) or len(tiled) != len(shape):
@@ -235,7 +245,7 @@ def read_place(about: Any, files: int) -> Place:
 
 
 def fingerprint(x: Tensor) -> int:
-    """A checksum of values that several ranks claim to hold alike; none is copied to this host."""
+    """Compute a checksum of values that ranks claim to hold alike, without a copy to this host."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.device.type == "cpu":
         return outline(memory(x.contiguous()))
@@ -245,14 +255,17 @@ def fingerprint(x: Tensor) -> int:
 
 
 def spoken(x: Value) -> Any:
-    """A value as JSON has it, exactly."""
+    """Write a value as JSON has it, exactly."""
     if isinstance(x, complex):
         return ["complex", x.real.hex(), x.imag.hex()]
     return ["float", x.hex()] if isinstance(x, float) else x
 
 
 def unspoken(x: Any) -> Value:
-    """Raises: ValueError, TypeError."""
+    """Read a value that ``spoken`` wrote.
+
+    Raises: ValueError, TypeError.
+    """
     if isinstance(x, list):
         parts = [float.fromhex(part) for part in x[1:]]
         return parts[0] if x[0] == "float" else complex(*parts)
@@ -262,7 +275,7 @@ def unspoken(x: Any) -> Value:
 
 
 def _skeleton(paths: list[Any], names: list[str]) -> Any:
-    """The tree's containers in JSON: lists, tuples and what has names, with the leaves' names."""
+    """Write the tree's containers in JSON: lists, tuples and what has names, with leaves' names."""
     if len(paths) == 1 and not len(paths[0]):
         return names[0]
     root: dict[str, Any] = {}
@@ -282,7 +295,7 @@ def _skeleton(paths: list[Any], names: list[str]) -> Any:
 
 
 def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
-    """The containers of a skeleton around the leaves found."""
+    """Build the containers of a skeleton around the leaves found."""
     if isinstance(skeleton, str):
         return found[skeleton]
     if "name" in skeleton:
@@ -293,7 +306,7 @@ def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
 
 
 def world_of(mesh: Mesh | None) -> int:
-    """How many processes a job has."""
+    """Count the processes of a job."""
     if mesh is not None and not spans_processes(mesh):
         return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -57,7 +57,10 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is written.  Raises: CheckpointError where it was not, once."""
+        """Return when it is written.
+
+        Raises: CheckpointError where it was not, once.
+        """
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -109,7 +112,8 @@ def save(
     ``timeout``    seconds of silence after which a rank counts as lost.
 
     At any moment the path holds the previous checkpoint or the new one, each whole.
-    Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is written).
+    Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is
+    written).
     Raises: CheckpointError, on every rank alike, and then nothing was written; the tree's own
     faults as ShardError.
 
@@ -199,7 +203,7 @@ Claims = dict[str, dict[str, int]]
 
 
 class Job:
-    """The steps of one save, after each of which all ranks are of one mind."""
+    """A save in steps, after each of which all ranks agree."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
         self.group, self.target = group, os.path.abspath(target)
@@ -208,7 +212,7 @@ class Job:
         self.hold = -1
 
     def begin(self, content: Content | None, claims: Claims, error: BaseException | None) -> str:
-        """All save the same tree to one place, where rank 0 makes a work directory; its name."""
+        """Agree on one tree and place; return the name of the work directory that rank 0 made."""
         said: dict[str, Any] = {}
         if content is not None:
             said = content.tensors | content.values
@@ -245,7 +249,7 @@ class Job:
         return self.name
 
     def leave(self, error: BaseException) -> None:
-        """Nothing was written: tell whoever waits, and take the work directory away."""
+        """Leave before anything was written: tell who waits, and remove the work directory."""
         if not self.group.given_up and self.name:
             self.group.give_up(f"rank {self.group.rank}: {type(error).__name__}: {error}")
         if self.name:
@@ -259,6 +263,7 @@ class Job:
             self.hold = -1
 
     def write(self, content: Content, name: str, files: Mapping[int, list[Part]]) -> None:
+        """Write these files, by rank; rank 0 then makes the directory the target."""
         group = self.group
         work = None
         error = None
@@ -289,7 +294,7 @@ class Job:
                 work.close()
 
     def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> None:
-        """On rank 0, when all have written."""
+        """Commit on rank 0, when all have written."""
         assert work is not None, "rank 0 has written too"
         manifest = {
             "format": FORMAT,
@@ -309,6 +314,7 @@ class Job:
 
 
 def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -327,7 +333,7 @@ def _differ(a: str, b: str, rank: int) -> None:
 
 
 def _unlike(sums: list[dict[str, str]]) -> list[Any] | None:
-    """Two ranks that hold one block, and say otherwise: the block's key, and they."""
+    """Find two ranks that hold one block and say otherwise: the block's key, and they."""
     first: dict[str, tuple[int, str]] = {}
     for rank, said in enumerate(sums):
         for key, value in said.items():
@@ -347,7 +353,7 @@ def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> No
 
 
 def _claims(group: Group, leaves: Leaves) -> Claims:
-    """What this rank holds as others do: it is written in parts, which must be of one value."""
+    """List what this rank holds as others do: its parts must be of one value."""
     out: Claims = {}
     for name, x in leaves.tensors.items() if group.world > 1 else ():
         place = place_of(x, group.world)
@@ -364,7 +370,7 @@ def _claims(group: Group, leaves: Leaves) -> Claims:
 
 
 def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
-    """Per rank played here what it writes, every rank of the job among them."""
+    """List, per rank played here, what it writes; every rank of the job is among them."""
     out: dict[int, list[Part]] = {}
     if group.world > 1:
         out[group.rank] = []
@@ -390,7 +396,7 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
 
 
 def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
-    """Of a block what a box names, without a copy where it lies in one stretch."""
+    """Return what a box names of a block, without a copy where it lies in one stretch."""
     for d, (runs, all_runs) in enumerate(zip(box, whole, strict=True)):
         stretches = _stretches(runs)
         if runs == all_runs and stretches == [(0, block.shape[d])]:
@@ -401,7 +407,7 @@ def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
 
 
 def _stretches(runs: Held) -> list[tuple[int, int]]:
-    """Where runs lie in the block, neighbours as one."""
+    """List where runs lie in the block, neighbours as one."""
     out: list[tuple[int, int]] = []
     for r in runs:
         if out and sum(out[-1]) == r.at:
@@ -412,7 +418,7 @@ def _stretches(runs: Held) -> list[tuple[int, int]]:
 
 
 def _copied(part: Part) -> Part:
-    """With its values as they are now, on this host."""
+    """Copy it with its values as they are now, on this host."""
     found = part.get()
     copy = (
         found.cpu()
