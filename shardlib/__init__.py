@@ -97,8 +97,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     # placing values
-    "shard", "unshard", "reshard", "constrain", "from_local", "data", "shard_sequence", "typeof", "layout_of",
-    "ShardedTensor",
+    "shard", "unshard", "reshard", "constrain", "from_local", "data", "shard_sequence", "typeof",
+    "layout_of", "ShardedTensor",
     # layouts
     "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial",
     "LayoutLike",

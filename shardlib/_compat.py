@@ -159,19 +159,22 @@ def is_strided(placement: Any) -> bool:
 
 
 _ATTENTION = {  # op -> the leading names of its arguments
-    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask scale",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
-    "is_causal attn_mask scale",
-    "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
-    "_scaled_dot_product_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q "
-    "max_k dropout_p is_causal philox_seed philox_offset scale",
-    "_scaled_dot_product_efficient_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
-    "_scaled_dot_product_efficient_attention_backward": "grad_out_ query key value attn_bias out logsumexp philox_seed "
-    "philox_offset dropout_p grad_input_mask is_causal scale",
-    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal "
-    "return_debug_mask scale",
-    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset "
-    "attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask "
+    "scale",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp "
+    "dropout_p is_causal attn_mask scale",
+    "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask "
+    "scale",
+    "_scaled_dot_product_flash_attention_backward": "grad_out query key value out logsumexp "
+    "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed philox_offset scale",
+    "_scaled_dot_product_efficient_attention": "query key value attn_bias compute_log_sumexp "
+    "dropout_p is_causal scale",
+    "_scaled_dot_product_efficient_attention_backward": "grad_out_ query key value attn_bias out "
+    "logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal scale",
+    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p "
+    "is_causal return_debug_mask scale",
+    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp "
+    "philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
 }
 
 

@@ -33,17 +33,17 @@ _LOSSES = """
     multi_margin_loss ctc_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
 """
 _WIDE = {
-    "cpu": _LOSSES + """binary_cross_entropy avg_pool3d polar prod quantile nanquantile stft cdist trace
-        view_as_complex cholesky cholesky_inverse inverse pinverse fft ifft rfft irfft""",
-    "cuda": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist erfinv exp expm1
-        group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm
+    "cpu": _LOSSES + """binary_cross_entropy avg_pool3d polar prod quantile nanquantile stft cdist
+        trace view_as_complex cholesky cholesky_inverse inverse pinverse fft ifft rfft irfft""",
+    "cuda": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist
+        erfinv exp expm1 group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm
         matrix_norm normalize pow prod reciprocal renorm rsqrt sinh softmin softmax softplus sum tan
-        cosine_similarity cdist pdist
-        erfc ord std var""",
+        cosine_similarity cdist pdist erfc ord std var""",
 }  # fmt: skip
 _WIDEST = {
     "cpu": "cat stack concat concatenate index_copy",
-    "cuda": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot vdot cat stack",
+    "cuda": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot "
+    "vdot cat stack",
 }
 
 COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}

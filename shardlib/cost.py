@@ -20,7 +20,8 @@ class Cost:
     Costs add: bytes, messages and seconds are summed, of temporaries the larger counts.
 
     >>> import shardlib as sl
-    >>> sl.extend.Cost(bytes=4096, messages=1, memory=4096) + sl.extend.Cost(bytes=1024, messages=2, memory=1024)
+    >>> gather = sl.extend.Cost(bytes=4096, messages=1, memory=4096)
+    >>> gather + sl.extend.Cost(bytes=1024, messages=2, memory=1024)
     Cost(bytes=5120, messages=3, memory=4096, along=(), compute=0.0)
     """
 

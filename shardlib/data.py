@@ -95,7 +95,8 @@ def _one_given(local: Any, m: Mesh) -> list[Any]:
             "one block is given, and this process plays several ranks",
             op="from_local",
             mesh=m,
-            fix="sl.from_local(lambda: local, layout)  # called for each rank; mesh.coord says which",
+            fix="sl.from_local(lambda: local, layout)  "
+            "# called for each rank; mesh.coord says which",
         )
     return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
 
@@ -144,14 +145,16 @@ def data(
     """Deal a torch Dataset to the data ranks: iterate over it for global batches.
 
     ``dataset``  has ``len`` and ``[i]``: a tensor, number or nest of them.
-    ``batch``    rows of a global batch.   ``layout``  of each tensor [batch, ...], or a tree of them.
+    ``batch``    rows of a global batch.
+    ``layout``   of each tensor [batch, ...], or a tree of them.
     ``shuffle``  in an order drawn from ``seed`` and the epoch, the same for any number of ranks.
     ``last``     of an epoch that does not divide: "fill" it up with rows whose labels do not count,
-                 or "drop" it.  ``ignore``  key of a field -> what its filled rows hold, by default
-                 ``{"labels": -100}``; other fields are filled with zeros.
+                 or "drop" it.
+    ``ignore``   key of a field -> what its filled rows hold, by default ``{"labels": -100}``; other
+                 fields are filled with zeros.
     ``collate``  makes one nest of tensors of a list of rows; by default each field is stacked.
     ``workers``  processes per rank that read ahead.
-    ``state``    of a run that is resumed, on this number of ranks or another; see ``Batches.state``.
+    ``state``    of a run that is resumed, on any number of ranks; see ``Batches.state``.
     Each rank reads its own rows alone.
     Raises: UnevenSplit where a batch does not divide over the ranks; BadArgument.
 
@@ -178,7 +181,8 @@ class Batches:
     ) -> None:  # fmt: skip
         if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
             raise BadArgument(
-                f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}",
+                "batch= is a number of rows and last= 'fill' or 'drop', "
+                f"not {batch!r} and {last!r}",
                 op="data",
                 fix="sl.data(dataset, 32, last='drop')",
             )

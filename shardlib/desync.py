@@ -1,7 +1,7 @@
 """Compare what the ranks of a job that failed did last: where they first parted.
 
-Each rank writes its last operations when the job fails (mesh/failures.py).  Every rank runs the same
-program, so operation n of one is operation n of all.
+Each rank writes its last operations when the job fails (mesh/failures.py).  Every rank runs the
+same program, so operation n of one is operation n of all.
 """
 
 import json
@@ -17,7 +17,7 @@ __all__ = ["desync"]
 def desync(folder: str | Path) -> str:
     """Say at which operation the ranks first parted, or which of them stopped first.
 
-    ``folder``  where the ranks wrote ``rank_0.json`` and so on: the fix line of RankFailed names it.
+    ``folder``  where the ranks wrote ``rank_0.json`` and so on; RankFailed's fix line names it.
     Raises: ShardError where there are none, or one is not whole.
 
     >>> import json, tempfile, pathlib

@@ -30,7 +30,7 @@ from shardlib.ops.registry import Match, algorithm, remove
 
 __all__ = [
     "At", "AttentionCase", "Cost", "Engine", "Job", "LayoutFamily", "LocalQueries", "Mask", "Match",
-    "MatmulCase", "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm", "gathered",
-    "local_queries", "moving", "positions", "register_engine", "remove", "scattered", "started",
-    "summing", "sums_like", "viewed",
+    "MatmulCase", "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm",
+    "gathered", "local_queries", "moving", "positions", "register_engine", "remove", "scattered",
+    "started", "summing", "sums_like", "viewed",
 ]  # fmt: skip

@@ -91,7 +91,8 @@ class _Whole(_Form):
                 f"backward returned a gradient of shape {list(g.shape)} for an input of shape "
                 f"{list(self.shape)}",
                 op=op, operands={"input": typeof(self.like), "grad": typeof(g)}, mesh=self.mesh,
-                fix=f"return grad.{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
+                fix="return grad."
+                f"{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
                 f"{tuple(self.shape)}",
             )  # fmt: skip
         return reshard(g, want.sharding).raw  # type: ignore[no-any-return]
@@ -317,7 +318,8 @@ def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
         raise ShardError(
             "its results are sharded and its arguments are not: their gradient would be lost",
             op=f"{cls.__name__}.apply",
-            fix=f"{cls.__name__}.apply(x, ...)  # each sharded value an argument of its own, not in a list",
+            fix=f"{cls.__name__}.apply(x, ...)  "
+            "# each sharded value an argument of its own, not in a list",
         )
     return out
 

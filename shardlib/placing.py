@@ -136,7 +136,8 @@ def shard(
             op="shard",
             operands={"tensor": typeof(x)},
             mesh=m,
-            fix=f"sl.reshard(x, {str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
+            fix="sl.reshard(x, "
+            f"{str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
     lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
     placed = place_whole(x, lay, m, src=src, pad=pad)
@@ -381,7 +382,8 @@ def reshard(x: object, layout: LayoutLike) -> object:
             "a plain tensor has no layout to leave",
             op="reshard",
             operands={"tensor": typeof(x)},
-            fix=f"sl.shard(x, {str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})",
+            fix="sl.shard(x, "
+            f"{str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})",
         )
     if type(layout) is not Layout:
         layout = as_layout(

@@ -123,7 +123,8 @@ class _Stream:
                 f"this rank was seeded since its last draw, and rank {', '.join(late)} was not: "
                 "all draw from one key",
                 op="random",
-                fix="sl.random.seed(0)  # on every rank; torch.manual_seed is not followed from then on",
+                fix="sl.random.seed(0)  "
+                "# on every rank; torch.manual_seed is not followed from then on",
             ) from None
         found = {
             r: store.get(n).decode().split()

@@ -212,7 +212,8 @@ def _rehearse(
             other = [*outs[:i], None, *outs[i + 1 :]]
             _check_axes(
                 leaf, layout, stage, copied, i,
-                lambda right, other=other: _line(ins, [right if o is None else o for o in other], args),
+                lambda right, other=other: _line(
+                    ins, [right if o is None else o for o in other], args),
             )  # fmt: skip
     except WrongAxes:
         raise

@@ -44,6 +44,7 @@ from shardlib.collectives.varying import Varies, differing, real
 
 __all__ = [  # what local code is written with; the other names are for the rooms below
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
-    "expect_comm", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice", "psum",
+    "expect_comm", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
+    "psum",
     "psum_scatter", "pvary", "shift", "start", "trace",
 ]  # fmt: skip

@@ -24,12 +24,10 @@ from shardlib.mesh import RECENT, Mesh, current_mesh, lost, number, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
-    "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick", "played",
-    "pmax", "pmean",
-    "ppermute", "preduce", "preduce_into", "pslice", "psum", "psum_scatter", "pvary",
-    "ragged_all_to_all", "reductions", "scatter_into", "shift", "spans_processes", "start",
-    "start_ppermutes", "storage",
-    "unwrap", "wrap",
+    "each_rank", "gather_into", "held", "holds_values", "lead", "pbroadcast", "pcast", "pick",
+    "played", "pmax", "pmean", "ppermute", "preduce", "preduce_into", "pslice", "psum",
+    "psum_scatter", "pvary", "ragged_all_to_all", "reductions", "scatter_into", "shift",
+    "spans_processes", "start", "start_ppermutes", "storage", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -412,8 +410,8 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
                 op=op,
                 operands={"block": list(x.shape)},
                 mesh=mesh,
-                fix=f"{_public(op)}(torch.nn.functional.pad(x.movedim({dim}, -1), (0, {-n % p})).movedim(-1, {dim}), "
-                f"{axis!r}, {dim})",
+                fix=f"{_public(op)}(torch.nn.functional.pad(x.movedim({dim}, -1), (0, {-n % p}))"
+                f".movedim(-1, {dim}), {axis!r}, {dim})",
             )
     return dim % ndim
 
@@ -850,7 +848,8 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
     ...     f = lambda v: sl.psum(sl.collectives.pcast(v, "x", to="varying"), "x")
-    ...     sl.unshard(sl.shard_map(f, in_layouts=".", out_layouts=".")(sl.shard(torch.ones(2), ".")))
+    ...     x = sl.shard(torch.ones(2), ".")
+    ...     sl.unshard(sl.shard_map(f, in_layouts=".", out_layouts=".")(x))
     tensor([2., 2.])
     """
     if to not in ("varying", "replicated"):
@@ -900,9 +899,9 @@ def scatter_into(
                cost as much as the sum.
     ``ahead``  other work comes between this call and ``finish``: all travels meanwhile.  Without it
                the ring waits for ``finish``, needs less memory, and fills slow links better.
-    Moves what psum_scatter moves.  Each part is summed round the ring, its owner last, everywhere the
-    same but on NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and ``land`` must stay
-    until it is finished.
+    Moves what psum_scatter moves.  Each part is summed round the ring, its owner last, everywhere
+    the same but on NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and ``land`` must
+    stay until it is finished.
     """
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
     if mesh.axis_size(axes) == 1:

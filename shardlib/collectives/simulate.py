@@ -547,9 +547,10 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _enter(
-    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout is_sparse is_quantized".split()),
-    *(getattr(Tensor, n).__get__ for n in "is_meta is_cuda is_cpu itemsize is_nested".split()),
-    *_functions("size dim numel nelement element_size __len__ is_floating_point is_complex is_signed __hash__", Tensor),
+    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout itemsize".split()),
+    *(getattr(Tensor, f"is_{n}").__get__ for n in "sparse quantized meta cuda cpu nested".split()),
+    *_functions("size dim numel nelement element_size __len__ __hash__", Tensor),
+    *_functions("is_floating_point is_complex is_signed", Tensor),
     *_functions("is_floating_point is_complex numel", torch),
 )(_plain)  # fmt: skip
 

@@ -398,6 +398,7 @@ def _product_layout(a: Layout, b: Layout) -> Layout:
             else "the operands do not multiply in place",
             op="@",
             operands={"a": str(a), "b": str(b)},
-            fix=f"sl.Layout.parse({str(bare)!r}) @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",
+            fix=f"sl.Layout.parse({str(bare)!r})"
+            f" @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",
         )
     return Layout((*a.dims[:-1], columns), ka.axes)

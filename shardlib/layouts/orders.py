@@ -87,8 +87,10 @@ def dealt(order: str, n: int, p: int) -> tuple[tuple[Run, ...], ...]:
 
     Where an order is written for fewer than n, the positions beyond fill the ranks' blocks.
 
-    >>> dealt("zigzag", 8, 2)
-    ((Run(start=0, stride=1, length=2), Run(start=6, stride=1, length=2)), (Run(start=2, stride=1, length=4),))
+    >>> for runs in dealt("zigzag", 8, 2):
+    ...     print(runs)
+    (Run(start=0, stride=1, length=2), Run(start=6, stride=1, length=2))
+    (Run(start=2, stride=1, length=4),)
     >>> dealt("striped", 5, 2)[1]
     (Run(start=1, stride=2, length=2),)
     """

@@ -7,9 +7,10 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     all_to_all(axis, dim, to)    move the innermost split of dim to dim ``to``; (p-1)/p n
     psum(axis)                   finish a pending sum; 2 (p-1)/p n
     psum_scatter(axis, dim)      finish it and split dim; (p-1)/p n
-    mask(axis)                   keep the value on coordinate 0, zeros elsewhere: a pending sum again
+    mask(axis)                   keep the value on coordinate 0, zeros elsewhere: a pending sum
     ppermute(axes, pairs)        whole blocks change places; n times the moving fraction
-    order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag, striped
+    order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag,
+                                 striped
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
     exchange(axes)               every rank gets what it lacks and nothing else (exchange.py)
 

@@ -21,8 +21,8 @@ from shardlib.mesh.mesh import (
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 
 __all__ = [
-    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope", "as_mesh", "bind",
-    "coordinates", "current_job", "current_mesh", "enter", "launch", "leave", "lost", "make_mesh",
-    "number", "rank_along", "record", "remember", "scope", "simulate", "spelled", "unknown_axis",
-    "use_mesh", "within",
+    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope", "as_mesh",
+    "bind", "coordinates", "current_job", "current_mesh", "enter", "launch", "leave", "lost",
+    "make_mesh", "number", "rank_along", "record", "remember", "scope", "simulate", "spelled",
+    "unknown_axis", "use_mesh", "within",
 ]  # fmt: skip

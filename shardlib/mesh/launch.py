@@ -174,7 +174,8 @@ def _failure(
             op="launch",
             operands=silent,
             mesh=sizes,
-            fix=f"sl.launch(fn, *args, {', '.join(f'{n}={s}' for n, s in sizes.items())}, timeout=1000.0)",
+            fix=f"sl.launch(fn, *args, {', '.join(f'{n}={s}' for n, s in sizes.items())}, "
+            "timeout=1000.0)",
         )
     bad = [(r, code) for r, code in enumerate(ends) if code]
     if bad:

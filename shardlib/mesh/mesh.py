@@ -347,7 +347,8 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
             f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores "
             "do",
             op=op,
-            fix=f"sl.{op}({_FIRST.get(op, '')}{', '.join(f'{n}={s}' for n, s in lettered(axes.values()).items())})",
+            fix=f"sl.{op}({_FIRST.get(op, '')}"
+            f"{', '.join(f'{n}={s}' for n, s in lettered(axes.values()).items())})",
         )
     return dict(axes)
 

@@ -210,8 +210,8 @@ class bind:
             here = scope()
             _NOW.set(
                 given._replace(
-                    traces=here.traces, watcher=here.watcher, rehearsal=here.rehearsal, keys=here.keys,
-                    prefetch=None, opened=(), held=(), by=None, before=None,
+                    traces=here.traces, watcher=here.watcher, rehearsal=here.rehearsal,
+                    keys=here.keys, prefetch=None, opened=(), held=(), by=None, before=None,
                 )
             )  # fmt: skip
         elif now.mesh is not given or now.held:

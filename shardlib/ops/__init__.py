@@ -31,6 +31,6 @@ from shardlib.ops import (
 
 __all__ = [
     "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach",
-    "index", "initial", "linear_loss", "loss", "matmul", "matrix", "metadata", "norm", "normalise", "padding",
-    "random", "recurrent", "reduce", "sdpa", "space", "spelled", "views", "whole",
+    "index", "initial", "linear_loss", "loss", "matmul", "matrix", "metadata", "norm", "normalise",
+    "padding", "random", "recurrent", "reduce", "sdpa", "space", "spelled", "views", "whole",
 ]  # fmt: skip

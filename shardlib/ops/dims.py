@@ -69,8 +69,8 @@ class _Plan:
 
 
 def rows_call(
-    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False, quiet: bool = False,
-    free: bool = False, pending: bool = False,
+    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False,
+    quiet: bool = False, free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
     """Run a call whose operands have the labels that ``labels(args, kwargs)`` gives.
 
@@ -255,8 +255,8 @@ def _laid(raw: Tensor, plan: _Plan, layout: Layout, size: torch.Size, mesh: Mesh
 
 
 def _made(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor], mesh: Mesh, labels: Any,
-    sums: bool,
+    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
+    mesh: Mesh, labels: Any, sums: bool,
 ) -> _Plan:  # fmt: skip
     try:
         slots = list(leaves)
@@ -270,8 +270,8 @@ def _made(
 
 
 def _planned(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor], mesh: Mesh, named: Labels,
-    sums: bool,
+    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
+    mesh: Mesh, named: Labels, sums: bool,
 ) -> _Plan:  # fmt: skip
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}

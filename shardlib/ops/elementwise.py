@@ -614,20 +614,21 @@ elements(
     """
     acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip
     copysign deg2rad rad2deg digamma erfinv fix float_power frexp gcd lcm heaviside i0 igamma
-    igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter polar
-    complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater
-    greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
-    __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold
-    special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
-    special.erfcx special.exp2 special.expit special.expm1 special.gammainc special.gammaincc special.gammaln
-    special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
-    special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0 special.modified_bessel_k1
-    special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1 special.spherical_bessel_j0
-    special.xlog1py special.zeta special.psi special.logit special.sinc special.round special.erf special.erfc
-    special.erfinv special.digamma special.polygamma special.log1p special.xlogy special.chebyshev_polynomial_t
-    special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w
-    special.hermite_polynomial_h special.hermite_polynomial_he special.laguerre_polynomial_l
-    special.legendre_polynomial_p special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
+    igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative
+    nextafter polar complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater
+    greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__
+    __rshift__ __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold special.airy_ai
+    special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
+    special.erfcx special.exp2 special.expit special.expm1 special.gammainc special.gammaincc
+    special.gammaln special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr
+    special.ndtri special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0
+    special.modified_bessel_k1 special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1
+    special.spherical_bessel_j0 special.xlog1py special.zeta special.psi special.logit special.sinc
+    special.round special.erf special.erfc special.erfinv special.digamma special.polygamma
+    special.log1p special.xlogy special.chebyshev_polynomial_t special.chebyshev_polynomial_u
+    special.chebyshev_polynomial_v special.chebyshev_polynomial_w special.hermite_polynomial_h
+    special.hermite_polynomial_he special.laguerre_polynomial_l special.legendre_polynomial_p
+    special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
     special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w broadcast_tensors
     """
 )

@@ -242,7 +242,8 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
             op="embedding",
             operands={"ids": typeof(ids), "table": typeof(table)},
             mesh=mesh,
-            fix=f"F.embedding(ids, sl.reshard(table, {f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
+            fix="F.embedding(ids, sl.reshard(table, "
+            f"{f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
         )
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))

@@ -74,7 +74,8 @@ def linear_cross_entropy(
     >>> import torch, shardlib as sl; import torch.nn.functional as F
     >>> x, w, t = torch.randn(6, 4), torch.randn(10, 4), torch.tensor([1, 9, -100, 0, 3, 3])
     >>> with sl.simulate(data=2, vocab=2):
-    ...     loss = sl.linear_cross_entropy(sl.shard(x, "data ."), sl.shard(w, "vocab ."), t, chunks=3)
+    ...     rows, table = sl.shard(x, "data ."), sl.shard(w, "vocab .")
+    ...     loss = sl.linear_cross_entropy(rows, table, t, chunks=3)
     >>> torch.allclose(sl.unshard(loss), F.cross_entropy(x @ w.T, t))
     True
     """

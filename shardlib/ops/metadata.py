@@ -106,9 +106,10 @@ def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
     x, grad = args
     if grad is not None:
         want = gradient_of(x, x.raw)
-        alike = isinstance(grad, ShardedTensor) and (grad.sharding, grad.padded_shape, grad.mesh) == (
-            want.sharding, want.padded_shape, want.mesh
-        )  # fmt: skip
+        alike = isinstance(grad, ShardedTensor) and (
+            (grad.sharding, grad.padded_shape, grad.mesh)
+            == (want.sharding, want.padded_shape, want.mesh)
+        )
         if not alike:
             raise ShardError(
                 "a gradient lies as its tensor does",
@@ -410,8 +411,8 @@ def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return x
 
 
-@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-            Tensor.__complex__, padded=True)  # fmt: skip
+@implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
+            Tensor.__index__, Tensor.__complex__, padded=True)  # fmt: skip
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
     x = _ONE(*args, **kwargs)
     _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")

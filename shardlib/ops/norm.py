@@ -79,8 +79,8 @@ class _Normalise(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float, centre: bool,
-        x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
+        ctx: Any, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float,
+        centre: bool, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.place, ctx.how = (mesh, axes, overs, width, count), (eps, centre)
         out, mean, scale = _forward(mesh, axes, width, count, eps, centre, x_raw, w_raw, b_raw)
@@ -244,8 +244,8 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def _whole(
-    x: ShardedTensor, raw: Tensor, overs: list[Axes], w: Tensor | None, b: Tensor | None, shape: tuple[int, ...],
-    eps: float,
+    x: ShardedTensor, raw: Tensor, overs: list[Axes], w: Tensor | None, b: Tensor | None,
+    shape: tuple[int, ...], eps: float,
 ) -> Tensor:  # fmt: skip
     """Layer normalisation of rows that each rank holds whole: torch's own kernel.
 

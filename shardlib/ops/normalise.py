@@ -69,8 +69,11 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
                           operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
     for t in (w, b, mean, var):
         if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
-            raise BadArgument("statistics, scale and shift have the tensor's dtype", op="batch_norm",
-                              operands={"tensor": typeof(x), "other": typeof(t)})  # fmt: skip
+            raise BadArgument(
+                "statistics, scale and shift have the tensor's dtype",
+                op="batch_norm",
+                operands={"tensor": typeof(x), "other": typeof(t)},
+            )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (mean, var)):
         raise BadArgument(
             "running statistics have no gradient, and these ask for one",

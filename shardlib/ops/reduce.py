@@ -449,8 +449,13 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if not (x.dtype if dtype is None else dtype).is_floating_point:
-        raise BadArgument(f"not implemented for {x.dtype}", op=func.__name__, operands={"tensor": typeof(x)},
-                          mesh=x.mesh, fix="x.double().softmax(-1)")  # fmt: skip
+        raise BadArgument(
+            f"not implemented for {x.dtype}",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix="x.double().softmax(-1)",
+        )
     if not x.dims[dim].is_split or 0 in x.padded_shape:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
         return x.becomes(

@@ -381,7 +381,8 @@ class Why:
 def _priced(m: Match) -> str:
     f, b = m.forward, m.backward
     text = f"forward {float(f.bytes):.0f} B in {f.messages} messages"
-    text += f", backward {float(b.bytes):.0f} B in {b.messages}, temporaries {float(m.cost.memory):.0f} B"
+    text += f", backward {float(b.bytes):.0f} B in {b.messages}"
+    text += f", temporaries {float(m.cost.memory):.0f} B"
     return text + (f" ({m.note})" if m.note else "")
 
 

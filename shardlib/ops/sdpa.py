@@ -98,7 +98,8 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
                 op="scaled_dot_product_attention",
                 operands=_named(q, k, v),
                 mesh=mesh,
-                fix=f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
+                fix="F.scaled_dot_product_attention"
+                f"(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
             )
     if given["dropout_p"]:
         raise Unsupported(
@@ -106,7 +107,8 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             op="scaled_dot_product_attention",
             operands=_named(q, k, v),
             mesh=mesh,
-            fix="F.scaled_dot_product_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
+            fix="F.scaled_dot_product_attention"
+            "(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
         )
     mask = given.pop("attn_mask", None)
     if mask is not None:

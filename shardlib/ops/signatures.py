@@ -86,8 +86,8 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
         a.kwonlyargs.append(ast.arg(arg=f"_{v}"))
         a.kw_defaults.append(ast.Name(id="_OMITTED", ctx=ast.Load()))
         checks += [
-            f"    if _{v} is not _OMITTED: {v} = {v} or tuple(_{v}) if isinstance(_{v}, (tuple, list)) "
-            f"else (_{v},)",
+            f"    if _{v} is not _OMITTED: {v} = {v} or tuple(_{v}) "
+            f"if isinstance(_{v}, (tuple, list)) else (_{v},)",
             f"    elif len({v}) == 1 and isinstance({v}[0], (tuple, list)): {v} = tuple({v}[0])",
         ]
     if not any(p.arg == "out" for p in a.kwonlyargs):

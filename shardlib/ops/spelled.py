@@ -107,8 +107,10 @@ def _apart(x: Tensor) -> Tensor:
     return x if torch.is_grad_enabled() else x.detach()
 
 
-spelled("unsafe_split(input, split_size, dim: int = 0)", lambda input, split_size, dim: _apart(input).split(
-    split_size, dim))  # fmt: skip
+spelled(
+    "unsafe_split(input, split_size, dim: int = 0)",
+    lambda input, split_size, dim: _apart(input).split(split_size, dim),
+)
 spelled(
     "unsafe_chunk(input, chunks: int, dim: int = 0)",
     lambda input, chunks, dim: _apart(input).chunk(chunks, dim),

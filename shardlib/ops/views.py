@@ -119,7 +119,8 @@ def view_layout(
                 return f"{what} does not fit into a dimension of size {n}"
         have //= n
         if any(isinstance(a, Dim) for a, _ in taken[:-1]):
-            return f"a sequence split {next(a for a, _ in taken if isinstance(a, Dim))} has no dimension after it"
+            sequence = next(a for a, _ in taken if isinstance(a, Dim))
+            return f"a sequence split {sequence} has no dimension after it"
         while digits and digits[0] == (None, 1):
             digits.pop(0)
         if all(a is None and r == 1 for a, r in digits):
@@ -643,7 +644,8 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
                 op=func.__name__,
                 operands={"tensor": typeof(x)},
                 mesh=x.mesh,
-                fix=f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})",
+                fix="sl.reshard(x, "
+                f"{_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})",
             )
         rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
         piece = Dim(rest_parts)
@@ -752,8 +754,12 @@ def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             continue
         token, size = tokens[d], x.padded_shape[d]
         if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
-            raise OutOfRange(f"index {i} is out of bounds for dimension {d} with size {size}", op="getitem",
-                             operands={"tensor": typeof(x)}, mesh=x.mesh)  # fmt: skip
+            raise OutOfRange(
+                f"index {i} is out of bounds for dimension {d} with size {size}",
+                op="getitem",
+                operands={"tensor": typeof(x)},
+                mesh=x.mesh,
+            )
         if (
             token.is_split
             and i != slice(None)

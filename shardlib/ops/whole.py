@@ -240,7 +240,8 @@ def on_whole(
             func, (*args[:flag], False, *args[flag + 1 :]) if flag < len(args) else args, named
         )
     if name in _RESHAPING:
-        line = f"x = x.{name[:-1]}({', '.join([*map(repr, args[1:]), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+        given = ", ".join([*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())])
+        line = f"x = x.{name[:-1]}({given})"
         raise Unsupported(
             "a sharded tensor keeps its shape",
             op=name,
@@ -465,8 +466,8 @@ _UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split()
 
 
 def _per_rank(
-    func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor], values: Any, moved: Any,
-    mesh: Mesh, deferred: Any, quiet: list[bool],
+    func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor],
+    values: Any, moved: Any, mesh: Mesh, deferred: Any, quiet: list[bool],
 ) -> Any:  # fmt: skip
     """Run simulated ranks whose gradients differ one after the other, each on copies.
 
@@ -477,8 +478,11 @@ def _per_rank(
     def one(*blocks: Any, **more: Any) -> Any:
         with casting(func):
             out = func(*blocks, **more)
-        return optree.tree_map(lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
-                               out, none_is_leaf=True)  # fmt: skip
+        return optree.tree_map(
+            lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
+            out,
+            none_is_leaf=True,
+        )
 
     before = [[writes(c) for c in mine] for mine in copies]
     leaves = list(given)
@@ -647,8 +651,8 @@ def replied(
 
 
 def _refused(
-    func: Any, name: str, leaves: list[Any], tree: Any, values: list[Any], at: list[int], bytes_: dict[int, float],
-    refusal: Any,
+    func: Any, name: str, leaves: list[Any], tree: Any, values: list[Any], at: list[int],
+    bytes_: dict[int, float], refusal: Any,
 ) -> ShardError:  # fmt: skip
     if isinstance(refusal, ShardError) and refusal.fix not in ("", "sl.unshard(x)"):
         return refusal

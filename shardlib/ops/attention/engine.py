@@ -113,7 +113,8 @@ class Engine(Protocol):
     ...         out, lse = started(q, v.shape[-1])
     ...         for rank in local_queries(job, q, bias):
     ...             view, at = rank.view, positions(every, q.device)
-    ...             rank.attend(rank.calls(every), view(keys), view(values), at, view(out), view(lse))
+    ...             held = view(keys), view(values), at, view(out), view(lse)
+    ...             rank.attend(rank.calls(every), *held)
     ...         return out, add_sink(out, lse, sink), (q, k, v)
     ...
     ...     def backward(self, job, saved, bias, sink, given, wants_bias):
@@ -125,8 +126,8 @@ class Engine(Protocol):
     ...         for rank in local_queries(job, q, bias):
     ...             view, at = rank.view, positions(every, q.device)
     ...             rank.attend_back(
-    ...                 rank.calls(every), view(keys), view(values), at, viewed(given, view), view(dq),
-    ...                 lambda: (view(dk), view(dv)), None if dbias is None else view(dbias))
+    ...                 rank.calls(every), view(keys), view(values), at, viewed(given, view),
+    ...                 view(dq), lambda: (view(dk), view(dv)), None if dbias is None else view(dbias))
     ...         rows = k.shape[-2]
     ...         return dq, scattered(job, dk, runs, rows), scattered(job, dv, runs, rows), dbias
     >>> sl.testing.check_engine(GatherAll())  # dense values and gradients, the stated bytes

@@ -29,7 +29,8 @@ __all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "on_pape
 class Block:
     """One call of a kernel: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]; h / g heads share keys.
 
-    ``causal``  square and lower triangular.     ``bias``  added to the scores, -inf where not allowed.
+    ``causal``  square and lower triangular.
+    ``bias``    added to the scores, -inf where not allowed.
     ``keep``    rows -> what the probabilities of those rows are multiplied with (dropout).
     """
 

@@ -10,8 +10,9 @@ Read Y = X W by what splits its rows, its contraction and its columns:
     X rows  X contraction  W contraction  W columns    form
     (.. r)  c              r              c            AB: Y stays as it lies
     (.. r)  c              c              r            ABT: X stays as it lies
-    c       r              r              c            ABT as well; ATB, W-stationary with Y's rows over r
-                                                       and columns over c, where W is asked to stay
+    c       r              r              c            ABT as well; ATB, W-stationary with Y's rows
+                                                       over r and columns over c, where W is asked
+                                                       to stay
 
 Rows may be split over further axes, as a batch is over ``data``: W's gradient is then summed over
 them.  Only the blocks are saved for backward.

@@ -347,7 +347,8 @@ def _scattered(
             or then.order != now.order
             or not set(more) <= set(summed)
         ):
-            return f"gives {Layout(dims=whole)} summed over {' '.join(summed) or 'nothing'}, not {wanted}"
+            over = " ".join(summed) or "nothing"
+            return f"gives {Layout(dims=whole)} summed over {over}, not {wanted}"
         if more and any(isinstance(p, int) for p in now.parts):
             return f"y {then}: a sum cannot be scattered inside a group"
         if not _divides(then, [], shape[d], mesh):

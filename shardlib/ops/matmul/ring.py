@@ -1,7 +1,7 @@
 """Ring products: a gather before, or a scatter after, a product, taken one block at a time.
 
-    ring_ag_matmul   Y = gather(X) W    X's blocks pass by; each is multiplied while the next travels
-    matmul_ring_rs   Y = scatter(X W)   the sum of each block of Y passes by, and every rank adds its part
+    ring_ag_matmul   Y = gather(X) W    X's blocks pass; each is multiplied while the next travels
+    matmul_ring_rs   Y = scatter(X W)   the sum of each block of Y passes; every rank adds its part
 
 They are each other's backward: dX of one is the other with W^T.  The words are those of the
 gather or scatter, the temporaries one block, and every transfer but the first has a product to hide
@@ -131,7 +131,10 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     rows = len(case.x.dims) - 1
     single = [m for m in (*cube.x, *cube.y) if len(m.axes) == 1 and m.dim < rows]
     if len(single) != 1 or len(cube.x) + len(cube.y) != 1 or cube.w or psummed:
-        return "a ring takes one gather of x's rows or one scatter of y's, over one axis, and nothing else"
+        return (
+            "a ring takes one gather of x's rows or one scatter of y's, over one axis, "
+            "and nothing else"
+        )
     if case.itemsize < 4:
         return "a sum in half precision would be rounded at every step of the ring"
     mesh = case.axes

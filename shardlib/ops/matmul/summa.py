@@ -156,8 +156,8 @@ def summa_slices(
 
     Source: arXiv 2104.05343 has one panel per rank; slices as in MeshSlice (ISCA 2025).
 
-    >>> summa_slices(0.01, 1e-4, (4096, 4096, 4096), 2), summa_slices(0.01, 1e-4, (512, 512, 512), 2)
-    (8, 2)
+    >>> [summa_slices(0.01, 1e-4, (n, n, n), panels=2) for n in (4096, 512)]
+    [8, 2]
     """
     most = math.isqrt(int(seconds / alpha)) if alpha > 0 else min(sizes)
     fits = [
@@ -221,7 +221,10 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     square = row == col and not z.batch and z.m % row == 0 and z.n % row == 0
     stays = [s for s in "CAB" if (s == "C" or square) and role in (None, ROLES[z.form][s])]
     if not stays:
-        return f"keeping {str(role).upper()} still needs a block transpose, so a square grid; this is {row} x {col}"
+        return (
+            f"keeping {str(role).upper()} still needs a block transpose, so a square grid; "
+            f"this is {row} x {col}"
+        )
     stay = min(stays, key=lambda s: (summa_words(z.m, z.k, z.n, row, col, s), s != "C"))
     words = summa_words(z.m, z.k, z.n, row, col, stay)
     slices = 1

@@ -57,7 +57,10 @@ class Canonical(Engine):
 
     def plan(self, case: AttentionCase) -> Plan | str:
         if case.biased:
-            return "a bias is held by the rows of its ring, and here all rows are gathered; ALiBi is a mask"
+            return (
+                "a bias is held by the rows of its ring, and here all rows are gathered; "
+                "ALiBi is a mask"
+            )
         return case.unsplit() or Plan(self, case)
 
     def moves(self, plan: Plan) -> Moves:

@@ -30,7 +30,10 @@ class Halo(Routes):
         p, chunks = case.p, both_ways(case.q_runs, case.k_runs, case.mask, case.rows)
         everywhere = [None not in chunk.at[-1] and len(chunk.at) >= p // 2 for chunk in chunks]
         if p > 2 and any(everywhere):
-            return "a halo needs a mask that ends near the diagonal, and neighbours that hold neighbouring positions"
+            return (
+                "a halo needs a mask that ends near the diagonal, and neighbours that hold "
+                "neighbouring positions"
+            )
         return Plan(self, case, chunks)
 
 

@@ -93,13 +93,19 @@ class Ulysses(Engine):
 
     def plan(self, case: AttentionCase) -> Plan | str:
         if case.biased:
-            return "a bias is held by the rows of its ring, and here rows change places; ALiBi is a mask"
+            return (
+                "a bias is held by the rows of its ring, and here rows change places; "
+                "ALiBi is a mask"
+            )
         outer: tuple[str, ...] = ()
         if self.usp:
             sizes = dict(case.mesh)
             split = [a for a in case.axes if sizes[a] > 1]
             if len(split) < 2:
-                return "it needs a sequence split over two axes: heads over the inner, a ring over the outer"
+                return (
+                    "it needs a sequence split over two axes: heads over the inner, a ring over "
+                    "the outer"
+                )
             outer = case.axes[: case.axes.index(split[-1])]
         return case.unsplit() or Plan(self, case, inner=_between(case, outer))
 
