@@ -47,8 +47,8 @@ from shardlib.tensor import ShardedTensor, layout_of
 
 __all__ = [
     "Built", "axes_of", "batches", "built", "check_data", "check_init", "check_layout",
-    "check_tables", "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer", "precision", "rows_of",
-    "rules_of", "schedules", "state_of", "transforms", "under_launcher",
+    "check_tables", "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer",
+    "precision", "rows_of", "rules_of", "schedules", "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
 RECIPES = ("megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp")
@@ -84,7 +84,10 @@ Table = Mapping[str, Any]
 
 
 def axes_of(config: Config) -> dict[str, int]:
-    """Axis sizes of ``[mesh]``.  Raises: ConfigError."""
+    """Return the axis sizes of ``[mesh]``.
+
+    Raises: ConfigError.
+    """
     own = keys_of(make_mesh)
     axes = {}
     for key, value in config.table("mesh").items():
@@ -103,7 +106,10 @@ def axes_of(config: Config) -> dict[str, int]:
 
 
 def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
-    """What ``[mesh]`` says beside its axes.  Raises: ConfigError."""
+    """Return what ``[mesh]`` says beside its axes.
+
+    Raises: ConfigError.
+    """
     table = {k: v for k, v in config.table("mesh").items() if k not in axes}
     known = arguments(make_mesh, config, ("mesh",), table)
     device = known.get("device", "cpu")
@@ -121,12 +127,15 @@ def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or another, started this process with its rank."""
+    """Say whether torchrun, or another, started this process with its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
-    """The mesh: of these processes, ``simulate`` or ``record``.  Raises: ConfigError."""
+    """Make the mesh: of these processes, ``simulate`` or ``record``.
+
+    Raises: ConfigError.
+    """
     axes = axes_of(config)
     if kind != "ranks":
         free = [n for n, s in axes.items() if s == -1]
@@ -186,7 +195,7 @@ def hugging_face(
 
 
 def module_of(config: Config, meta: bool = False, real: bool = False) -> Module:
-    """The module of ``[model]``; ``meta``: without its values, ``real``: with them.
+    """Make the module of ``[model]``; ``meta``: without its values, ``real``: with them.
 
     Raises: ConfigError.
     """
@@ -225,13 +234,16 @@ class Rules:
 
 
 def _placing(config: Config) -> dict[str, Any]:
-    """What ``[layout]`` says to ``parallelize`` beside the rules."""
+    """Return what ``[layout]`` says to ``parallelize`` beside the rules."""
     table = {k: v for k, v in config.table("layout").items() if k in PLACING}
     return arguments(parallelize, config, ("layout",), table, 2)
 
 
 def rules_of(config: Config, module: nn.Module, mesh: Mesh) -> Rules:
-    """The rules of ``[layout]``, by a recipe or written out.  Raises: ConfigError."""
+    """Return the rules of ``[layout]``, by a recipe or written out.
+
+    Raises: ConfigError.
+    """
     table = config.table("layout")
     check_layout(config)
     if "rules" in table:
@@ -327,7 +339,7 @@ def _function(config: Config, path: Sequence[str]) -> Callable[..., Any]:
 
 
 def _axis_arguments(config: Config, path: Sequence[str]) -> dict[str, str]:
-    """The arguments of a recipe that are axes, and which they are."""
+    """Return the arguments of a recipe that are axes, and which they are."""
     table = config.table(*path)
     given = {}
     for n, p in keys_of(_function(config, path), 2).items():
@@ -408,7 +420,10 @@ def check_data(config: Config) -> str:
 
 
 def rows_of(config: Config) -> Any:
-    """The dataset of ``[data]``.  Raises: ConfigError."""
+    """Make the dataset of ``[data]``.
+
+    Raises: ConfigError.
+    """
     name = check_data(config)
     path = ("data", name)
     if name == "dataset":
@@ -418,7 +433,10 @@ def rows_of(config: Config) -> Any:
 
 
 def batches(config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None) -> Batches:
-    """The batches of ``[data]``, laid out as the recipe says.  Raises: ConfigError."""
+    """Make the batches of ``[data]``, laid out as the recipe says.
+
+    Raises: ConfigError.
+    """
     try:
         first = rows[0]
     except (TypeError, KeyError, IndexError) as e:
@@ -440,7 +458,7 @@ def batches(config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = No
 
 
 def _lying(row: Any, rules: Rules) -> Any:
-    """A layout per field of a row: of labels the recipe's, of others that of its tokens."""
+    """Return a layout per field of a row: of labels the recipe's, of others that of its tokens."""
     paths, leaves, tree = optree.tree_flatten_with_path(row)
     last = len(leaves) - 1
     out = []
@@ -460,12 +478,18 @@ def _first(text: str) -> str:
 
 
 def precision(config: Config) -> Precision | None:
-    """The dtypes of ``[precision]``; None: as the module has them.  Raises: ConfigError."""
+    """Return the dtypes of ``[precision]``; None: as the module has them.
+
+    Raises: ConfigError.
+    """
     return call(Precision, config, ("precision",)) if "precision" in config.tables else None
 
 
 def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
-    """The transform of ``[optimizer]`` and its tables.  Raises: ConfigError."""
+    """Make the transform of ``[optimizer]`` and its tables.
+
+    Raises: ConfigError.
+    """
     table = config.table("optimizer")
     if not table:
         raise config.error(
@@ -501,7 +525,7 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
 
 @dataclass
 class Built:
-    """What a step needs."""
+    """A step's needs: the module, its parameters, the optimizer and the loss."""
 
     config: Config
     mesh: Mesh
@@ -519,12 +543,15 @@ class Built:
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
 
     def start(self) -> Any:
-        """The parameters that are trained: at stage 3 this rank's parts."""
+        """Return the parameters that are trained: at stage 3 this rank's parts."""
         return self.params if self.whole else self.tx.shard(self.params)
 
 
 def state_of(config: Config, made: "Built", params: Any) -> Any:
-    """The optimizer's first state.  Raises: ConfigError where it refuses the parameters."""
+    """Make the optimizer's first state.
+
+    Raises: ConfigError where it refuses the parameters.
+    """
     try:
         return made.tx.init(params)
     except ShardError as e:
@@ -533,7 +560,10 @@ def state_of(config: Config, made: "Built", params: Any) -> Any:
 
 
 def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
-    """Make everything but the rows.  ``values``: False: on shapes alone.  Raises: ConfigError."""
+    """Make everything but the rows; with ``values=False`` on shapes alone.
+
+    Raises: ConfigError.
+    """
     made = module_of(config, meta=not values)
     rules = rules_of(config, made.module, mesh)
     apply, params = _placed(config, made, rules, mesh, values)
@@ -552,7 +582,7 @@ def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
 def _placed(
     config: Config, made: Module, rules: Rules, mesh: Mesh, values: bool
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """``parallelize``, ``init`` or ``load_hf``: what the file says."""
+    """Call ``parallelize``, ``init`` or ``load_hf``, as the file says."""
     how: dict[str, Any] = {"mesh": mesh, **_placing(config)}
     remat = [(k, v) for k, v in config.table("remat").items()]
     try:
@@ -579,7 +609,7 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
 
 
 def check_init(config: Config) -> dict[str, Any]:
-    """The arguments that ``[init]`` gives: keys that other tables have are not its own."""
+    """Check the arguments of ``[init]``: keys that other tables have are not its own."""
     return arguments(
         init, config, ("init",), config.table("init"), 2, taken=("mesh", "remat", *PLACING)
     )
@@ -588,7 +618,7 @@ def check_init(config: Config) -> dict[str, Any]:
 def _check_axes(
     config: Config, mesh: Mesh, rules: Rules, params: Mapping[str, ShardedTensor]
 ) -> None:
-    """Refuse an axis of several ranks that would do the same: nothing at all is split over it."""
+    """Refuse an axis of several ranks over which nothing is split: they would do the same."""
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
     zero = config.table("optimizer", "zero").get("axis", ())
     used = {a for text in texts for a in _axes_in(text)}
@@ -602,7 +632,10 @@ def _check_axes(
 
 
 def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[..., Tensor]:
-    """``loss(params, batch)``: the file's own, else what forward gives, see docs/command.md."""
+    """Return ``loss(params, batch)``: the file's own, else what forward gives.
+
+    See docs/command.md.
+    """
     text = config.tables.get("loss")
     if text:
         return _own_loss(config, called(text, config, ("loss",)), apply)
@@ -634,7 +667,10 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
 
 
 def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable[..., Tensor]:
-    """A file's function of (apply, params, batch).  Raises: ConfigError where it is none."""
+    """Return a file's function of (apply, params, batch).
+
+    Raises: ConfigError where it is none.
+    """
     name = getattr(own, "__qualname__", repr(own))
     try:
         inspect.signature(own).bind(apply, {}, {})

@@ -85,7 +85,10 @@ def _tell(about: About, kept: list[tuple[int, str]], given: Any) -> None:
 
 
 def _axes(text: str) -> dict[str, int]:
-    """Axis sizes out of ``data=2,x=4``.  Raises: ConfigError."""
+    """Read axis sizes out of ``data=2,x=4``.
+
+    Raises: ConfigError.
+    """
     try:
         pairs = [part.split("=") for part in text.replace(",", " ").split()]
         sizes = {name: int(n) for name, n in pairs}

@@ -59,7 +59,7 @@ class Config:
     file: str = ""
 
     def table(self, *path: str) -> Mapping[str, Any]:
-        """The table of this name; empty where the file has none."""
+        """Return the table of this name; empty where the file has none."""
         found: Any = self.tables
         for i, key in enumerate(path):
             found = found.get(key, {})
@@ -68,7 +68,7 @@ class Config:
         return found
 
     def error(self, path: Sequence[str], message: str) -> ConfigError:
-        """Name the key at ``path`` and its place in front of a message."""
+        """Make the error of the key at ``path``, with its place in front of a message."""
         inner = (k for k in self.places if path and k[: len(path)] == tuple(path))
         around = (k for k in _outwards(path) if k in self.places)
         exact = (tuple(path) for _ in range(tuple(path) in self.places))
@@ -80,7 +80,7 @@ class Config:
 
 
 def _outwards(path: Sequence[str]) -> Iterable[Keys]:
-    """A path, the table around it, the table around that, ..."""
+    """List a path, the table around it, the table around that, ..."""
     return (tuple(path[:n]) for n in range(len(path), 0, -1))
 
 
@@ -129,7 +129,7 @@ def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
 
 
 def _value(text: str) -> Any:
-    """A value as TOML has it; a word without quotes is text."""
+    """Read a value as TOML has it; a word without quotes is text."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -145,7 +145,7 @@ def _put(tables: dict[str, Any], path: Keys, value: Any, said: str) -> None:
 
 
 def _keys(text: str) -> Keys | None:
-    """The names of a dotted key, or None where it is none."""
+    """Split a dotted key into its names; None where it is no key."""
     try:
         found: Any = tomllib.loads(f"{text} = 0")
     except tomllib.TOMLDecodeError:
@@ -160,9 +160,10 @@ def _keys(text: str) -> Keys | None:
 
 
 def _lines(text: str) -> dict[Keys, int]:
-    """Path of a key or table -> the line that it stands in.
+    """Map the path of each key or table to the line that it stands in.
 
-    >>> _lines("steps = 1\\n[mesh]  # axes\\nx = 2\\n[optimizer.lr]\\nname = 'cosine'")[("optimizer", "lr", "name")]
+    >>> found = _lines("steps = 1\\n[mesh]  # axes\\nx = 2\\n[optimizer.lr]\\nname = 'cosine'")
+    >>> found["optimizer", "lr", "name"]
     5
     """
     found: dict[Keys, int] = {}
@@ -210,7 +211,7 @@ def call(
 
 
 def _raised(e: Exception) -> str:
-    """An error in one line, with its place where it is not one that refuses a value."""
+    """Write an error in one line, with its place where it is not one that refuses a value."""
     said = " ".join(str(e).split())
     if isinstance(e, (ValueError, OSError)) and said:
         return said
@@ -220,7 +221,10 @@ def _raised(e: Exception) -> str:
 
 
 def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]:
-    """The function that ``module:function`` names.  Raises: ConfigError."""
+    """Return the function that ``module:function`` names.
+
+    Raises: ConfigError.
+    """
     try:
         return imported(text)
     except ConfigError as e:
@@ -261,7 +265,7 @@ def arguments(
     taken: Iterable[str] = (),
     beside: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The keys of a table as arguments of ``function``, each of the type that it says.
+    """Return a table's keys as arguments of ``function``, each of the type that it says.
 
     ``positional``  how many of its first arguments are given already; ``taken``  their like by
                     name.
@@ -283,14 +287,14 @@ def arguments(
 
 
 def unknown(config: Config, path: Sequence[str], key: str, known: Iterable[str]) -> ConfigError:
-    """The error for a key that nothing takes."""
+    """Make the error for a key that nothing takes."""
     names = list(known)
     listed = ", ".join(names) if names else "no keys"
     return config.error((*path, key), f"unknown key{near(key, names)} (it may have {listed})")
 
 
 def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: str) -> ConfigError:
-    """The error for a key that must be there, and may have been misspelt."""
+    """Make the error for a key that must be there, and may have been misspelt."""
     for key in config.table(*path):
         if difflib.get_close_matches(key, wanted, 1, 0.5):
             return unknown(config, path, key, wanted)
@@ -300,7 +304,7 @@ def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: st
 def parameters(
     function: Callable[..., Any], positional: int = 0, taken: Iterable[str] = ()
 ) -> dict[str, inspect.Parameter]:
-    """The arguments of ``function`` that a table may give."""
+    """List the arguments of ``function`` that a table may give."""
     rows = list(inspect.signature(function).parameters.items())[positional:]
     loose = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {n: p for n, p in rows if p.kind not in loose and n not in set(taken)}
@@ -319,18 +323,18 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Sequence[str]:
-    """The key of a table that an error speaks of, else the table."""
+    """Find the key of a table that an error speaks of, else the table."""
     found = [k for k in table if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
     return (*path, found[0]) if found else path
 
 
 def told(e: ShardError) -> str:
-    """The first line of an error, with the keys that it says to write."""
+    """Return the first line of an error, with the keys that it says to write."""
     return e.message.split("\n")[0] + (f"; write {e.fix}" if e.fix.startswith(("x=", "y=")) else "")
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """The hint at what was probably meant.
+    """Write the hint at what was probably meant.
 
     >>> near("bacth", ["batch", "seed"])
     "; did you mean 'batch'?"
@@ -340,7 +344,7 @@ def near(word: str, words: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a file has it."""
+    """Write a value as a file has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -360,7 +364,7 @@ class _Unfit(Exception):
 
 
 def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
-    """A value of the file as the type that an annotation says.
+    """Return a value of the file as the type that an annotation says.
 
     Numbers, text, lists and tables are themselves; a dtype is its name, a schedule or a transform a
     number or a table with its ``name``, another function ``"module:function"``.
@@ -454,7 +458,7 @@ _PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def named(
     kind: str, config: Config, path: Sequence[str], but: Iterable[str] = (), **more: Any
 ) -> Any:
-    """The transform or schedule that a table names, made with its other keys.
+    """Make the transform or schedule that a table names, with its other keys.
 
     ``kind``  "optimizer" or "schedule".
     Raises: ConfigError.
@@ -476,7 +480,7 @@ def named(
 
 
 def transforms() -> dict[str, Callable[..., Any]]:
-    """The optimizers that a file may name."""
+    """List the optimizers that a file may name."""
     from shardlib import optim
 
     names = "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop"
@@ -484,14 +488,14 @@ def transforms() -> dict[str, Callable[..., Any]]:
 
 
 def schedules() -> dict[str, Callable[..., Any]]:
-    """The schedules that a file may name."""
+    """List the schedules that a file may name."""
     from shardlib import optim
 
     return {n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()}
 
 
 def _torchs(name: str, config: Config, path: Sequence[str], but: Iterable[str]) -> Any:
-    """A transform of one of torch's own optimizers."""
+    """Make a transform of one of torch's own optimizers."""
     from shardlib.optim import from_torch
 
     known = [n for n in vars(torch.optim) if isinstance(getattr(torch.optim, n), type)]

@@ -94,7 +94,10 @@ def _numbers(file: str, dtype: Width) -> Tensor:
 
 
 def _files(path: str | Sequence[str]) -> list[str]:
-    """The files that a pattern or several name, in order.  Raises: BadArgument."""
+    """List the files that a pattern or several name, in order.
+
+    Raises: BadArgument.
+    """
     patterns = [path] if isinstance(path, str) else list(path)
     found = [f for p in patterns for f in ([p] if os.path.isfile(p) else sorted(glob.glob(p)))]
     files = [f for f in found if os.path.isfile(f)]

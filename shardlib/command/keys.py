@@ -1,4 +1,4 @@
-"""``shardlib keys``: every key that a TOML file may have, read from the functions that take them."""
+"""``shardlib keys``: every key that a TOML file may have, read from functions that take them."""
 
 import argparse
 import inspect
@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 
 def listed() -> Iterator[Key]:
-    """Every key, table by table.
+    """List every key, table by table.
 
     >>> next(k for k in listed() if k.table == "checkpoint").name
     'path'
@@ -95,7 +95,7 @@ def _type(annotation: Any) -> str:
 
 
 def _said(doc: str, name: str) -> str:
-    """What a docstring says of an argument, up to its first stop."""
+    """Return what a docstring says of an argument, up to its first stop."""
     found = re.search(rf"``{name}``\s+(.+?)(?=\n\s*(?:``|\n)|\n\S|\.\s|$)", doc, re.S)
     return re.sub(r"\s+", " ", found[1]).rstrip(".") if found else ""
 

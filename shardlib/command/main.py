@@ -34,7 +34,7 @@ DONE, FAILED, WRONG, LOST, UNFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and give its exit code."""
+    """Run one command, and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(given[0] if given else "")
     try:
@@ -74,17 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def script() -> None:
-    """What the console's ``shardlib`` and ``python -m shardlib`` run."""
+    """Run what the console's ``shardlib`` and ``python -m shardlib`` run."""
     gc.disable()  # to import torch and transformers, and to plan, takes a fifth longer with it
     raise SystemExit(main())
 
 
 class _Wrong(Exception):
-    """What is wrong with the arguments."""
+    """The error that arguments are wrong."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, with what was probably meant."""
+    """A parser that says what is wrong in one line, with what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -116,7 +116,7 @@ def _module(command: str):  # type: ignore[no-untyped-def]
 
 
 def _without_frames(e: Exception) -> str:
-    """An error; of a rank's, which has a traceback, the lines around that and what it ends with."""
+    """Write an error without frames; of a rank's, with the lines around its traceback."""
     head, found, rest = str(e).partition("Traceback (most recent call last):\n")
     if not found:
         return str(e)
@@ -129,7 +129,7 @@ def _without_frames(e: Exception) -> str:
 
 
 def _in_one_line(e: Exception) -> str:
-    """What anybody's code raised: its kind, its words, and the line outside torch and shardlib."""
+    """Write what anybody's code raised: kind, words, and the line outside torch and shardlib."""
     own = [f for f in traceback.extract_tb(e.__traceback__) if not _foreign(f.filename)]
     at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     words = " ".join(str(e).split())

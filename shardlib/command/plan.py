@@ -34,7 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument(
         "model",
-        help="a Hugging Face directory (its config.json is enough), MODULE:FUNCTION, or a TOML file",
+        help="a Hugging Face directory (its config.json is enough), MODULE:FUNCTION, "
+        "or a TOML file",
     )
     parser.add_argument(
         "--ranks", default="", help="how many, as 8 or 8,64,512; of a file its mesh's"
@@ -92,7 +93,8 @@ def main(given: Any) -> int:
     else:
         count = sum(p.numel() for p in model.parameters())
         print(
-            f"{type(model).__name__}, {count:,} parameters, {said['batch']} x {said['sequence']} tokens a step"
+            f"{type(model).__name__}, {count:,} parameters, "
+            f"{said['batch']} x {said['sequence']} tokens a step"
         )
         for n, p in found.items():
             print(f"\n{n} ranks: {p}")
@@ -102,7 +104,7 @@ def main(given: Any) -> int:
 
 
 def _cluster(given: Any) -> Cluster:
-    """The cluster, with the links that were said, or that the ranks of this job measured."""
+    """Return the cluster, with the links that were said, or that the ranks of this job measured."""
     found = CLUSTERS[given.cluster]
     if under_launcher() and not (given.inside and given.between):
         found = measured(found)
@@ -133,7 +135,10 @@ def _link(text: str, name: str) -> Link:
 
 
 def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The module on the meta device; ranks, batch and sequence.  Raises: ConfigError."""
+    """Return the module on the meta device; ranks, batch and sequence.
+
+    Raises: ConfigError.
+    """
     said: dict[str, Any] = {
         "batch": given.batch, "sequence": given.sequence, "accumulate": given.accumulate
     }  # fmt: skip
@@ -172,7 +177,7 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
-    """Batch and sequence as a file has them, where the prompt does not say."""
+    """Return batch and sequence as a file has them, where the prompt does not say."""
     data = config.table("data")
     rows = next((data[n] for n in ("text", "tokens") if isinstance(data.get(n), Mapping)), {})
     length = said["sequence"] or int(rows.get("context", 0))
@@ -185,7 +190,7 @@ def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _length(rows: Any) -> int:
-    """Tokens in a row of a dataset; 0 where its first field is no sequence."""
+    """Count the tokens in a row of a dataset; 0 where its first field is no sequence."""
     first = optree.tree_leaves(rows[0])[0]  # type: ignore[arg-type]
     return len(first) if getattr(first, "ndim", 0) == 1 else 0
 
@@ -218,7 +223,7 @@ def _recipes(text: str) -> list[str]:
 
 
 def _plain(found: Plan) -> dict[str, Any]:
-    """A plan as plain values."""
+    """Return a plan as plain values."""
     table = [_row(w) for w in found.table]
     return {
         "fits": found.best is not None,
@@ -261,7 +266,7 @@ def _row(w: Weighed) -> dict[str, Any]:
 
 
 def _tables(w: Weighed, batch: int) -> str:
-    """What to write into a file for this way."""
+    """Write what belongs into a file for this way."""
     count = w.way.accumulate
     lines = [f"accumulate = {count}"] * (count > 1)
     lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines on screen, JSON lines, TensorBoard; and what its work amounts to."""
+"""A run's words on itself: lines on screen, JSON lines, TensorBoard; what its work amounts to."""
 
 import json
 import time
@@ -16,7 +16,7 @@ __all__ = ["Log", "flops_of", "log", "peak_of"]
 
 
 class Log:
-    """Where figures go.  Made by ``log``; only one rank writes.
+    """A log of figures, made by ``log``; only one rank writes.
 
     ``every``  steps between two lines.
     """
@@ -31,7 +31,10 @@ class Log:
         self.echo = False
 
     def open(self, as_json: bool, first: int) -> None:
-        """Begin to write; ``first``  the step a run goes on from: later records are of a run that is gone."""
+        """Begin to write.
+
+        ``first``  the step a run goes on from: later records are of a run that is gone.
+        """
         self.echo = as_json
         if self.jsonl:
             file = Path(self.jsonl)
@@ -64,7 +67,7 @@ class Log:
                     self.board.add_scalar(key, value, row["step"])
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close the files."""
         if self.file is not None:
             self.file.close()
         if self.board is not None:
@@ -136,7 +139,7 @@ PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheet
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second that a device could do in half precision, where that is known."""
+    """Return the operations per second that a device could do in half precision, if known."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -144,7 +147,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def flops_of(module: nn.Module, row: Any) -> float | None:
-    """Operations of a training step for one row: those of forward counted on shapes, three times.
+    """Count operations of a training step for one row: forward's, counted on shapes, three times.
 
     None where the module does not run on shapes.
 
@@ -167,10 +170,10 @@ def flops_of(module: nn.Module, row: Any) -> float | None:
 
 
 def seconds() -> float:
-    """Now, for differences."""
+    """Return the time now, for differences."""
     return time.perf_counter()
 
 
 def number(x: Any) -> float | None:
-    """A tensor or number as a float."""
+    """Return a tensor or number as a float."""
     return None if x is None else float(x.item() if isinstance(x, Tensor) else x)

@@ -49,7 +49,7 @@ def main(given: Any) -> int:
 
 
 def trace_run(config: Config, step: int = 2) -> Timeline:
-    """Run a file's first steps, and record the last of them; of all ranks where there are several."""
+    """Run a file's first steps, and record the last of them, of all ranks if there are several."""
     mesh = mesh_of(config, "ranks" if under_launcher() else "simulate")
     with use_mesh(mesh):
         made = built(config, mesh)

@@ -1,4 +1,4 @@
-"""``shardlib train run.toml``: a training run that a file describes, and that goes on where it was killed."""
+"""``shardlib train run.toml``: a training run from a file, which goes on where it was killed."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ MOST = 64  # processes that one machine is given without a launcher
 
 @dataclass
 class Report:
-    """What a run came to.
+    """The outcome of a run.
 
     ``losses``  step -> loss, of the steps that ran here.
     ``step``    the last one.
@@ -66,7 +66,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When and where a run is saved.  Made by ``checkpoint``."""
+    """The place and time at which a run is saved, made by ``checkpoint``."""
 
     path: str
     every: int
@@ -131,7 +131,10 @@ def train(
 
 
 def check(config: Config) -> None:
-    """Refuse what can be seen to be wrong before any process starts.  Raises: ConfigError."""
+    """Refuse what can be seen to be wrong before any process starts.
+
+    Raises: ConfigError.
+    """
     check_tables(config, train)
     for key in ("steps", "accumulate"):
         if config.tables.get(key, 1) < 1:
@@ -153,7 +156,10 @@ def check(config: Config) -> None:
 
 
 def check_present(config: Config) -> None:
-    """Check the tables that a file has, where it need not have all of them.  Raises: ConfigError."""
+    """Check the tables that a file has, where it need not have all of them.
+
+    Raises: ConfigError.
+    """
     for key in config.tables:
         if key not in keys_of(train):
             raise unknown(config, (), key, keys_of(train))
@@ -189,9 +195,10 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         )
     if total > MOST:
         raise config.error(
-            ("mesh",), f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, or look "
-            "with shardlib plan",
-        )  # fmt: skip
+            ("mesh",),
+            f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, "
+            "or look with shardlib plan",
+        )
     device = config.table("mesh").get("device") or (
         "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= total else "cpu"
     )
@@ -226,7 +233,7 @@ def rehearse(config: Config) -> None:
 
 
 def _rank(config: Config, as_json: bool) -> Report:
-    """What each process that was started here runs, its mesh in scope."""
+    """Run what each process that was started here runs, its mesh in scope."""
     from shardlib.mesh import current_mesh
 
     return run(config, current_mesh(), as_json)
@@ -246,7 +253,7 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 
 
 def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
-    """The run, on every rank of the mesh in scope."""
+    """Run the training, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
     torch.manual_seed(config.tables.get("seed", 0))
     rows = rows_of(config)
@@ -313,7 +320,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
 
 
 def _guarded(config: Config) -> bool:
-    """Whether the optimizer passes over steps that are no numbers."""
+    """Say whether the optimizer passes over steps that are no numbers."""
     return not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
 
 
@@ -323,28 +330,30 @@ def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
     except ShardError as e:
         raise config.error(
             ("checkpoint", "path"),
-            f"{newest} does not go on here: {e.message.splitlines()[0]}; write resume = false or another path",
+            f"{newest} does not go on here: {e.message.splitlines()[0]}; "
+            "write resume = false or another path",
         ) from e
 
 
 def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) -> Any:
-    """The batches from where a run was killed."""
+    """Return the batches from where a run was killed."""
     try:
         return batches(config, rows, made.rules, made.mesh, state=state)
     except ConfigError as e:
         raise ConfigError(
-            f"{e}; {newest} does not go on with these rows: write resume = false or another path in [checkpoint]"
+            f"{e}; {newest} does not go on with these rows: "
+            "write resume = false or another path in [checkpoint]"
         ) from e
 
 
 def forever(rows: Any) -> Iterator[Any]:
-    """Batches of one epoch after the other."""
+    """Give batches of one epoch after the other."""
     while True:
         yield from rows
 
 
 def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple[Tensor, Any]]:
-    """``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
+    """Make ``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
     zero = config.table("optimizer", "zero")
     several = accumulate > 1 and zero.get("stage", 1) < 2
     into = made.tx if made.tx.sink is not None and not several else None
@@ -388,7 +397,7 @@ def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -
 
 
 class _Meter:
-    """Time, tokens and work since the last line."""
+    """A meter of time, tokens and work since the last line."""
 
     def __init__(self, made: Built, rows: Any, writer: Log, mesh: Any) -> None:
         self.began = self.last = seconds()
@@ -414,7 +423,7 @@ class _Meter:
             self.rows += first.shape[0]
 
     def row(self, step: int, loss: float, info: Any, t: Any) -> dict[str, Any]:
-        """The figures of the steps since the last row."""
+        """Return the figures of the steps since the last row."""
         now = seconds()
         took = max(now - self.last, 1e-9)
         out: dict[str, Any] = {"step": step, "loss": loss}

@@ -1,4 +1,4 @@
-"""Pictures: where blocks lie, what parameters take, what an algorithm sends, when a step did what."""
+"""Pictures: where blocks lie, what parameters take, what algorithms send, when a step did what."""
 
 from shardlib.seeing.blocks import draw, visualize
 from shardlib.seeing.canvas import style

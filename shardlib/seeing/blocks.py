@@ -23,7 +23,7 @@ __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Two dimensions of a tensor in contiguous pieces.
+    """A cut of two dimensions of a tensor into contiguous pieces.
 
     ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
     ``owners``  per row and column, the ranks that hold the piece; none of what is padding.
@@ -58,6 +58,7 @@ class Drawing(Shown, str):
         return self.grids, self.note
 
     def pieces(self) -> list[tuple[str, int | None]]:
+        """Return the drawing as runs of text, each with the number of its colour."""
         return _pieces(self.grids, self.note)
 
     def _repr_html_(self) -> str:
@@ -166,7 +167,7 @@ class _Piece:
 def _cut(
     layout: Layout, stored: tuple[int, ...], true: tuple[int, ...], mesh: Mapping[str, int]
 ) -> list[list[_Piece]]:
-    """Each dimension where some rank's positions begin or end, or padding begins."""
+    """Cut each dimension where some rank's positions begin or end, or padding begins."""
     held = [layout.indices(stored, mesh, c) for c in coordinates(mesh)]
     out = []
     for d, n in enumerate(stored):
@@ -186,7 +187,7 @@ def _cut(
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of what is held without a gap, in any order of holding."""
+    """List (start, stop) of what is held without a gap, in any order of holding."""
     if isinstance(positions, range) and positions.step == 1:
         if len(positions):
             yield positions.start, positions.stop
@@ -242,7 +243,7 @@ def _grid(
 
 
 def _names(ranks: Sequence[int], most: int = 8) -> str:
-    """The ranks; of many the first and the last.
+    """Write the ranks; of many the first and the last.
 
     >>> _names([0, 2]), _names(range(64))
     ('0,2', '0,1,..,63')
@@ -252,7 +253,7 @@ def _names(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
-    """``x0 y1``, leaving out axes along which the block is copied."""
+    """Write ``x0 y1``, leaving out axes along which the block is copied."""
     every = coordinates(mesh)
     places = [every[r] for r in ranks]
     same = [n for n in mesh if len({p[n] for p in places}) == 1]
@@ -260,7 +261,7 @@ def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
 
 
 def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
-    """The drawing as runs of text, each with the number of its colour."""
+    """Return the drawing as runs of text, each with the number of its colour."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
         texts = [

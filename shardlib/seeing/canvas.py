@@ -23,7 +23,7 @@ PALETTE = (  # white text on them can be read
 
 
 def colours(count: int, first: int = 0) -> list[str]:
-    """Give ``count`` colours, from the ``first`` of the palette on and round.
+    """Return ``count`` colours, from the ``first`` of the palette on and round.
 
     >>> colours(2), colours(1, first=12) == colours(1)
     (['#4c78a8', '#e0883c'], True)
@@ -43,7 +43,7 @@ def tint(number: int) -> str:
 
 
 def style() -> dict[str, Any]:
-    """Give matplotlib settings for figures that read well on light and dark pages.
+    """Return matplotlib settings for figures that read well on light and dark pages.
 
     No background, ink of middle grey.
 
@@ -104,7 +104,7 @@ class Picture:
         self.figure, self.title = figure, title
 
     def save(self, file: str | Path) -> None:
-        """Write it; the file's name says in which form."""
+        """Write the figure to a file, whose name says in which form."""
         self.figure.savefig(file, dpi=150)
 
     def _repr_png_(self) -> bytes:
@@ -132,7 +132,7 @@ def coloured(pieces: list[tuple[str, int | None]]) -> Any:
 
 
 class Shown:
-    """What can be shown in colours: ``show()`` it in a terminal, or give it to ``rich.print``."""
+    """A value to show in colours: ``show()`` it in a terminal, or give it to ``rich.print``."""
 
     pieces: Callable[[], list[tuple[str, int | None]]]
 

@@ -35,7 +35,7 @@ Spot = tuple[float, float]
 
 
 class Sent(NamedTuple):
-    """One block on its way: the rank that sends it, those that receive it, and what it is.
+    """A block on its way: the rank that sends it, those that receive it, and what it is.
 
     ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": what is added up
                on its way; "result": what was computed from operands, whole or a part of a sum.
@@ -90,6 +90,7 @@ class Frames(Shown):
 
     @property
     def bytes(self) -> Fraction:
+        """Bytes that are sent in all steps."""
         return sum((f.bytes for f in self.frames), Fraction(0))
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ class Frames(Shown):
     __repr__ = __str__
 
     def pieces(self) -> list[tuple[str, int | None]]:
-        """Text in runs, each with the number of its colour."""
+        """Return the text in runs, each with the number of its colour."""
         out: list[tuple[str, int | None]] = [(f"{self.title}   on {self.mesh}", None)]
         for i, frame in enumerate(self.frames, 1):
             head, *rows = str(frame).splitlines()
@@ -152,13 +153,14 @@ class Frames(Shown):
 
 
 def _placed(name: str, x: Tensor) -> str:
-    """The text of an operand placed on two axes of two ranks."""
+    """Write an operand placed on two axes of two ranks."""
     whole = f"sl.unshard({name})" if isinstance(x, ShardedTensor) else name
-    return f"sl.shard({whole}, {'x y' if x.ndim == 2 and not any(n % 2 for n in x.shape) else '...'!r})"
+    layout = "x y" if x.ndim == 2 and not any(n % 2 for n in x.shape) else "..."
+    return f"sl.shard({whole}, {layout!r})"
 
 
 def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
-    """Run ``f(*operands)`` on simulated ranks and say, step by step, who sends which block to whom.
+    """Run ``f(*operands)`` on simulated ranks and list, by step, who sends which block to whom.
 
     ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it attends over,
                   or multiplies, small operands that lie as it wants them ("matmul ring" where both
@@ -213,7 +215,7 @@ def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) ->
 
 
 class _Camera(Trace):
-    """Hears of every transfer, and knows the operands' elements."""
+    """A watch on every transfer that knows the operands' elements."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -223,7 +225,7 @@ class _Camera(Trace):
         self.taken: list[tuple[str, list[Sent]]] = []
 
     def marked(self, x: ShardedTensor) -> ShardedTensor:
-        """The operand with elements that occur nowhere else; replicas are one block."""
+        """Return the operand with elements that occur nowhere else; replicas are one block."""
         if not x.raw.is_floating_point():
             return x
         name, first = next(self.names), len(self.known) + 1
@@ -259,7 +261,7 @@ class _Camera(Trace):
         return own if own in found else "+".join(sorted(found))
 
     def developed(self) -> tuple[Frame, ...]:
-        """Blocks of different operands travel in one step, until one of them moves again."""
+        """Put blocks of different operands into one step, until one of them moves again."""
         moved = [e for e in self.events if e.messages]
         steps: list[tuple[set[str], list[str], list[Sent], Fraction]] = []
         for (what, sent), event in zip(self.taken, moved, strict=True):
@@ -276,12 +278,12 @@ _OWN = {"sum", "result"}
 
 
 def _operands(sent: Sent) -> set[str]:
-    """The letters of the operands that a transfer carries; or "sum", or "result"."""
+    """Return the letters of the operands that a transfer carries; or "sum", or "result"."""
     return {part.rstrip("0123456789") for part in sent.block.split("+")}
 
 
 def _holders(x: ShardedTensor) -> list[int]:
-    """Rank -> the first rank that holds the same block."""
+    """Map each rank to the first rank that holds the same block."""
     split = x.sharding.axes
     first: dict[tuple[int, ...], int] = {}
     return [
@@ -290,7 +292,7 @@ def _holders(x: ShardedTensor) -> list[int]:
 
 
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Ranks that differ along ``axes`` alone, in their order there."""
+    """List ranks that differ along ``axes`` alone, in their order there."""
     found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     rest = [a for a in mesh.names if a not in axes]
     for rank, c in enumerate(played(mesh)):
@@ -300,7 +302,7 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]]]:
-    """(sender, receivers) within a group of p."""
+    """List (sender, receivers) within a group of p."""
     others = [tuple(j for j in range(p) if j != i) for i in range(p)]
     if name == "pbroadcast":
         return [(params[0], others[params[0]])]
@@ -316,7 +318,7 @@ def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]
 
 
 def _positions(mesh: Mesh) -> list[Spot]:
-    """Where each rank stands: the last axis to the right, the one before down, others as planes.
+    """Place each rank: the last axis to the right, the one before down, others as planes.
 
     Ranks along one axis alone stand in a circle, and those of a plane behind another a bit lower,
     so that what they send each other does not cross the ranks between.
@@ -339,7 +341,7 @@ def _positions(mesh: Mesh) -> list[Spot]:
 
 
 def _of_name(name: str, axes: dict[str, int]) -> Frames:
-    """The frames of an algorithm on the first operands that it takes."""
+    """Return the frames of an algorithm on the first operands that it takes."""
     if not axes:
         raise ShardError(
             f"an algorithm runs on a mesh, and {name!r} was given none",
@@ -367,7 +369,7 @@ def _of_name(name: str, axes: dict[str, int]) -> Frames:
 
 
 def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[ShardedTensor, ...]]]:
-    """Operands on a mesh: sequences, matrices of the known families, then split in every way."""
+    """Give operands on a mesh: sequences, matrices of known families, then split in every way."""
     n, names = 2 * mesh.size, mesh.names
     rings: list[str | tuple[str, ...]] = [*names] if len(names) == 1 else [names, *names]
     for axes, schedule in itertools.product(rings, ("contiguous", "zigzag")):
@@ -391,7 +393,7 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
 
 
 def _of_plan(plan: Plan) -> Frames:
-    """The frames of an attention that was planned, on the ranks of its ring alone."""
+    """Return the frames of an attention that was planned, on the ranks of its ring alone."""
     case, axes = plan.case, dict(plan.case.mesh)
     length = sum(len(run.positions) for rank in case.q_runs for run in rank)
     if length > _LONGEST:
@@ -419,7 +421,7 @@ _LONGEST = 4096
 
 
 def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Every way to split two dimensions, each over none, one or two axes.
+    """List every way to split two dimensions, each over none, one or two axes.
 
     >>> list(split_ways(("x",)))
     [('x', '.'), ('.', 'x'), ('.', '.')]
@@ -436,7 +438,7 @@ def _kind(sent: Sent) -> str:
 
 
 class _Arrows(NamedTuple):
-    """What one rank sends to the same others: blocks on one arrow each, labelled once."""
+    """The arrows of what one rank sends to the same others, one a block, labelled once."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -445,7 +447,7 @@ class _Arrows(NamedTuple):
 
 
 def _arrows(frame: Frame) -> list[_Arrows]:
-    """Blocks of several operands that go the same way are one arrow."""
+    """Join blocks of several operands that go the same way into one arrow."""
     ways: dict[tuple[int, tuple[int, ...]], list[Sent]] = {}
     for s in frame.sent:
         ways.setdefault((s.sender, s.receivers), []).append(s)
@@ -486,7 +488,7 @@ def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
 
 
 def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
-    """Where each label stands: the first place on its arrow that no rank and no other label has.
+    """Place each label: the first place on its arrow that no rank and no other label has.
 
     The labels of short arrows, which have few such places, choose first.
     """
@@ -507,7 +509,7 @@ def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
 
 
 def _sides(arrows: list[_Arrows], spots: list[Spot], at: list[Spot]) -> tuple[float, float]:
-    """Where a panel begins and ends, so that no label is cut."""
+    """Return where a panel begins and ends, so that no label is cut."""
     halves = [(x, 1.2 * _half(a.label)) for (x, _), a in zip(spots, arrows, strict=True)]
     xs = [x for x, _ in at]
     left, right = [x - w for x, w in halves], [x + w for x, w in halves]
@@ -515,7 +517,7 @@ def _sides(arrows: list[_Arrows], spots: list[Spot], at: list[Spot]) -> tuple[fl
 
 
 def _half(label: str) -> float:
-    """Half the width of a label."""
+    """Return half the width of a label."""
     return 0.035 * len(label) + 0.03
 
 
@@ -524,8 +526,10 @@ def _length(arrow: _Arrows, at: list[Spot]) -> float:
 
 
 def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float) -> list[Spot]:
-    """Places for a label, the best first: on the first arrow, which bends to the right of its way;
-    of many arrows beside the rank that sends, away from the others.
+    """List places for a label, the best first.
+
+    That is on the first arrow, which bends to the right of its way; of many arrows beside the rank
+    that sends, away from the others.
     """
     (x0, y0), (x1, y1) = at[sender], at[receivers[0]]
     if len(receivers) > 2:
@@ -540,7 +544,7 @@ def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float
 
 
 def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
-    """One step as a drawing that a page shows in its own ink."""
+    """Draw one step as a page shows it in its own ink."""
     arrows = _arrows(frame)
     places = _labels(arrows, at)
     (left, right), low = _sides(arrows, places, at), max(y for _, y in at) + _ABOVE

@@ -28,7 +28,7 @@ class SummaryRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Rows and totals; ``print`` it, or let a notebook show it.
+    """A table of parameters and totals; ``print`` it, or let a notebook show it.
 
     ``other``  bytes of the optimizer's state that belong to no parameter, such as gaps in buckets.
 
@@ -46,18 +46,21 @@ class Summary:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the parameters on one rank."""
         return sum(r.bytes for r in self.rows)
 
     @property
     def whole(self) -> int:
+        """Bytes of the parameters as a whole."""
         return sum(r.whole for r in self.rows)
 
     @property
     def state(self) -> int:
+        """Bytes of the optimizer's state on one rank."""
         return self.other + sum(r.state for r in self.rows)
 
     def table(self) -> list[list[str]]:
-        """Rows of text with their heading; a column of the state where there is one."""
+        """Return rows of text with their heading; a column of the state where there is one."""
         wide = 5 if self.state else 4
         out = [["parameter", "type", "per rank", "whole", "state per rank"][:wide]]
         for r in self.rows:
@@ -101,7 +104,8 @@ def summary(params: Any, state: Any = None) -> Summary:
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
-    ...     params = {"w": sl.shard(torch.zeros(64, 32), "y x"), "b": sl.shard(torch.zeros(64), "y")}
+    ...     w, b = sl.shard(torch.zeros(64, 32), "y x"), sl.shard(torch.zeros(64), "y")
+    ...     params = {"w": w, "b": b}
     ...     print(summary(params, sl.optim.adamw(1e-3).init(params)))
     parameter     type             per rank     whole  state per rank
     -----------------------------------------------------------------
@@ -129,7 +133,7 @@ def summary(params: Any, state: Any = None) -> Summary:
 
 
 def _held(x: Tensor) -> int:
-    """Bytes that one rank holds."""
+    """Count the bytes that one rank holds."""
     if not isinstance(x, ShardedTensor):
         return x.numel() * x.element_size()
     ranks = x.mesh.size if lead(x.mesh) else 1
@@ -137,7 +141,7 @@ def _held(x: Tensor) -> int:
 
 
 def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
-    """Add a state's bytes to the parameters of their paths' ends; what is of none is returned."""
+    """Add a state's bytes to the parameters of their paths' ends; return those of none."""
     other = 0
     if isinstance(node, Buckets):
         for bucket in node.index:

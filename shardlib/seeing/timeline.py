@@ -37,7 +37,7 @@ __all__ = ["Span", "Timeline", "merged", "timeline"]
 
 @dataclass(frozen=True)
 class Span:
-    """One operation, collective or named phase of one rank.
+    """An operation, a collective or a named phase of one rank.
 
     ``kind``    "operation", "collective" or "phase".
     ``start``   seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
@@ -64,12 +64,13 @@ class Span:
 
     @property
     def end(self) -> float:
+        """The second at which it ended, since the timeline began."""
         return self.start + self.seconds
 
 
 @dataclass
 class Timeline:
-    """What ran while it was open; ``print`` it, ``save`` it, or let a notebook show it.
+    """A record of what ran; ``print`` it, ``save`` it, or let a notebook show it.
 
     ``spans``  in the order they began.
     ``ranks``  rank -> what it is called.
@@ -92,22 +93,24 @@ class Timeline:
 
     @property
     def operations(self) -> list[Span]:
+        """The spans of operations."""
         return [s for s in self.spans if s.kind == "operation"]
 
     @property
     def collectives(self) -> list[Span]:
+        """The spans of collectives."""
         return [s for s in self.spans if s.kind == "collective"]
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """Seconds from the first begin to the last end."""
         return max((s.end for s in self.spans), default=0.0) - min(
             (s.start for s in self.spans), default=0.0
         )
 
     @property
     def bytes(self) -> float:
-        """Received per rank, on average over the ranks that are here."""
+        """Bytes received per rank, on average over the ranks that are here."""
         return sum(s.bytes for s in self.collectives) / max(1, len(self.ranks))
 
     def rows(self, by: str = "seconds") -> list[dict[str, Any]]:
@@ -158,7 +161,7 @@ class Timeline:
         return out
 
     def text(self, by: str = "seconds", columns: int | None = None) -> str:
-        """Write the table for ``columns`` characters a line: the terminal's, or 100 where there is none.
+        """Write the table in lines of ``columns`` characters: the terminal's, or 100 without one.
 
         What does not fit is cut with dots; ``table`` and ``rows`` have all of it.
         """
@@ -199,10 +202,11 @@ class Timeline:
         rows = ["".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)]
         rows += ["".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in r) for r in body]
         table = "".join(f"<tr>{r}</tr>" for r in rows)
-        return f"<p>{html.escape(self._head()).replace(chr(10), '<br>')}</p>{self._svg()}<table>{table}</table>"
+        above = html.escape(self._head()).replace("\n", "<br>")
+        return f"<p>{above}</p>{self._svg()}<table>{table}</table>"
 
     def _svg(self, width: float = 900.0, height: int = 18) -> str:
-        """The spans as bars that say what they are where the pointer rests."""
+        """Draw the spans as bars that say what they are where the pointer rests."""
         lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
         zero, shades = min((s.start for s in self.spans), default=0.0), self._shades()
         scale, left = width / (self.seconds or 1.0), 130
@@ -224,7 +228,7 @@ class Timeline:
         return "".join([*out, "</svg>"])
 
     def _shades(self) -> dict[str, str]:
-        """A colour for each kind of bar, see ``_shade``."""
+        """Return a colour for each kind of bar, see ``_shade``."""
         kinds = list(dict.fromkeys(s.name for s in self.collectives))
         shades = {"forward": "#4c78a8", "backward": "#e0883c", "phase": "#8a8a8a"}
         return shades | dict(zip(kinds, colours(len(kinds), first=2), strict=True))
@@ -232,7 +236,7 @@ class Timeline:
     # ------------------------------------------------------------ files
 
     def chrome(self) -> dict[str, Any]:
-        """Give the trace as Chrome and Perfetto read it: a process per rank, a track per lane."""
+        """Return the trace as Chrome and Perfetto read it: a process per rank, a track per lane."""
         events: list[dict[str, Any]] = []
         for rank, name in sorted(self.ranks.items()):
             events.append(_meta("process_name", rank, 0, name=name))
@@ -246,14 +250,15 @@ class Timeline:
                     events.append(
                         {
                             "name": _title(s), "cat": f"{s.kind},{way}", "ph": "X", "pid": rank,
-                            "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds, "args": asdict(s),
+                            "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds,
+                            "args": asdict(s),
                         }
                     )  # fmt: skip
         about = {"began": self.began, "ranks": {str(r): n for r, n in self.ranks.items()}}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
     def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
-        """The spans of each rank in tracks of which none has two at once that are not nested."""
+        """Deal the spans of each rank to tracks, none with two at once that are not nested."""
         out: dict[int, list[tuple[str, list[Span]]]] = {}
         for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
             own = [s for s in self.spans if s.rank == rank]
@@ -272,7 +277,7 @@ class Timeline:
         return out
 
     def save(self, file: str | Path) -> None:
-        """Write the timeline: ``.json`` for ui.perfetto.dev, else a picture (``.png``, ``.svg``, ``.pdf``).
+        """Write the timeline: ``.json`` for ui.perfetto.dev, ``.png``, ``.svg`` or ``.pdf`` else.
 
         Pictures need matplotlib.
 
@@ -312,7 +317,7 @@ class Timeline:
             ) from None
 
     def gathered(self) -> "Timeline":
-        """Give every rank of a running job the timeline of all of them; on one process, itself.
+        """Return every rank's timelines together, on each rank of a job; on one process, itself.
 
         Called by all ranks.
         """
@@ -386,7 +391,7 @@ def _meta(what: str, rank: int, lane: int, **args: Any) -> dict[str, Any]:
 
 
 def _title(s: Span) -> str:
-    """A span as torch.profiler and Perfetto show it."""
+    """Write a span as torch.profiler and Perfetto show it."""
     if s.kind == "collective":
         return f"{s.name} over {s.axis}"
     where = f" [{s.module}]" if s.module else ""
@@ -394,7 +399,7 @@ def _title(s: Span) -> str:
 
 
 def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> str:
-    """The call with one timeline of each rank."""
+    """Return the call with one timeline of each rank."""
     if any(isinstance(t, Timeline) for t in given):
         return "sl.seeing.merged({tuple(t.ranks): t for t in timelines}.values())"
     kept: dict[int, str] = {}
@@ -405,7 +410,7 @@ def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> s
 
 
 def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
-    """Put the timelines of several ranks, or the files that they saved, beside each other by clock.
+    """Put timelines of several ranks, or the files they saved, beside each other by clock.
 
     ``timelines``  of one job: each names its own ranks.  The clocks of several machines differ by
                    what their time service leaves.
@@ -437,7 +442,7 @@ def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
 
 
 class timeline(Entered):
-    """Record what runs while it is open; forward, backward and what is computed again there.
+    """A ``with`` that records what runs in it: forward, backward and what backward computes again.
 
     Operations and collectives also get their names in ``torch.profiler``, where that runs.
     ``phase(name)``, of what ``with`` gives, names a stretch of the step.
@@ -509,7 +514,7 @@ class _Open:
 
 
 class _Recorder(Trace):
-    """Hears of every function called on a sharded tensor, and of every transfer."""
+    """A watch on every function called on a sharded tensor, and on every transfer."""
 
     def __init__(self, found: Timeline, outer: Any) -> None:
         super().__init__()
@@ -534,7 +539,7 @@ class _Recorder(Trace):
         return now
 
     def end(self, now: _Open | None, keep: bool = True) -> None:
-        """Write a span down; the second time nothing."""
+        """Write a span down, once."""
         if now is None or now.named is None:
             return
         seconds = time.perf_counter() - now.started
@@ -666,9 +671,10 @@ _LEAST = {5: 16, 6: 10, 7: 14, 8: 12}
 
 
 def _fitted(table: list[list[str]], columns: int) -> list[list[str]]:
-    """A table of lines of at most ``columns``: the longest texts are cut, of modules the beginning.
+    """Fit a table into lines of ``columns``: the longest texts are cut, of modules the beginning.
 
-    >>> _fitted([["8 %", "1.0", "1", "", "forward", "linear", "h.0.mlp.c_proj", "f32[4@(data x), 16]", ""]], 50)[0][5:]
+    >>> row = ["8 %", "1.0", "1", "", "forward", "linear", "h.0.mlp.c_proj", "f32[4@(data x), 16]"]
+    >>> _fitted([[*row, ""]], 50)[0][5:]
     ['linear', '..p.c_proj', 'f32[4@(data ..', '']
     """
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -694,12 +700,12 @@ _STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
 
 
 def _runs_backward(func: Any) -> bool:
-    """Whether a function runs the graph, whose operations have spans of their own."""
+    """Say whether a function runs the graph, whose operations have spans of their own."""
     return func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
 
 
 def _sharded(out: Any) -> ShardedTensor | None:
-    """The first sharded tensor of what an operation returned."""
+    """Return the first sharded tensor of what an operation returned."""
     if isinstance(out, ShardedTensor):
         return out
     if isinstance(out, tuple | list):
@@ -708,7 +714,7 @@ def _sharded(out: Any) -> ShardedTensor | None:
 
 
 def _name(func: Any) -> str:
-    """torch's name of a function; of a property that of the property."""
+    """Return torch's name of a function; of a property that of the property."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
