@@ -120,7 +120,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; what else is here are modules that these come from."""
+    """List the public names; what else is here are the modules that these come from."""
     return sorted(
         [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
     )

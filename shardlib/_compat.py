@@ -444,7 +444,7 @@ class Local(torch.autograd.Function):
     apply = _FunctionBase.__dict__["apply"]
 
     def __init_subclass__(cls) -> None:
-        """Backward runs without autocast, wherever it is called: its dtypes were chosen forward."""
+        """Run backward without autocast, wherever it is called: its dtypes were chosen forward."""
         run = cls.__dict__.get("backward")
         if isinstance(run, staticmethod):
             cls.backward = staticmethod(_uncast(run.__func__))  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
 
 
 def _per_leaf(spec: Any, count: int, layout: Any, op: str) -> list[Any]:
-    """A layout for each tensor.  Raises: BadArgument."""
+    """Return a layout for each tensor.  Raises: BadArgument."""
     if is_layout(layout) or callable(layout):
         return [layout] * count
     try:
@@ -85,7 +85,7 @@ def _per_leaf(spec: Any, count: int, layout: Any, op: str) -> list[Any]:
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:
-    """The parts of the ranks played here, of a block that is given."""
+    """Cut the parts of the ranks played here from a block that is given."""
     count = len(played(m))
     if count == 1:
         return [local]
@@ -308,7 +308,7 @@ class Batches:
         return leaves, spec, found
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
-        """Which rows of a batch a rank reads: those of any of its fields."""
+        """List the rows of a batch that a rank reads: those of any of its fields."""
         one = is_layout(self.layout)
         given = [self.layout] if one else optree.tree_leaves(self.layout) or ["..."]
         held: set[int] = set()
@@ -321,7 +321,7 @@ class Batches:
         return tuple(sorted(held))
 
     def _cut(self, read: Any, coord: Mapping[str, int]) -> Any:
-        """Of whole rows, what a rank holds along the other dimensions."""
+        """Cut from whole rows what a rank holds along the other dimensions."""
         leaves, spec, layouts = self._layouts(read)
         return optree.tree_unflatten(
             spec, [self._block(x, lay, coord) for x, lay in zip(leaves, layouts, strict=True)]
@@ -368,7 +368,7 @@ class _Rows(Dataset[Any]):
 
 
 def _together(rows: list[Any]) -> Any:
-    """One nest of tensors, as a row is one, of the fields of all rows."""
+    """Make one nest of tensors, as a row is one, of the fields of all rows."""
     flat = [optree.tree_flatten(row) for row in rows]
     fields = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(flat[0][1], [default_collate(list(f)) for f in fields])

@@ -111,7 +111,7 @@ def _product(a: Any, b: Any) -> "DTensor | None":
 
 
 def _default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DTensor's own implementation: the handlers step aside for one call."""
+    """Run DTensor's own implementation: the handlers step aside for one call."""
     handlers = dtensor_handlers()
     held = {o: handlers.pop(o) for o in _OPS if o in handlers}
     try:

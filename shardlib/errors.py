@@ -319,7 +319,7 @@ class UnexpectedComm(ShardError, AssertionError):
 
 
 def _stepping() -> dict[str, Any]:
-    """The fix of what an optimizer of torch asks for: its code is not the user's to change."""
+    """Return the fix of an error inside torch's optimizer, whose code is not the user's."""
     frame = sys._getframe(2)
     while frame is not None and "/torch/optim/" not in frame.f_code.co_filename:
         frame = frame.f_back

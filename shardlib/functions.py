@@ -51,7 +51,7 @@ class _Form:
     given = cotangent = value
 
     def gradient(self, g: Tensor, op: str) -> Tensor:
-        """The raw gradient of a plain tensor, which every rank holds."""
+        """Return the raw gradient of a plain tensor, which every rank holds."""
         if isinstance(g, ShardedTensor):
             g = reshard(g, "...").raw
             return blocks(g, self.mesh)[0]
@@ -70,7 +70,7 @@ class _Whole(_Form):
         return x.raw
 
     def value(self, raw: Tensor) -> Tensor:
-        """As saved: a use in backward is one more use, whose gradient is not deferred."""
+        """Return what was saved; used once more in backward, its gradient is not deferred."""
         return self.given(raw if not self.like.deferred else settle(self.like.becomes(raw)).raw)
 
     def given(self, raw: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ _RUNS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
-    """``cls.apply(*args)`` where a wrapper is among args."""
+    """Run ``cls.apply(*args)`` where a wrapper is among args."""
     if cls in STANDINS:
         return STANDINS[cls](*args)
     found = next(a for a in args if isinstance(a, ShardedTensor | Stacked))
@@ -368,7 +368,7 @@ class Node:
 
 
 def _hooked(*tensors: Any) -> Any:
-    """BackwardHookFunction: the identity, whose node module hooks hang on."""
+    """Stand in for BackwardHookFunction: the identity, on whose node module hooks hang."""
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor | Stacked))
     forms = [_form(t, mesh) for t in tensors]
     cls = HookFunction

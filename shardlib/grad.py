@@ -283,7 +283,7 @@ def _apart(raw: Tensor, inside: bool) -> Tensor:
 
 
 def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
-    """The place of a leaf whose gradient is left unsummed over those axes that do not split it."""
+    """Return the place of a leaf whose gradient stays unsummed over axes that do not split it."""
     for a in axes:
         x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")
     return x.place._replace(deferred=frozenset(a for a in axes if a not in x.sharding.axes))
@@ -304,7 +304,7 @@ def _ready(loss: Tensor) -> Tensor:
 
 
 def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[Tensor | None]:
-    """What autograd gave of each leaf, and the sums that came beside it."""
+    """Join what autograd gave of each leaf with the sums that came beside it."""
     out = list(found)
     for i, g in sums.items():
         out[i] = g if (came := out[i]) is None else came + g

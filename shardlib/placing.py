@@ -166,7 +166,7 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
 
 
 def _per_leaf(tree: Any, layouts: Any) -> list[Any]:
-    """A layout for every leaf of a pytree."""
+    """Return a layout for every leaf of a pytree."""
     try:
         return tree.flatten_up_to(layouts)
     except ValueError as e:
@@ -178,7 +178,7 @@ def _per_leaf(tree: Any, layouts: Any) -> list[Any]:
 
 
 def _each(f: Any, leaf: Any, *args: Any, **kwargs: Any) -> Any:
-    """``f`` of a pytree's leaf; what is no tensor stays."""
+    """Call ``f`` on a pytree's leaf; what is no tensor stays."""
     if isinstance(leaf, Tensor):
         return f(leaf, *args, **kwargs)
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
@@ -222,7 +222,7 @@ def _from_rank(x: Tensor, m: Mesh, src: int) -> Tensor:
 
 
 def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
-    """Raw storage of a tensor that is whole here."""
+    """Return the raw storage of a tensor that is whole here."""
     shape = tuple(x.shape)
     if not holds_values(m):
         return torch.empty(layout.local_shape(shape, m), dtype=x.dtype, device="meta")
@@ -313,12 +313,12 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
 
 
 def _everywhere(shape: Sequence[int]) -> list[range]:
-    """Every place along each dimension."""
+    """List every place along each dimension."""
     return [range(n) for n in shape]
 
 
 def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    """Places along each dimension as an index of the box that they span."""
+    """Return places along each dimension as an index of the box that they span."""
     if all(isinstance(p, range) for p in places):
         return tuple(slice(p.start, p.stop) for p in places if isinstance(p, range))
     last = len(places) - 1

@@ -78,14 +78,14 @@ class _Stream:
         self.lock = threading.Lock()  # two threads that draw at once have two keys
 
     def at(self, seed: "_Seed", count: int) -> "_Stream":
-        """Another stream of these ranks, that stands elsewhere."""
+        """Return another stream of these ranks, that stands elsewhere."""
         other = _Stream(self.ranks)
         other.seed, other.first, other.count = seed, self.first, count
         other.heard, other.base = (SEEDED.calls, _TOLD.calls), self.base
         return other
 
     def follow(self) -> _Seed:
-        """The seed as of now; nothing is sent."""
+        """Return the seed as of now; nothing is sent."""
         told = SEEDED.calls, _TOLD.calls
         if self.heard == told:
             return self.seed
@@ -104,7 +104,7 @@ class _Stream:
         return new
 
     def agree(self) -> int:
-        """The seed that all ranks draw from."""
+        """Return the seed that all ranks draw from."""
         new = self.follow()
         if new.agreed is None:
             new.agreed = new.given if len(self.ranks) == 1 else self._ask(new)
@@ -159,7 +159,7 @@ _STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = (
 
 
 def _stream(mesh: Mesh) -> _Stream:
-    """What a mesh draws from: the stream of its ranks, or the one that stands for it here."""
+    """Return what a mesh draws from: its ranks' stream, or the one that stands for it here."""
     found = mesh.stream
     if found is None:
         found = mesh.stream = _shared(mesh)
@@ -269,7 +269,7 @@ class Plain:
 
 
 def _moved_on(since: Tensor, keys: int) -> bool:
-    """Whether more was drawn from torch's generator than ``keys`` numbers for keys."""
+    """Say whether more was drawn from torch's generator than ``keys`` numbers for keys."""
     now = torch.get_rng_state()
     if torch.equal(now, since):
         return False

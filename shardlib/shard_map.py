@@ -126,13 +126,13 @@ def shard_map(
 
 
 def _each(layouts: Layouts, name: str) -> list[Layout]:
-    """One layout, or one per tensor."""
+    """Return one layout, or one per tensor."""
     several: Sequence[LayoutLike] = [layouts] if is_layout(layouts) else layouts  # type: ignore[assignment]
     return [as_layout(one, "shard_map", f"{name} = {{}}") for one in several]
 
 
 def _line(ins: Sequence[object], outs: Sequence[object], args: Sequence[Tensor]) -> str:
-    """The call with these layouts."""
+    """Write the call with these layouts."""
     first, last = (
         repr(str(given[0])) if len(given) == 1 else repr(tuple(map(str, given)))
         for given in (ins, outs)
@@ -150,7 +150,10 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
 def _result(
     block: Tensor, layout: Layout, mesh: Any, i: int, line: Callable[[object], str]
 ) -> ShardedTensor:
-    """``line`` writes the call with another layout of this result."""
+    """Make a block the sharded result.
+
+    ``line``  writes the call with another layout of this result.
+    """
     raw = held(block, mesh)  # a tensor made inside is the same for all
     local = list(block.shape)
     try:

@@ -79,7 +79,7 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
 
 
 def _alike(mesh: Mesh, layout: Layout) -> Sequence[str]:
-    """The axes of more than one rank along which a layout gives every rank the same block."""
+    """List the axes of more than one rank along which a layout gives every rank the same block."""
     return [
         a
         for a in mesh.names

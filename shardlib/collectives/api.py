@@ -130,7 +130,7 @@ def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
 
 
 def _moved_apart(counts: "Counts") -> int:
-    """Elements that change their rank, of all ranks together."""
+    """Count the elements that change their rank, of all ranks together."""
     return sum(n for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
 
 
@@ -266,7 +266,7 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
 
 
 def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
-    """The same for a dtype that no transport takes: as another one."""
+    """Do as ``_finish`` for a dtype that no transport takes, as another one."""
     dtype = raw.dtype
     if dtype in _SMALL and op in _ADDING:
         wide = _finish(op, raw.to(torch.int32), mesh, axes, params)
@@ -325,7 +325,7 @@ def _note(
 
 
 def _ended(finish: Callable[[], T], ends: list[Callable[[], None]]) -> Callable[[], T]:
-    """A transfer at whose end those are called that asked for it."""
+    """Return a transfer that calls, at its end, those that asked for it."""
     if not ends:
         return finish
 
@@ -371,13 +371,13 @@ def _following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:
 
 
 def _public(name: str) -> str:
-    """A collective as a user writes it: those of every day are in ``sl`` itself."""
+    """Write a collective as a user does: those of every day are in ``sl`` itself."""
     return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
 
 
 @cache
 def _named(name: str) -> tuple[str, str]:
-    """What an error about the axis calls a collective, and its line but for the axis."""
+    """Return what an error about the axis calls a collective, and its line but for the axis."""
     return name, f"{_public(name)}(x, {{}}{_MORE.get(name, '')})"
 
 
@@ -938,7 +938,7 @@ def _remember(name: str, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
 
 
 def _heard(finish: Finish, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> Finish:
-    """A transfer whose failure names the rank that failed."""
+    """Wrap a transfer so that its failure names the rank that failed."""
     if mesh.device_mesh is None:
         return finish
 
@@ -1018,7 +1018,7 @@ def start_ppermutes(
 
 
 def _pending(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
-    """What comes is a simulated block."""
+    """Return a Pending whose result is a simulated block."""
     return Pending(lambda: _following(finish(), mesh, varies))
 
 

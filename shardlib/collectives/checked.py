@@ -126,7 +126,7 @@ class Mode(Trace):
         )
 
     def _parted(self, job: Job, other: int) -> str:
-        """The first call in which this rank and another differ."""
+        """Find the first call in which this rank and another differ."""
         job.call_roll()
         until = time.monotonic() + 3.0
         while (theirs := job.said(f"calls/{other}")) is None and time.monotonic() < until:
@@ -145,7 +145,7 @@ _TAG = "shardlib_made"
 
 
 def _tagged(raw: Tensor) -> str:
-    """Which of the values that were made this is, where it is one."""
+    """Say which of the values that were made this is, where it is one."""
     n = getattr(raw, _TAG, 0)
     return f" (value {n})" if n else ""
 
@@ -155,7 +155,7 @@ _KEEP = 256
 
 
 def _thread() -> str:
-    """Where not the main thread: its name; autograd's threads are all one."""
+    """Name the thread unless it is the main one, or autograd's, which are all one."""
     thread = threading.current_thread()
     if thread is threading.main_thread() or backward_now() != -1:
         return ""

@@ -111,7 +111,7 @@ def _mesh_of(tree: Any) -> Mesh:
 
 
 def _by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any function, once per rank."""
+    """Run any function, once per rank."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Stacked)]
@@ -209,7 +209,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: 
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function for one rank after the other."""
+    """Run the function for one rank after the other."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     mesh, found, writes = _mesh_of(given), [], func.__name__ in _IN_PLACE
@@ -246,7 +246,7 @@ def _plain_target(func: Any) -> PlainTensor:
 
 
 def _padded(x: Any, ndim: int) -> Any:
-    """``ranks`` with ones after the rank dimension, so that it broadcasts like the local block."""
+    """Return ``ranks`` with ones after the rank dimension, so that it broadcasts like the block."""
     if type(x) is not Stacked:
         return x
     r = x.ranks
@@ -297,7 +297,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _negative(dim: int, ndim: int) -> int:
-    """A dimension of the block counted from the end; one out of range would name the ranks."""
+    """Count a dimension of the block from the end; one out of range would name the ranks."""
     if not -ndim <= dim < ndim:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got "
@@ -328,7 +328,7 @@ _DEFAULT = {
 @_enter(*_functions(" ".join(_ALONG), torch, Tensor))
 @_enter(F.softmax, F.log_softmax)
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions along one dimension, called with that dimension counted from the end."""
+    """Run a function along one dimension, which is counted from the end."""
     x, name = args[0], func.__name__
     if not isinstance(x, Stacked):
         return _by_vmap(func, args, kwargs)
@@ -508,7 +508,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_enter(F.embedding)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    """All ranks' tables as one, each rank's ids moved to its own part of it.
+    """Look ids up in all ranks' tables as one: each rank's ids are moved to its part of it.
 
     ``padding_idx`` by hand: vmap honours it on the first rank alone (seen in torch 2.13).
     """
@@ -567,7 +567,7 @@ def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
 )
 @_enter(Tensor.nbytes.__get__, torch.result_type, torch.is_same_size)
 def _from_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is the same for every rank's block and depends on no value."""
+    """Answer from one rank's block what is the same for all and depends on no value."""
     return func(*[a.ranks[0] if type(a) is Stacked else a for a in args], **kwargs)
 
 

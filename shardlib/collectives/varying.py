@@ -89,7 +89,7 @@ _NOT_IN_PLACE = frozenset(["__invert__", "__int__", "__index__", "__iter__"])
 
 
 def _memory(x: Tensor) -> object:
-    """What views of one memory have in common."""
+    """Return what views of one memory have in common."""
     base = x if x._base is None else x._base
     if x.is_meta:
         return id(base)

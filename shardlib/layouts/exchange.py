@@ -138,6 +138,6 @@ def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequ
 
 
 def _run(places: Sequence[int]) -> Sequence[int]:
-    """As a range where they follow each other."""
+    """Write positions as a range where they follow each other."""
     follow = all(b == a + 1 for a, b in itertools.pairwise(places))
     return range(places[0], places[-1] + 1) if follow else tuple(places)

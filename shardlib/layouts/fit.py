@@ -92,7 +92,7 @@ def _groups(dim: Dim, sizes: Sizes) -> int:
 
 
 def _ways(dim: Dim, n: int, sizes: Sizes) -> int:
-    """What the size must be a multiple of; for an order written for one length, that size."""
+    """Return what the size must be a multiple of; of an order for one length, that length."""
     groups, ring = _groups(dim, sizes), math.prod(sizes[a] for a in dim.ring)
     if declared(dim.order) is None:
         return groups * ring * (2 if dim.order == "zigzag" else 1)

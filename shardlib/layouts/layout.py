@@ -308,7 +308,7 @@ def _slice(index: Sequence[int]) -> Any:
 
 
 def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
-    """Both with the same number of written dimensions."""
+    """Return both with the same number of written dimensions."""
     if a.ellipsis is None and b.ellipsis is None:
         return a.resolve(len(b.dims)) if len(a.dims) != len(b.dims) else a, b
     if a.ellipsis is None:

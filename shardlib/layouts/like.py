@@ -66,7 +66,7 @@ def is_layout(given: object) -> TypeGuard[LayoutLike]:
 
 
 def _of_family(given: object) -> Layout | None:
-    """A family's layout, which is asked for once; None where it is no family."""
+    """Return a family's layout, which is asked for once; None where it is no family."""
     found = None if isinstance(given, type) else getattr(given, "layout", None)
     return found if isinstance(found, Layout) else None
 
@@ -123,7 +123,7 @@ def as_layout(
 
 
 def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: Any) -> str:
-    """Code for the layout that was meant, or for the whole tensor where that does not fit it."""
+    """Write the layout that was meant, or the whole tensor's where that does not fit."""
     names = list(axis_sizes(mesh)) if mesh is not None else list("xyzuvw")
     if called:
         code, found = _made(given, names)
@@ -139,7 +139,7 @@ def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: Any) -> st
 
 
 def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
-    """A family called with the first axes of the mesh, as code and as a value."""
+    """Call a family with the first axes of the mesh; return the code and the value."""
     asked = [p for p in inspect.signature(family).parameters.values() if p.default is p.empty]
     if len(asked) > len(names):
         return "'...'", "..."
@@ -153,12 +153,12 @@ def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
 
 
 def _ours(family: Any) -> str:
-    """What stands before its name in a user's code."""
+    """Return what stands before its name in a user's code."""
     return "sl." if family.__module__.startswith("shardlib.") else ""
 
 
 def _text(spec: object, ndim: int, names: Iterable[str]) -> str:
-    """What None, a JAX PartitionSpec or a list of DTensor placements says, in a layout's text."""
+    """Write None, a JAX PartitionSpec or a list of DTensor placements as a layout's text."""
     from torch.distributed.tensor import Placement, Shard
 
     given = spec if isinstance(spec, tuple | list) else (spec,)

@@ -117,7 +117,7 @@ def _clipped(start: int, stop: int, n: int) -> Run:
 
 
 def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """Without empty runs; neighbours that go on where the last one stopped are one."""
+    """Drop empty runs, and join those that go on where the last one stopped."""
     out: list[Run] = []
     for run in runs:
         if not run.length:

@@ -257,7 +257,7 @@ def _special(
     here: int,
     used: set[str],
 ) -> Iterator[tuple[Step, _State]]:
-    """Into tokens with factors or another order: reorder what is not split yet, then slice."""
+    """Yield moves into tokens with factors or another order: reorder what is whole, then slice."""
     dims, partial, skew = state
     for d, want in enumerate(last[0]):
         now = dims[d]
@@ -274,7 +274,7 @@ def _special(
 
 
 def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
-    """Global positions in the order in which ranks along the token's axes hold them."""
+    """List the global positions in the order in which ranks along the token's axes hold them."""
     out: list[int] = []
     for digits in itertools.product(*(range(sizes[a]) for a in dim.axes)):
         out += positions(dim, n, sizes, dict(zip(dim.axes, digits, strict=True)))
@@ -284,7 +284,7 @@ def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
 def _permutations(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
 ) -> Iterator[tuple[Step, _State]]:
-    """Whole blocks to the ranks that want them: any layouts with equal blocks in other places."""
+    """Yield moves of whole blocks to the ranks that want them, where blocks are equal."""
     dims, partial, skew = state
     axes = _axes(state)
     if skew and not (last[2] and axes == _axes(last)):

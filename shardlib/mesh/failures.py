@@ -78,7 +78,7 @@ class _Process:
         return _Process(_host(), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> str:
-        """``gone``, ``stopped``, ``runs``; empty where it is on another host."""
+        """Return ``gone``, ``stopped`` or ``runs``; empty where it is on another host."""
         if self.host != _host():
             return ""
         state, born = _stat(self.pid)
@@ -211,7 +211,7 @@ class Job:
         )
 
     def _drawn(self, error: BaseException, ranks: Sequence[int]) -> str:
-        """The first cause, from what the ranks answered.
+        """Find the first cause from what the ranks answered.
 
         A rank that waits in another transfer waits for the ranks of that one: they are followed
         until one is found that waits for nobody.
@@ -244,7 +244,7 @@ class Job:
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
 
     def _standing(self, doing: str) -> dict[str, str]:
-        """Where every rank stands, those at one place together."""
+        """Say where every rank stands, those at one place together."""
         places: dict[str, list[int]] = {}
         for r in range(self.world):
             answer = self._get(f"at/{r}") or ["", "no answer"]
@@ -345,7 +345,7 @@ def _without_line(doing: str) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """``0-2, 5`` for 0, 1, 2, 5."""
+    """Write 0, 1, 2, 5 as ``0-2, 5``."""
     runs: list[list[int]] = []
     for r in ranks:
         if runs and runs[-1][-1] == r - 1:
@@ -356,7 +356,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _from_transport(error: BaseException) -> bool:
-    """Whether a transport says that a peer is gone or late."""
+    """Say whether a transport says that a peer is gone or late."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in _OF_GLOO)
@@ -367,7 +367,7 @@ _OF_GLOO = ("gloo", "Application timeout caused pair closure", "Connection ", "B
 
 
 def _line_of(trace: TracebackType | None) -> str:
-    """The innermost line of the user's code in a traceback."""
+    """Find the innermost line of the user's code in a traceback."""
     found = ""
     while trace is not None:
         found = user_line(trace.tb_frame, only=True, line=trace.tb_lineno) or found

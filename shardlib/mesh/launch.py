@@ -100,7 +100,7 @@ def loopback_store() -> tuple[dist.TCPStore, int]:
 
 
 def _wait(processes: list[Any], folder: Path, timeout: float) -> dict[str, str] | None:
-    """Until all are done or one fails; where they stand if none has done anything for so long."""
+    """Wait until all are done or one fails; return where they stand if none does anything."""
     begun = time.monotonic()
     while True:
         left = [p for p in processes if p.exitcode is None]
@@ -129,7 +129,7 @@ def _hear_out(processes: list[Any], folder: Path) -> None:
 
 
 def _roll(folder: Path, world: int) -> dict[str, str]:
-    """Where every rank stands, from their threads that still run."""
+    """Say where every rank stands, from their threads that still run."""
     (folder / "roll").touch()
     until = time.monotonic() + 3.0
     places = [folder / f"at{r}" for r in range(world)]
@@ -141,7 +141,7 @@ def _roll(folder: Path, world: int) -> dict[str, str]:
 def _failure(
     folder: Path, ends: list[int | None], sizes: Mapping[str, int], silent: dict[str, str] | None
 ) -> ShardError | None:
-    """The first cause, from how each rank ended and what it said."""
+    """Build the error of the first cause from how each rank ended and what it said."""
     if (folder / "unguarded").exists():
         return _unguarded(None)
     errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
@@ -193,7 +193,7 @@ def _ended_well(folder: Path, rank: int) -> bool:
 
 
 def _unguarded(folder: str | None) -> ShardError:
-    """The script calls launch where the processes that it starts import it."""
+    """Build the error for a script that calls launch where its processes import it."""
     if folder is not None:
         Path(folder, "unguarded").touch()
     return ShardError(

@@ -228,7 +228,7 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
 
 
 def _text(axes: Iterable[str]) -> str:
-    """Axes as a call names them."""
+    """Write axes as a call names them."""
     given = tuple(axes)
     return repr(given[0] if len(given) == 1 else given)
 
@@ -492,7 +492,7 @@ def _under_launcher() -> bool:
 
 
 def _world_size() -> int:
-    """Processes of the job, which need not have met yet."""
+    """Count the processes of the job, which need not have met yet."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if _under_launcher() else 1
@@ -529,7 +529,7 @@ def _start(device: str) -> None:
 
 
 def _forked() -> None:
-    """In a process forked from a rank, such as a DataLoader's worker: it is no rank.
+    """Mark every mesh as forked, in a process forked from a rank, as a DataLoader's worker is.
 
     It holds the rank's connections, and what it sent would be taken for the rank's.
     """
@@ -545,7 +545,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _leave() -> None:
-    """A group that is still up when Python exits can abort the process; end the ones we hold."""
+    """End the groups that we hold: one that is up when Python exits can abort the process."""
     for mesh in list(_VIEWS.values()):
         mesh.groups.clear()
     _VIEWS.clear()
@@ -555,5 +555,5 @@ def _leave() -> None:
 
 
 def _again(axes: dict[str, int], kind: Kind) -> Mesh:
-    """A pickled mesh."""
+    """Make a pickled mesh again."""
     return Mesh(axes, kind=kind)

@@ -84,7 +84,7 @@ def scope() -> Scope:
 
 
 def _of_generators(now: Scope) -> Scope:
-    """The scope of the innermost generator that runs; the caller's where all are suspended."""
+    """Return the scope of the innermost generator that runs; the caller's if all are suspended."""
     found = [h for h in now.held if h.in_force()]
     if len(found) > 1:
         frame: FrameType | None = sys._getframe()
@@ -97,7 +97,7 @@ def _of_generators(now: Scope) -> Scope:
 
 
 def _task() -> Any:
-    """The asyncio task that runs, if any."""
+    """Return the asyncio task that runs, if any."""
     asyncio = sys.modules.get("asyncio")
     try:
         return asyncio and asyncio.current_task()
@@ -142,13 +142,13 @@ def leave(by: Any) -> None:
 
 
 def _without(now: Scope, gone: _Held) -> Scope:
-    """No ``gone`` here, nor in what will be restored."""
+    """Return the scope without ``gone``, here and in what will be restored."""
     before = now.before and _without(now.before, gone)
     return now._replace(held=tuple(h for h in now.held if h is not gone), before=before)
 
 
 def _unlinked(now: Scope, by: Any) -> Scope:
-    """No level of ``by``: what was entered inside it and is still open keeps what it saw."""
+    """Return the scope without the level of ``by``; what was entered inside keeps what it saw."""
     if now.before is None:
         return now
     if now.by is not by:

@@ -57,7 +57,7 @@ declare(
 
 
 def _but_dim(b: Bound) -> Labels:
-    """What is along ``dim`` is normalised together: only its positions are apart."""
+    """Label all but ``dim``, along which positions are normalised together, rows."""
     return rows(b, lambda s: where(None, s.ndim) - where(b["dim"], s.ndim))
 
 
@@ -65,7 +65,7 @@ declare("renorm(input, p, dim, maxnorm)", _but_dim)
 
 
 def _tiled(b: Bound) -> Labels:
-    """A dimension that is repeated is whole."""
+    """Label all but the dimensions that are repeated rows."""
     x = b["input"]
     counts = tuple(b.get("repeats", b.get("dims", ())))
     counts = (1,) * (x.ndim - len(counts)) + counts
@@ -84,7 +84,7 @@ declare(
 
 
 def _two(b: Bound) -> Labels:
-    """Two dimensions are whole."""
+    """Label all but two dimensions rows."""
     return rows(b, lambda s: where((b["dim1"], b["dim2"]), s.ndim))
 
 

@@ -152,7 +152,7 @@ def _block(x: ShardedTensor, dim: int) -> int:
 
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
-    """For each dimension where this rank's block has its elements, [n] (simulated: [ranks, n])."""
+    """Give, per dimension, where this rank's block's elements lie: [n] (simulated: [ranks, n])."""
     mesh, shape = x.mesh, tuple(x.padded_shape)
     found = [x.sharding.indices(shape, mesh, place) for place in played(mesh)]
     tables = [

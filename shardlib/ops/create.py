@@ -45,7 +45,7 @@ def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grid(b: Bound) -> Labels:
-    """Each operand has a dimension of the result to itself."""
+    """Give each operand a label of its own: it has a dimension of the result to itself."""
     return {s.at: (k,) * s.ndim for k, s in enumerate(slots(b["tensors"]))}
 
 

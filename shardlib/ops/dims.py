@@ -233,7 +233,7 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
 
 
 def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
-    """A call whose plan is known and brings no operand elsewhere."""
+    """Run a call whose plan is known and brings no operand elsewhere."""
     mesh, count = args[0].mesh, len(plan.targets)
     raws = [
         vary(x.raw, mesh, over) if over else x.raw

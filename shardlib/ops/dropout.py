@@ -80,7 +80,7 @@ def _checked(name: str, func: Any, x: Any, p: float) -> None:
 
 
 def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:
-    """Raw numbers for each element, or for each [sample, channel] with ones beyond."""
+    """Draw raw numbers for each element, or for each [sample, channel] with ones beyond."""
     key = next_key(x.mesh)
     if not features:
         return drawn(x, key, make, dtype)

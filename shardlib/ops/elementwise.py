@@ -176,7 +176,7 @@ def _agree(sizes: Iterable[tuple[int, int]]) -> bool:
 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:
-    """Where ``y`` lies as ``x``, with whose last dimensions it broadcasts."""
+    """Return the layout in which ``y`` lies as ``x``, with whose last dimensions it broadcasts."""
     tokens = [Dim()] * max(0, y.ndim - x.ndim) + list(x.dims[max(0, x.ndim - y.ndim) :])
     sizes = [1] * max(0, y.ndim - x.ndim) + list(x.shape[max(0, x.ndim - y.ndim) :])
     return Layout(
@@ -283,7 +283,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 def _place_of(
     values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
 ) -> Place:
-    """Where the result lies; rows that were merged in an operand of its shape are merged in it."""
+    """Return the result's place; rows merged in an operand of its shape are merged in it."""
     merged: tuple[int, ...] = ()
     for v in values:
         if v.place.merged_from and v.place.shape == shape:
@@ -332,7 +332,7 @@ def aligned(
 def _met(
     v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size
 ) -> Tensor:
-    """A block that meets data of which it has no part: its gradient is summed over those axes."""
+    """Mark a block that meets data of which it has no part: its gradient is summed there."""
     # one without dimensions promotes as such, so it gets none
     if v.padded_shape and over and v.padded_shape != shape and is_half(raw):
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
@@ -490,7 +490,7 @@ def _refused(
 
 
 def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
-    """Of two splits of one dimension the larger operand's stays."""
+    """Return the size of the largest operand split so: of two splits, the larger's stays."""
     return max(
         s.numel()
         for lay, s in key
@@ -499,7 +499,7 @@ def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...
 
 
 def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
-    """No axis twice: a later dimension yields to an earlier one."""
+    """Return a layout with no axis twice: a later dimension yields to an earlier one."""
     seen: set[str] = set(partial)
     kept = []
     for d in dims:
@@ -567,7 +567,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 
 def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
-    """An operand's block where it meets ``x``, which stays where it lies."""
+    """Return an operand's block as it meets ``x``, which stays where it lies."""
     lead = len(x.padded_shape) - len(v.padded_shape)
     if lead < 0 or any(
         m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)
@@ -650,7 +650,7 @@ def imag(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _channels(b: Bound) -> Labels:
-    """A weight has one element, or one per channel."""
+    """Label a weight, which has one element or one per channel."""
     x, w = b["input"], b["weight"]
     several = w.ndim and w.shape[0] > 1
     return {

@@ -40,7 +40,7 @@ def _tensors(x: Any) -> bool:
 
 
 def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
-    """The block of ``x`` that goes with ``first``'s; None where positions do not tell."""
+    """Return the block of ``x`` that goes with ``first``'s; None where positions do not tell."""
     if isinstance(x, ShardedTensor):
         alike = (x.sharding, x.padded_shape, x.shape) == (
             first.sharding,
@@ -82,7 +82,7 @@ def _tracked(args: Sequence[Any]) -> bool:
 
 
 def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_add_(xs, ys, alpha=2)`` and its kin."""
+    """Run ``_foreach_add_(xs, ys, alpha=2)`` and its kin."""
     given, named = [*args, *kwargs.values()], list(kwargs)
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
     raws = (
@@ -127,7 +127,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _norms(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_norm``: each rank's norms of its own blocks, and one collective for them all."""
+    """Run ``_foreach_norm``: norms of each rank's blocks, and one collective for them all."""
     names = ("self", "ord", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
     xs, order, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
@@ -178,7 +178,7 @@ def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Ten
 
 
 def _fused(func: Any, args: Any, kwargs: Any) -> None:
-    """``_fused_adamw_(params, grads, moments, ..., steps, lr=...)`` on the blocks."""
+    """Run ``_fused_adamw_(params, grads, moments, ..., steps, lr=...)`` on the blocks."""
     for x in args[0]:
         if not isinstance(x, ShardedTensor):
             raise PlainTensor(

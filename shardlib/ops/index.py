@@ -63,7 +63,7 @@ declare(
 
 
 def _slices(b: Bound) -> Labels:
-    """An index of one dimension picks slices, whose other dimensions are rows."""
+    """Label slices that an index of one dimension picks: their other dimensions are rows."""
     index, dim = b["index"], _dim(b)
     out: Labels = {
         s.at: tuple(None if d == dim else d for d in range(s.ndim))
@@ -85,7 +85,7 @@ declare(
 
 
 def _indexed(b: Bound) -> Labels:
-    """x[...]: dimensions taken whole are rows, and so are those of the indices."""
+    """Label x[...]: dimensions taken whole are rows, and so are those of the indices."""
     x, index = b["input"], b["index"]
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
@@ -252,7 +252,7 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
 
 
 def _whole(i: ShardedTensor) -> ShardedTensor:
-    """Positions, brought to every rank."""
+    """Bring positions to every rank."""
     i = settle(i)  # type: ignore[assignment]
     return i if is_whole(i) else reshard(i, "...")
 
@@ -348,7 +348,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
-    """A number in a tensor makes a view, at another place on every rank."""
+    """Copy a piece that is a view, which a number in a tensor puts elsewhere on every rank."""
     out = raw[index]
     return out.clone() if out._is_view() else out
 
@@ -495,7 +495,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
-    """torch takes plain indices; they are the same on every rank."""
+    """Take a plain index, as torch does, for one that is the same on every rank."""
     i = torch.as_tensor(i) if isinstance(i, list) else i
     return (
         replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
@@ -506,7 +506,7 @@ declare("one_hot(tensor, num_classes: int)", rows)
 
 
 def _looked_up(b: Bound) -> Labels:
-    """What is looked for is rows, where it is looked for is whole."""
+    """Label what is looked for rows; where it is looked for is whole."""
     *sought, among = slots(b)  # a number may be sought
     return {s.at: tuple(range(s.ndim)) for s in sought} | {among.at: (None,) * among.ndim}
 

@@ -139,7 +139,7 @@ def _gauss(h: Tensor) -> Tensor:
 
 
 def _put(x: ShardedTensor, whole: Tensor) -> None:
-    """This rank's block of a tensor that every rank holds."""
+    """Write this rank's block of a tensor that every rank holds."""
     if x.is_padded:
         pad = [
             n

@@ -204,7 +204,7 @@ def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tenso
 
 @lru_cache(maxsize=64)
 def _only(*place: Any) -> tuple[Tensor, bool]:
-    """The positions of a block that is one chunk, ready to be used."""
+    """Return the positions of a block that is one chunk, ready to be used."""
     tables, paired = _tables(*place)
     index = torch.cat([c for _, c in _chunks(list(tables))])
     return F.pad(index, (0, -len(index) % 64)), paired
@@ -234,7 +234,7 @@ def _tables(
     whole: tuple[int, ...],
     pairs: bool = False,
 ) -> tuple[tuple[Tensor, ...], bool]:
-    """Per dimension what each of the block's positions adds to the linear index.
+    """Give, per dimension, what each of the block's positions adds to the linear index.
 
     Of ``pairs`` to the number of the pair, True, where the block holds both of each, one after the
     other.

@@ -157,7 +157,7 @@ def _met(
 
 
 def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
-    """The rows of a rank one after the other: which is which does not matter to their sum."""
+    """Lay a rank's rows one after the other: which is which does not matter to their sum."""
     ahead = lead(x.mesh)
     raw = x.raw.reshape(*x.raw.shape[:ahead], -1, *x.raw.shape[x.raw.ndim - features :])
     dims = (Dim(axes), *x.dims[len(x.dims) - features :])
@@ -167,7 +167,7 @@ def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTens
 
 
 def _deferring(t: ShardedTensor, axes: tuple[str, ...]) -> Place:
-    """The place of a weight whose gradient is summed over ``axes`` once, for all chunks."""
+    """Return the place of a weight whose gradient is summed over ``axes`` once, for all chunks."""
     further = real_axes(t.mesh, {*axes}.difference(t.sharding.axes))
     return t.place._replace(deferred=t.deferred | {*further})
 
@@ -175,7 +175,7 @@ def _deferring(t: ShardedTensor, axes: tuple[str, ...]) -> Place:
 def _scale(
     labels: Tensor, ignore: int, reduction: str, mesh: Mesh | None, axes: tuple[str, ...]
 ) -> Tensor | None:
-    """What each row's loss is multiplied by, per rank; None: one."""
+    """Return what each row's loss is multiplied by, per rank; None: one."""
     if reduction == "sum":
         return None
     counted = (labels != ignore).flatten(0 if mesh is None else lead(mesh)).sum(-1)
@@ -260,7 +260,7 @@ class _Loss(Local):
 def _rows_loss(
     rows: Tensor, fixed: list[Any], labels: Tensor, of_rows: Place | None, places: Any, how: _How
 ) -> Tensor:
-    """Loss of each row of a chunk, on raw blocks."""
+    """Compute the loss of each row of a chunk, on raw blocks."""
     more: Any = dict(ignore_index=how.ignore, label_smoothing=how.smooth, reduction="none")
     if of_rows is None:
         return F.cross_entropy(F.linear(rows, *fixed), labels, **more)

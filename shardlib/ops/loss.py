@@ -475,7 +475,7 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
 
 
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Implementations for the losses of a table: torch's own on the rows, reduced by ours."""
+    """Implement the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text):
         loss = _Loss(getattr(F, name), binder(signature), labels)
         padded = loss.padded if labels is rows else False
@@ -544,7 +544,7 @@ _losses(
 
 
 def _samples(b: Bound) -> Labels:
-    """The first dimension is rows; weights are of classes, which are whole."""
+    """Label the first dimension rows; weights are of classes, which are whole."""
     found = slots(b)
     weight = b.get("weight")
     if found[0].ndim < 2:

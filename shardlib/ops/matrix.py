@@ -64,7 +64,7 @@ declare(
 
 
 def _toleranced(b: Bound) -> Labels:
-    """Tolerances that are tensors have the dimensions of the batch: one for each matrix."""
+    """Label tolerances that are tensors by the batch's dimensions: there is one for each matrix."""
     a, *tolerances = slots(b)
     return last(2)({"A": a}) | {
         s.at: tuple(d - s.ndim - 2 for d in range(s.ndim)) for s in tolerances

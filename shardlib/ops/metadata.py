@@ -35,7 +35,7 @@ if begins_forward_ad is not None:
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answered by the wrapper itself, whose shape is the global one."""
+    """Answer from the wrapper itself, whose shape is the global one."""
     with no_torch_function():
         return func(*args, **kwargs)
 
@@ -285,7 +285,7 @@ def _FORM(
 
 
 def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
-    """A copy whose blocks' strides are those of a memory format."""
+    """Copy to blocks whose strides are those of a memory format."""
     if not lead(x.mesh) or form is torch.preserve_format:
         return x.becomes(x.raw.clone(memory_format=form))
     if form is torch.contiguous_format:
@@ -387,7 +387,7 @@ def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
 
 @implements(Tensor.fill_, padded=True)
 def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Every position the same value; of a pending sum each part its share."""
+    """Set every position to the same value; of a pending sum each part to its share."""
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
         if value.ndim:
@@ -421,7 +421,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.__format__, padded=True)
 def _format(func: Any, args: Any, kwargs: Any) -> str:
-    """A scalar as its number, anything else as its repr, as torch does."""
+    """Format a scalar as its number, anything else as its repr, as torch does."""
     x, spec = args
     if x.padded_shape:
         return object.__format__(x, spec)

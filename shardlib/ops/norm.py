@@ -55,7 +55,7 @@ Axes = tuple[str, ...]
 
 
 def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the last dimension and ``axes``.  x [R, H/axes] -> [R, 1] each."""
+    """Compute mean and variance over the last dimension and ``axes``: [R, H/axes] -> [R, 1]."""
     mean = x.mean(-1, keepdim=True)
     m2 = (x - mean).square().sum(-1, keepdim=True)
     if not axes:
@@ -148,7 +148,7 @@ def _kernels(
     mesh: Mesh, axes: Axes, width: int, eps: float, centre: bool,
     x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
-    """``_forward`` by kernels, with its collectives; None where they do not take these blocks."""
+    """Run ``_forward`` by kernels, with its collectives; None if they refuse these blocks."""
     every = _flat_blocks(mesh, width, x_raw, w_raw, b_raw)
     if every is None:
         return None
@@ -170,7 +170,7 @@ def _kernels(
 
 
 def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
-    """``backward`` by kernels, with its collectives; None where they do not take these blocks."""
+    """Run ``backward`` by kernels, with its collectives; None if they refuse these blocks."""
     mesh, axes, overs, width, count = ctx.place
     x_raw, w_raw, mean_raw, scale_raw = saved
     every = _flat_blocks(mesh, width, x_raw, w_raw, ctx.like)
@@ -225,7 +225,7 @@ def _flat_blocks(
 
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype) -> Tensor:
-    """Summed over further axes, in ``dtype``."""
+    """Sum over further axes, in ``dtype``."""
     return psum(x, over, out=dtype, wire=dtype) if over else x.to(dtype)
 
 
@@ -234,7 +234,7 @@ def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Half precision as fp32."""
+    """Return half precision as fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -247,7 +247,7 @@ def _whole(
     x: ShardedTensor, raw: Tensor, overs: list[Axes], w: Tensor | None, b: Tensor | None,
     shape: tuple[int, ...], eps: float,
 ) -> Tensor:  # fmt: skip
-    """Layer normalisation of rows that each rank holds whole: torch's own kernel.
+    """Normalise rows that each rank holds whole by torch's own kernel.
 
     The scale and the shift of half precision values are widened first, so that their gradients are
     summed, over the mesh too, before they are rounded.
@@ -273,7 +273,7 @@ def _whole(
 
 
 def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs: Any) -> bool:
-    """Whether torch's own kernel on the blocks is all there is to a normalisation of whole rows."""
+    """Say whether torch's own kernel on the blocks is all that whole rows need."""
     x, args = values[0], call[1]
     if not args or args[0] is not x or lead(x.mesh) or any(overs):
         return False
@@ -287,7 +287,10 @@ def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs
 def _normalised(
     call: Any, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
 ) -> ShardedTensor:
-    """``call``  torch's, (func, args, kwargs)."""
+    """Normalise the trailing dimensions that ``shape`` counts.
+
+    ``call``  torch's, (func, args, kwargs).
+    """
     op, width = "layer_norm" if centre else "rms_norm", len(shape)
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
     values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]

@@ -52,7 +52,7 @@ def _settled(name: str, x: ShardedTensor) -> None:
 
 
 def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
-    """torch's own refusal of bad arguments."""
+    """Raise torch's own refusal of bad arguments."""
     try:
         # of no element torch takes any dtype
         few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1
@@ -182,7 +182,7 @@ def _in_place(
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
-    """A complex number's variance is in two parts."""
+    """Return the deviation of each part of a complex number, whose variance they share."""
     return std / math.sqrt(2) if x.is_complex() else std
 
 
@@ -358,7 +358,7 @@ def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
-    """Small rates by inverting the distribution, large ones by rejection.
+    """Draw counts: of small rates by inverting the distribution, of large ones by rejection.
 
     Source: Hoermann, The transformed rejection method for generating Poisson random variables,
             1993, PTRS.
@@ -568,7 +568,7 @@ _pool = binder(
 
 
 def _fractional(d: int, indices: bool) -> Callable[..., Any]:
-    """fractional_max_pool2d, 3d: where windows begin is drawn for each sample and channel."""
+    """Implement fractional_max_pool: windows begin where is drawn for each sample and channel."""
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         b = _pool(*args, **kwargs)

@@ -350,7 +350,7 @@ _NORM = binder("""
 
 
 def _asked(x: Any, dtype: torch.dtype | None) -> Any:
-    """In a dtype that holds every value of x's, and is complex if that is."""
+    """Convert to ``dtype`` if it holds every value of x's, and is complex if that is."""
     if dtype is None or dtype == x.dtype:
         return x
     if dtype.is_complex != x.dtype.is_complex or torch.promote_types(x.dtype, dtype) != dtype:
@@ -471,7 +471,7 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as what a result in ``dtype`` is computed in: half precision in fp32."""
+    """Convert to the dtype in which a result in ``dtype`` is computed: half precision in fp32."""
     return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
@@ -646,7 +646,7 @@ spelled(_MEAN_TOO.replace("var_mean", "std_mean"), _with_mean(torch.std))
 
 
 def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
-    """Frobenius: a vector's.  Of the largest row or column sum: sums, then an extreme."""
+    """Take a matrix's norm: Frobenius as a vector's, others as an extreme of sums."""
     A = _asked(A, dtype)
     rows_, cols = (d % A.ndim for d in dim)
     if ord == "fro":

@@ -306,7 +306,7 @@ def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
 
 
 def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:
-    """The cheapest of those that give the first one's layout and stay within memory.
+    """Choose the cheapest that gives the first one's layout and stays within memory.
 
     The result's layout thus hangs on the operands' layouts, never on their sizes.
     """

@@ -129,7 +129,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
 
 
 def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:
-    """How dimensions are split, but for axes of one rank."""
+    """Return the dimensions' splits without axes of one rank."""
     found = [
         Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh.axes[p] > 1), d.order)
         for d in dims

@@ -59,7 +59,7 @@ _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other", "
 
 
 def _compiled(line: str) -> Callable[..., dict[str, Any]]:
-    """One overload as a function of its parameters that returns them by name."""
+    """Compile one overload as a function of its parameters that returns them by name."""
     tree = ast.parse(f"def {line.strip()}: pass").body[0]
     assert isinstance(tree, ast.FunctionDef), "a signature is one line of a def"
     a = tree.args

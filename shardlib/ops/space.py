@@ -13,7 +13,7 @@ from shardlib.tensor import TABLE, Unfit, implements
 
 
 def _planes(k: int) -> Callable[[Bound], Labels]:
-    """Every channel of every sample apart, with or without a batch; ``k`` dimensions of space."""
+    """Label every channel of every sample apart, with or without a batch; ``k`` dimensions."""
 
     def labels(b: Bound) -> Labels:
         if not k + 1 <= b["input"].ndim <= k + 2:

@@ -62,7 +62,7 @@ spelled("vdot(input, other)", _vdot)
 
 
 def _kron(input: Tensor, other: Tensor) -> Tensor:
-    """Every element of one times the other, side by side in each dimension."""
+    """Multiply every element of one by the other, side by side in each dimension."""
     n = max(input.ndim, other.ndim)
     a = [*[1] * (n - input.ndim), *input.shape]
     b = [*[1] * (n - other.ndim), *other.shape]
@@ -75,7 +75,7 @@ spelled("kron(input, other)", _kron)
 
 
 def _cross(input: Tensor, other: Tensor, dim: int | None) -> Tensor:
-    """Along the first dimension of three elements, of the whole tensor, if none is named."""
+    """Compute a cross product, along the first dimension of three elements if none is named."""
     found = next((d for d, n in enumerate(input.shape) if n == 3), -1) if dim is None else dim
     return torch.linalg.cross(input, other, dim=found)
 
@@ -145,7 +145,7 @@ spelled(
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
-    """``permute_copy`` and its kin: the view, then a copy of it."""
+    """Run ``permute_copy`` and its kin: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
     if not args:  # a method has its tensor by position

@@ -134,7 +134,7 @@ def view_layout(
 def _with_ones(
     layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
 ) -> Layout | str:
-    """Axes of size one split nothing: they follow the dimension that starts where theirs did."""
+    """Find a view's layout; axes of size one go to the dimension that starts where theirs did."""
     bare = [
         Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh[p] > 1), d.order)
         for d in layout.dims
@@ -186,7 +186,7 @@ def _dim(digits: _Digits) -> Dim:
 
 
 def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tuple[int, ...]:
-    """Sizes without a -1, which together make ``count``."""
+    """Return sizes without a -1, which together make ``count``."""
     known = math.prod(s for s in sizes if s != -1)
     holes = sizes.count(-1)
     fits = (
@@ -215,7 +215,7 @@ class _Call(NamedTuple):
     def seen(
         self, x: ShardedTensor, run: Any, how: tuple[Any, ...], place: Place, strided: bool = False
     ) -> Any:
-        """``x`` seen otherwise: what torch does to its blocks, and where the result lies."""
+        """Return ``x`` seen otherwise: torch's function of its blocks, which lies at ``place``."""
         if self.args and self.args[0] is x:
             return blockwise(*self, place, run, how, strided)
         return ShardedTensor(local_call(run, x.mesh, (x.raw, *how), {}), place)
@@ -661,7 +661,7 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
 
 
 def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor, ...] | None:
-    """Pieces of a split dimension, if every rank holds an equal share of each, in one run."""
+    """Return pieces of a split dimension, if each rank holds an equal share of each, in one run."""
     token, mesh = x.dims[dim], tuple(x.mesh.axes.items())
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     cuts = [
@@ -848,7 +848,7 @@ def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> boo
 
 
 def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
-    """Pieces that are whole where others are split, cut as those are; nothing moves for that."""
+    """Cut pieces that are whole where others are split as those are; nothing moves for that."""
     ndim = len(values[0].padded_shape)
     if len({v.sharding for v in values}) == 1 or any(
         len(v.padded_shape) != ndim or v.sharding.partial for v in values

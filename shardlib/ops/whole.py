@@ -376,7 +376,7 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call with ``out=``: the result, copied to where it is wanted."""
+    """Run a call with ``out=``: copy the result to where it is wanted."""
     out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
     if (refused := torch_refuses(func, args, kwargs)) is not None:
         raise refused
@@ -426,7 +426,7 @@ _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> str:
-    """The call as a line."""
+    """Write the call as a line."""
     leaves, tree = flat(args, kwargs)
     return fix_line(
         func, leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)], {}, 0
@@ -434,7 +434,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:
-    """``x`` with new values, which lie where they were computed."""
+    """Give ``x`` new values, which lie where they were computed."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
         raise PlainTensor(
             "a plain tensor cannot take a sharded value", op=op, fix="x = sl.shard(x, '...')"
@@ -546,7 +546,7 @@ to them and do not count it as a change.
 
 
 def _statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The running statistics that a call writes to."""
+    """List the running statistics that a call writes to."""
     at = _STATISTICS.get(func)
     if at is None:
         return []

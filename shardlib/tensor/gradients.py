@@ -98,7 +98,7 @@ class _Vary(Local):
 def _handed_over(
     leaf: Any, g: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None
 ) -> bool:
-    """Whether a leaf's gradient will be summed together with others'."""
+    """Say whether a leaf's gradient will be summed together with others'."""
     if leaf is None or not leaf[0].takes(leaf[1]):
         return False
     leaf[0].take(leaf[1], g, mesh, axes, narrow)

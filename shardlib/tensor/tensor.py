@@ -156,7 +156,7 @@ class ShardedTensor(torch.Tensor):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Reached where an attribute is missing, as ``raw`` is until it is read."""
+        """Fetch ``raw`` where it is missing, until it is read."""
         read = self.__dict__.get("read")
         if name == "raw" and read is not None:
             return read()
@@ -331,7 +331,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def _wrapped(raw: Tensor, place: Place) -> ShardedTensor:
-    """What ``ShardedTensor(raw, place)`` makes, in four fifths of its time."""
+    """Make ``ShardedTensor(raw, place)`` in four fifths of its time."""
     shape = place.shape if place.true_shape is None else place.true_shape
     self: Any = _make_wrapper(ShardedTensor, shape, dtype=raw.dtype, device=raw.device)
     self.raw = raw
@@ -440,7 +440,7 @@ def _keep(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a call like one that ended in ``blockwise``; None of any other."""
+    """Return the result of a call like one that ended in ``blockwise``; None of any other."""
     key = _call_key(func, args, kwargs)
     if key is None:
         return None
@@ -551,7 +551,7 @@ def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether all that the call writes to is sharded."""
+    """Say whether all that the call writes to is sharded."""
     return all(isinstance(t, ShardedTensor) for t in written(func, args, kwargs))
 
 
@@ -569,12 +569,12 @@ _MISTAKES = (TypeError, AttributeError, IndexError)
 
 
 def _said(e: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
-    """torch's own refusal of these arguments, if it has one; else the error that was met."""
+    """Return torch's own refusal of these arguments, if it has one; else the error that was met."""
     return e if isinstance(e, ShardError) else torch_refuses(func, args, kwargs) or e
 
 
 def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
-    """A refused call on whole operands, if they are whole or may be gathered; else the refusal."""
+    """Run a refused call on whole operands, if they may be gathered; else raise the refusal."""
     if not FALLBACK or getattr(refusal, "final", False):
         raise refusal
     try:
@@ -671,7 +671,7 @@ def _unpickle(raw: Tensor, place: Place, grad: bool, is_parameter: bool) -> Shar
 
 
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
-    """A copy of an nn.Parameter is an nn.Parameter."""
+    """Mark the copy of an nn.Parameter as an nn.Parameter."""
     if isinstance(old, torch.nn.Parameter):
         new._is_param = True  # type: ignore[attr-defined]
     return new

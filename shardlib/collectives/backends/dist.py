@@ -121,7 +121,7 @@ _NEVER = 1 << 20
 
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """In rank order; half precision in fp32."""
+    """Sum in rank order; half precision in fp32."""
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     out = blocks[0].to(wide, copy=True)
     for b in blocks[1:]:
@@ -133,7 +133,7 @@ _LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than 
 
 
 def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[Any]:
-    """Part j of ``parts`` to rank j, whose part comes to ``out[j]``; works to wait for.
+    """Send part j of ``parts`` to rank j, whose part comes to ``out[j]``; return works to wait for.
 
     ``own``  whether this rank's own part must be there too.
 
@@ -403,7 +403,7 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
 
 
 def _round_gather(flat: Tensor, parts: Tensor, g: _Group) -> Finish:
-    """All-gather round a ring, in pieces: what comes from the left goes on to the right."""
+    """Gather round a ring, in pieces: what comes from the left goes on to the right."""
     size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
     left, right = g.places[me - 1], g.places[(me + 1) % size]
     piece = -(-n // 4)
@@ -602,7 +602,7 @@ def reductions(
 
 
 def _sent(work: Any, block: Tensor) -> None:
-    """A block lives until it is sent."""
+    """Wait until a block is sent, and keep it alive until then."""
     try:
         work.wait()
     except RuntimeError as e:
@@ -646,7 +646,7 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
 
 
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
-    """At the root: the sum of all parts in rank order, one buffer at a time; half in fp32.
+    """Sum all parts at the root, in rank order, one buffer at a time; half precision in fp32.
 
     The first part travels from now on, each other one once that before it is added.
     """
@@ -679,7 +679,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Zeros that take no memory."""
+    """Make zeros that take no memory."""
     return x.new_zeros(()).expand(x.shape)
 
 

@@ -165,7 +165,7 @@ def _math_backward(
 
 
 def _empty(bias: Tensor | None) -> Tensor | None:
-    """Rows that see nothing.  [.., m, n] -> [.., m]."""
+    """Find the rows that see nothing: [.., m, n] -> [.., m]."""
     return None if bias is None else (bias == -math.inf).all(-1)
 
 
@@ -227,7 +227,7 @@ def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
 
 
 def _four(bias: Tensor | None) -> Tensor | None:
-    """With four dimensions; the kernels broadcast batch and heads."""
+    """Return four dimensions; the kernels broadcast batch and heads."""
     return None if bias is None else bias[(None,) * (4 - bias.ndim)]
 
 
@@ -264,7 +264,7 @@ def _flash_backward(
 
 
 def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
-    """Keys and values with a head for each head of the queries, for kernels that do not share."""
+    """Give every head of queries a head of keys and values, for kernels that do not share."""
     r = b.q.shape[1] // b.k.shape[1]
     return (
         (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)

@@ -65,7 +65,7 @@ def attention_case(
 
 
 def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tensor]:
-    """Local blocks as values."""
+    """Wrap local blocks as sharded values."""
     if layout is None:
         axis = next(iter(current_mesh().axes))
         raise PlainTensor(
@@ -124,7 +124,7 @@ def check(q: Any, k: Any, v: Any) -> None:
 
 
 def _about(q: Any, k: Any, v: Any) -> dict[str, Any]:
-    """What every error says."""
+    """Return what every error says."""
     operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
     return {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
 

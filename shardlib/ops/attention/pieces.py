@@ -81,7 +81,7 @@ def narrowed(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
 
 
 def _cut(runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[int, Run]]:
-    """Runs cut before each position in ``cuts``, with the row where each begins."""
+    """Cut runs before each position in ``cuts``, with the row where each begins."""
     out, at = [], 0
     for run in runs:
         marks = {0, run.length}
@@ -127,7 +127,7 @@ def _cell(q: Run, k: Run, mask: Mask) -> list[Piece]:
 
 
 def _square(q0: int, q1: int, k0: int, k1: int) -> list[Piece]:
-    """Causal from (q0, k0) on: a square, and the rows below it that see all of it.
+    """Cut what is causal from (q0, k0) on: a square, and the rows below it that see all of it.
 
     Kernels disagree on where the diagonal of an oblong lies.
     """
@@ -137,7 +137,7 @@ def _square(q0: int, q1: int, k0: int, k1: int) -> list[Piece]:
 
 
 def _merged(found: list[Piece]) -> list[Piece]:
-    """Full neighbours in one call: first along the keys, then along the queries."""
+    """Join full neighbours in one call: first along the keys, then along the queries."""
     out: list[Piece] = []
     for p in found:
         if out and p.kind == "full" == out[-1].kind and out[-1][:2] == p[:2] and out[-1].k1 == p.k0:

@@ -142,7 +142,7 @@ def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout:
 
 
 def _fitting(x: tuple[int, ...], w: tuple[int, ...]) -> str:
-    """The product of these shapes, one or both transposed, that there is; else what to look at."""
+    """Return the product of these shapes, one or both transposed, that exists; else a hint."""
     if x[-1] == w[-1]:
         return "x @ w.mT"
     if x[-2] == w[-2]:

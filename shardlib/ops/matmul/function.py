@@ -131,7 +131,7 @@ class Product(Local):
 
 
 def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """What backward shall see of X and of W, where Y is there already."""
+    """Return what backward shall see of X and of W, where Y is there already."""
     blocks = getattr(schedule, "blocks", None)
     return (x, w) if blocks is None else blocks(x, w)
 
@@ -145,7 +145,7 @@ def _recorded(
     w: Tensor,
     need: Any,
 ) -> Gradients:
-    """Gradients that can be differentiated: sums of what is the same on every rank are so too."""
+    """Return gradients that can be differentiated: sums of what is the same on all ranks are so."""
     dy, x, w = vary(dy, mesh, schedule.summed), vary(x, mesh, over[0]), vary(w, mesh, over[1])
     with bind(mesh):
         dx, dw = schedule.gradients(wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), need, NOWHERE)

@@ -99,7 +99,7 @@ class Product2D:
         return (dx if dx is None or rows is x else dx.reshape(x.shape)), dw
 
     def _rows(self, x: Tensor) -> Tensor:
-        """[batch, M, K] of what has more dimensions of rows."""
+        """Return [batch, M, K] of what has more dimensions of rows."""
         if x.ndim <= 2 + self.batch:
             return x
         return x.reshape(*x.shape[: self.batch], -1, x.shape[-1])
@@ -107,7 +107,7 @@ class Product2D:
     def _recorded(
         self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None
     ) -> Tensor:
-        """The same as a product of its own, so that it can be differentiated."""
+        """Compute the same as a product of its own, so that it can be differentiated."""
         mesh, schedule = current_mesh(), replace(self, form=form)
         x, w = (p.mT if form == "atb" else p), (q.mT if form == "abt" else q)
         return wrap(Product.apply(schedule, mesh, NOWHERE, unwrap(x), unwrap(w), bias), mesh)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Product2D:
 
 
 def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
-    """(form, row, col) of a 2D case, or why it is none.  ATB only where W is asked to stay."""
+    """Return (form, row, col) of a 2D case, or why it is none; ATB only if W is asked to stay."""
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     ends = (xk, wk, columns)
     if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):

@@ -239,14 +239,14 @@ def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
 
 
 def _parted(dim: Dim, moving: set[str]) -> tuple[Dim, tuple[str, ...]]:
-    """A dimension without its gathered axes, and those."""
+    """Return a dimension without its gathered axes, and those."""
     kept = tuple(p for p in dim.parts if p not in moving)
     gone = tuple(str(p) for p in dim.parts if p in moving)
     return (Dim(kept), gone) if gone else (dim, ())
 
 
 def _stuck(dim: Dim, moving: set[str]) -> str:
-    """Why these axes of a dimension cannot be gathered."""
+    """Say why these axes of a dimension cannot be gathered."""
     kept, gone = _parted(dim, moving)
     if gone and (dim.order != "contiguous" or dim.parts != (*kept.parts, *gone)):
         return "the gathered axes must be the minor ones"
@@ -256,7 +256,7 @@ def _stuck(dim: Dim, moving: set[str]) -> str:
 
 
 def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
-    """The axes that X is gathered over, that W is gathered over, and that Y is summed over."""
+    """Return the axes X is gathered over, those W is gathered over, and those Y is summed over."""
     rows = {a for d in case.x.dims[:-1] for a in d.axes}
     k_of_x, k_of_w, columns = (
         set(d.axes) for d in (case.x.dims[-1], case.w.dims[0], case.w.dims[1])
@@ -323,7 +323,7 @@ def movements(case: MatmulCase) -> Movements | str:
 def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
 ) -> tuple[Layout, tuple[Move, ...], tuple[str, ...]] | str:
-    """Y's layout, the scatters that lead there, and the axes that are summed without one."""
+    """Return Y's layout, the scatters that lead there, and the axes summed without one."""
     mesh = case.axes
     if case.out is None:  # onto the first rows that divide
         fits = [
@@ -408,7 +408,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
     ) -> Tensor:
-        """W may be on its way already, and X may be gathered for several products at once."""
+        """Multiply; W may be on its way already, and X gathered for several products at once."""
         again = (
             torch.is_grad_enabled()
             and x.raw.requires_grad

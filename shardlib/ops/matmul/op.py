@@ -132,7 +132,7 @@ _LINEAR = binder("linear(input, weight, bias=None)")
 
 
 def _transposed(w: ShardedTensor) -> Any:
-    """w.mT, made once."""
+    """Return w.mT, made once."""
     found, key = made_of(w), ("mT", w.place.out_layout)
     if key not in found:
         found[key] = w.mT
@@ -356,7 +356,7 @@ def _planned(
 
 
 def _stays(x: Place, w: Place) -> bool:
-    """Whether W is whole and so are X's rows: for their product nothing is moved."""
+    """Say whether W is whole and so are X's rows: for their product nothing is moved."""
     sizes = x.mesh.axes
     axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
     return not any(sizes[a] > 1 for a in axes)

@@ -112,7 +112,7 @@ class _Call:
         self.firsts: dict[int, int] = {}
 
     def gather(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
-        """The gather of the product that runs now, whose successor is known from here on."""
+        """Return the gather of the product that runs now, whose successor is known from here on."""
         expected = self.next
         if expected is not None and _same(expected.w, w) and expected.moves == moves:
             here = expected
@@ -160,7 +160,7 @@ class _Call:
 
 
 def _place(w: Tensor) -> tuple[int, int]:
-    """The same for a tensor and its transpose, of no other tensor: the call holds its weights."""
+    """Return what is the same for a tensor and its transpose alone: the call holds its weights."""
     return id(w if w._base is None else w._base), int(w.storage_offset())
 
 

@@ -49,7 +49,7 @@ def matmul_ring_rs(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (
 
 
 def _braided(steps: list[list[Tensor]], axis: str, dim: int, ways: Ways) -> Tensor:
-    """What every step gave, in rank order, each rank's halves side by side."""
+    """Join what every step gave, in rank order, each rank's halves side by side."""
     halves = [joined([step[j] for step in steps], axis, dim, way) for j, way in enumerate(ways)]
     if len(halves) == 1:
         return halves[0]
@@ -62,7 +62,7 @@ def _braided(steps: list[list[Tensor]], axis: str, dim: int, ways: Ways) -> Tens
 def _gradients(
     passing: Tensor, whole: Tensor, w: Tensor | None, axis: str, dim: int, ways: Ways
 ) -> tuple[Tensor | None, Tensor]:
-    """gather(passing) W, if W is given, and gather(passing)^T whole, as the blocks pass once.
+    """Compute gather(passing) W, if W is given, and gather(passing)^T whole, in one round.
 
     passing [.., M/axis, .., P], whole [.., M, .., Q], w [P, N] -> [.., M, .., N], [P, Q].
     """

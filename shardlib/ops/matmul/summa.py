@@ -209,7 +209,7 @@ _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
 
 
 def _summa(case: MatmulCase, role: str | None) -> Match | str:
-    """SUMMA that keeps X, W or Y still, or whichever moves the fewest words by staying."""
+    """Match SUMMA that keeps X, W or Y still, or whichever moves the fewest words by staying."""
     z = sizes_2d(case, role == "w")
     if isinstance(z, str):
         return z

@@ -88,7 +88,7 @@ def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
 
 
 def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    """Neighbouring rows that take the same route are one chunk."""
+    """Join neighbouring rows that take the same route into one chunk."""
     out: list[Chunk] = []
     for chunk in chunks:
         same = next((i for i, o in enumerate(out) if o.hi == chunk.lo and o.at == chunk.at), -1)

@@ -194,18 +194,18 @@ class _Part:
         self.m, self.first = len(self.k_at), owner * lk
 
     def of(self, scores: Tensor) -> Tensor:
-        """[b, h, n, m] of a storage of all scores."""
+        """Return [b, h, n, m] of a storage of all scores."""
         return self.rank.view(scores)[:, :, : self.n, self.first : self.first + self.m]
 
     def rows(self, x: Tensor) -> Tensor:
         return self.rank.view(x)[:, :, : self.n]
 
     def cols(self, x: Tensor) -> Tensor:
-        """[b, g, m, d] of a storage of all keys."""
+        """Return [b, g, m, d] of a storage of all keys."""
         return self.rank.view(x)[:, :, self.first : self.first + self.m]
 
     def keys(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """[b, g, 1, m, d] of what came."""
+        """Return [b, g, 1, m, d] of what came."""
         return self.rank.view(block)[:, :, : self.m].to(dtype).unsqueeze(2)
 
     def scores(self, k: Tensor, dtype: torch.dtype) -> Tensor:

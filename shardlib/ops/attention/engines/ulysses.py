@@ -277,7 +277,7 @@ class _Swap:
         return total.index_add_(-3, torch.tensor(self.heads.sent, device=x.device), x)
 
     def sink(self, sink: Tensor | None) -> Tensor | None:
-        """Each rank's heads' scores.  [1, h, 1] -> [1, h / u, 1]."""
+        """Swap each rank's heads' scores: [1, h, 1] -> [1, h / u, 1]."""
         if sink is None:
             return None
         n, out = self.heads.per_rank, []
@@ -343,7 +343,7 @@ def _tables_kept(shares: Runs, inner: Runs, rows: int) -> _Tables:
 
 
 def _none_if_same(tables: list[Tensor], rows: int) -> tuple[Tensor, ...]:
-    """No tables, where each would leave its ``rows`` rows as they are."""
+    """Return no tables, where each would leave its ``rows`` rows as they are."""
     same = all(len(t) == rows and torch.equal(t, torch.arange(rows)) for t in tables)
     return () if same else tuple(tables)
 
