@@ -106,7 +106,11 @@ def test_a_public_name_says_what_it_does_and_shows_it(name: str, value: Any) -> 
     assert (">>> " in lines) is (name not in UNSHOWN), "no example, or one where none is expected"
 
 
-FOLDERS = ["", "tensor", "ops", "collectives", "mesh", "layouts"]  # "" are shardlib's own files
+FOLDERS = """
+    tensor ops collectives mesh layouts modules kernels testing planning checking seeing command optim
+    checkpoint
+""".split()
+FOLDERS.append("")  # shardlib's own files
 OPENINGS = "The What Whether Where Of A An How Who That".split()
 
 

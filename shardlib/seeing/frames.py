@@ -90,7 +90,7 @@ class Frames(Shown):
 
     @property
     def bytes(self) -> Fraction:
-        """Bytes that are sent in all steps."""
+        """Bytes that one rank moves in all steps."""
         return sum((f.bytes for f in self.frames), Fraction(0))
 
     def __str__(self) -> str:
