@@ -1,7 +1,7 @@
 """Batches: global tensors of what data ranks read, in an order that the number of ranks keeps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import optree
 import torch
@@ -19,13 +19,34 @@ from shardlib.collectives import (
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
 from shardlib.layouts import Layout, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, within
+from shardlib.placing import LayoutTree
 from shardlib.random import branch, mixed
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["Batches", "data", "from_local"]
 
 
-def from_local(local: Any, layout: Any, mesh: MeshLike | None = None) -> Any:
+Key = TypeVar("Key")
+Tree = TypeVar("Tree")
+
+
+@overload
+def from_local(
+    local: Tensor | Callable[[], Tensor], layout: LayoutTree, mesh: MeshLike | None = None
+) -> ShardedTensor: ...
+@overload
+def from_local(
+    local: Mapping[Key, Tensor] | Callable[[], Mapping[Key, Tensor]],
+    layout: LayoutTree,
+    mesh: MeshLike | None = None,
+) -> dict[Key, ShardedTensor]: ...
+@overload
+def from_local(
+    local: Callable[[], Tree], layout: LayoutTree, mesh: MeshLike | None = None
+) -> Tree: ...
+@overload
+def from_local(local: Tree, layout: LayoutTree, mesh: MeshLike | None = None) -> Tree: ...
+def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) -> object:
     """Make a global tensor of the blocks that the ranks hold; nothing moves.
 
     ``local``   this rank's block, or a function that reads it, which is called for each rank that
@@ -128,17 +149,24 @@ def _joined(blocks: list[Any], layout: Any, m: Mesh) -> ShardedTensor:
 # ---------------------------------------------------------------- a dataset, batch by batch
 
 
+class Rows(Protocol):
+    """A dataset: so many rows, each by its number; ``torch.utils.data.Dataset``, or a list."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> object: ...
+
+
 def data(
-    dataset: Any,
+    dataset: Rows | Dataset[object],
     batch: int,
-    layout: Any = "data ...",
+    layout: LayoutTree = "data ...",
     *,
     mesh: MeshLike | None = None,
     shuffle: bool = True,
     seed: int = 0,
     last: Literal["fill", "drop"] = "fill",
-    ignore: Mapping[Any, float] | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
+    ignore: Mapping[str, float] | Mapping[int, float] | None = None,
+    collate: Callable[..., object] | None = None,
     workers: int = 0,
     state: Mapping[str, int] | None = None,
 ) -> "Batches":

@@ -12,6 +12,31 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardlib as sl
 
 
+class Dealt:
+    """A layout of one's own."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+
+    @property
+    def layout(self) -> sl.Layout:
+        return sl.Layout.parse(f"(2 {self.axis}) ...")
+
+
+def mine(case: sl.extend.MatmulCase) -> sl.extend.Match | str:
+    return "it is only an example"
+
+
+def wrong(case: sl.extend.MatmulCase) -> int:
+    return 0
+
+
+def registers() -> None:
+    sl.extend.algorithm("matmul", "mine")(mine)
+    sl.extend.algorithm("matmul", "mine")(wrong)  # pyright: ignore[reportArgumentType]
+    sl.shard(torch.ones(4), 3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 def places(x: Tensor, ours: sl.Mesh, theirs: DeviceMesh) -> None:
     layouts: list[sl.LayoutLike] = [
         "x y", sl.Layout2D("x", "y"), sl.Ring("s"), sl.Layout3D("x", "y", "z"),
@@ -28,6 +53,12 @@ def places(x: Tensor, ours: sl.Mesh, theirs: DeviceMesh) -> None:
     assert_type(sl.reshard(tree, "..."), dict[str, sl.ShardedTensor])
     assert_type(sl.unshard(tree), dict[str, Tensor])
     assert_type(sl.matmul(x, x, out=sl.Row("x")), sl.ShardedTensor)
+    assert_type(sl.shard(x, Dealt("x")), sl.ShardedTensor)
+    assert_type(sl.from_local(x, Dealt("x")), sl.ShardedTensor)
+    assert_type(sl.from_local(lambda: x, "x ..."), sl.ShardedTensor)
+    assert_type(sl.from_local({"w": x}, {"w": "x ..."}), dict[str, sl.ShardedTensor])
+    assert_type(sl.data([x, x], 2, {"ids": Dealt("x")}).batch, int)
+    assert_type(sl.visualize(sl.shard(x, "x")).show(), None)
     ids, targets = sl.shard_sequence(x, sl.Ring("s"))
     assert_type((ids, targets), tuple[sl.ShardedTensor, sl.ShardedTensor])
 
@@ -68,7 +99,14 @@ def trains(model: nn.Module, x: Tensor) -> None:
     )
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)
-    sl.optim.apply_updates(params, updates)
+    assert_type(sl.optim.apply_updates(params, updates), dict[str, sl.ShardedTensor])
+    params, state, _ = sl.optim.step(tx, params, grads, state)
+    assert_type(params, dict[str, sl.ShardedTensor])
+    assert_type(sl.optim.state_dict(state), dict[str, Tensor | int | float])
+    assert_type(sl.explain(apply, params, x, mesh={"x": 2}).forward.messages, int)
+    assert_type(str(sl.summary(params, state)), str)
+    sl.check_model(model, sl.recipes.megatron1d, {"x": 2}, x, inputs={0: Dealt("x")})
+    sl.load("run", layouts=[("w", Dealt("x"))])
     apply(params, x)
 
 

@@ -173,7 +173,10 @@ NOUNS = "A All An Bytes Each Every It One The This What Where Whether Which With
 
 
 VERBS = [sl.shard, sl.unshard, sl.reshard, sl.constrain, sl.parallelize, sl.ring_attention, sl.grad, sl.value_and_grad,
-         sl.matmul, sl.shard_sequence, sl.typeof, sl.layout_of, sl.init]  # fmt: skip
+         sl.matmul, sl.shard_sequence, sl.typeof, sl.layout_of, sl.init,
+         sl.from_local, sl.data, sl.explain, sl.check_model, sl.summary, sl.visualize, sl.checkpoint.reshard,
+         sl.optim.step, sl.optim.apply_updates, sl.optim.state_dict, sl.optim.load_state_dict,
+         sl.extend.algorithm]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda f: f.__name__)

@@ -20,14 +20,14 @@ from shardlib.errors import ModelDiffers, ShardError, mesh_text
 from shardlib.grad import value_and_grad
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
-from shardlib.modules.parallelize import parallelize
+from shardlib.modules.parallelize import Rules, parallelize
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["Proof", "check_model"]
 
-Batch = Tensor | Sequence[Any] | Mapping[str, Any]
+Batch = Tensor | Sequence[object] | Mapping[str, object]
 MeshOf = Mesh | Mapping[str, int]
 
 _RATE = 1e-2
@@ -58,11 +58,11 @@ class Proof:
 
 def check_model(
     module: nn.Module,
-    rules: Any,
+    rules: Rules | Callable[..., Rules],
     meshes: Sequence[MeshOf] | MeshOf,
     batch: Batch,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
     inputs: Mapping[str | int, LayoutLike] | None = None,
     steps: int = 3,
     tolerance: float = 1e-9,

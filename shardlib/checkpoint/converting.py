@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from shardlib.checkpoint.files import Folder, Part, fill
 from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.huggingface import Whole, tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.reading import renamed, some, target_of
+from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
 from shardlib.checkpoint.steps import folder_of, opened_newest
 from shardlib.checkpoint.tree import Content, Leaves, said_of, spoken
 from shardlib.checkpoint.writing import Job
@@ -35,7 +34,7 @@ def reshard(
     target: Directory,
     mesh: Mapping[str, int] | MeshLike,
     *,
-    layouts: Any = None,
+    layouts: Layouts | None = None,
     pad: bool = False,
     overwrite: bool = False,
 ) -> None:
@@ -163,7 +162,7 @@ def from_hf(
     target: Directory,
     mesh: Mapping[str, int] | MeshLike | None = None,
     *,
-    layouts: Any = None,
+    layouts: Layouts | None = None,
     pad: bool = False,
     subtree: str = "",
     names: Names = None,
@@ -280,7 +279,9 @@ def _manifest(group: Group, folder: Folder) -> Manifest:
         raise
 
 
-def _place(name: str, old: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh, pad: bool) -> Place:
+def _place(
+    name: str, old: Place, dtype: torch.dtype, layouts: Layouts | None, mesh: Mesh, pad: bool
+) -> Place:
     """Return the place of a tensor on the new mesh.
 
     Raises: ShardError.

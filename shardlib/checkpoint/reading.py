@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -24,9 +24,9 @@ from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
 from shardlib.errors import BadArgument, UnknownAxis
-from shardlib.layouts import Layout, as_layout, is_layout
+from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
-from shardlib.modules.patterns import matches
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place as TensorPlace
 from shardlib.tensor import ShardedTensor
@@ -36,11 +36,17 @@ __all__ = ["Target", "check", "load", "read_into", "renamed", "some", "storages"
 Names = Mapping[str, str] | Callable[[str], str] | None
 
 
+Layouts: TypeAlias = (
+    LayoutLike | Mapping[str, LayoutLike] | Sequence[tuple[Pattern[Tensor], LayoutLike]]
+)
+"""One layout for every tensor, or rules by name of which the first match counts."""
+
+
 def load(
     path: str | os.PathLike[str],
     like: Any = None,
     *,
-    layouts: Any = None,
+    layouts: Layouts | None = None,
     mesh: MeshLike | None = None,
     pad: bool = False,
     names: Names = None,

@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
+"""An algorithm's own function: from a case of its operation to a match, or a refusal."""
 
 _FREE = Cost()
 
@@ -107,7 +109,7 @@ _ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
 _CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
 
 
-def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
+def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer], Answer]:
     """Register an algorithm for an operation: a function from a case to a Match or a refusal.
 
     ``order``  of algorithms that fit, the first says where the result lies unless that is asked
@@ -128,7 +130,7 @@ def algorithm(op: str, name: str, order: int | None = None) -> Callable[[T], T]:
     >>> sl.extend.remove("matmul", "never")
     """
 
-    def enter(match: Any) -> Any:
+    def enter(match: Answer) -> Answer:
         known = _ALGORITHMS.get(op, [])
         place = (
             order if order is not None else next((a.order for a in known if a.name == name), 100)

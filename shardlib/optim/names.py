@@ -6,7 +6,7 @@ shaped as the parameter.  The same names come from a state that is in no buckets
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -25,7 +25,7 @@ from shardlib.tensor import Place, ShardedTensor, typeof
 __all__ = ["load_state_dict", "state_dict"]
 
 
-def state_dict(state: Any) -> dict[str, Any]:
+def state_dict(state: object) -> dict[str, Tensor | int | float]:
     """Return the state as a flat mapping: name -> global tensor, or plain number.
 
     ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it
@@ -52,7 +52,10 @@ def state_dict(state: Any) -> dict[str, Any]:
     return out
 
 
-def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
+State = TypeVar("State")
+
+
+def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     """Fill ``state`` with the values that ``state_dict`` gave, wherever they lay.
 
     ``state``  as ``tx.init(params)`` makes it, on the mesh and in the layouts of now.
@@ -106,7 +109,8 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
             op="load_state_dict",
             fix="state = tx.init(params)",
         )
-    leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
+    of_now: Any = state
+    leaves, tree = optree.tree_flatten(of_now, is_leaf=_is_buckets, none_is_leaf=True)
     with torch.no_grad():
         new = [
             _filled(x, name, kept)
@@ -116,7 +120,8 @@ def load_state_dict(state: Any, kept: Mapping[str, Any]) -> Any:
             else _like(x, name, kept.get(name))
             for x, (name, _) in zip(leaves, nodes, strict=True)
         ]
-    return optree.tree_unflatten(tree, new)
+    filled: Any = optree.tree_unflatten(tree, new)
+    return filled
 
 
 def _is_buckets(x: Any) -> bool:

@@ -1,7 +1,7 @@
 """One step of an optimizer on memory that its caller gives up."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -38,9 +38,13 @@ class Info(NamedTuple):
     skipped: bool
 
 
+Params = TypeVar("Params")
+State = TypeVar("State")
+
+
 def step(
-    tx: Transform, params: Any, grads: Any, state: Any, *, norm: bool = False
-) -> tuple[Any, Any, Info]:
+    tx: Transform, params: Params, grads: object, state: State, *, norm: bool = False
+) -> tuple[Params, State, Info]:
     """Update parameters in place: ``params, state, info = step(tx, params, grads, state)``.
 
     All three are given up: their memory is that of the results, one fused kernel overwrites many

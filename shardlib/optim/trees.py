@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -30,7 +30,10 @@ class EmptyState(NamedTuple):
     """The state of what remembers nothing."""
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+Params = TypeVar("Params")
+
+
+def apply_updates(params: Params, updates: object) -> Params:
     """Add updates to parameters, rounded once to the parameters' dtype.
 
     Leaves that required grad still do.
@@ -40,12 +43,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
     {'w': tensor([0.5000, 0.5000])}
     """
-    new = each(lambda p, u: (p + u).to(p.dtype), params, updates, op="apply_updates")
+    old: Any = params
+    new = each(lambda p, u: (p + u).to(p.dtype), old, updates, op="apply_updates")
 
     def flagged(n: Any, p: Any) -> Any:
         return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
 
-    return optree.tree_map(flagged, new, params)
+    found: Any = optree.tree_map(flagged, new, old)
+    return found
 
 
 def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:

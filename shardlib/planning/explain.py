@@ -6,7 +6,7 @@ a plan for 512 ranks takes as long as one for two.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -19,10 +19,11 @@ from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
-from shardlib.mesh import record, within
+from shardlib.mesh import MeshLike, record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
+from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
 from shardlib.planning.known import Known
@@ -227,13 +228,13 @@ class Explanation:
 
 
 def explain(
-    apply: Callable[..., Any],
-    params: Any,
-    inputs: Any = (),
+    apply: Callable[..., object],
+    params: object,
+    inputs: Tensor | Sequence[object] | Mapping[str, object] = (),
     *,
-    mesh: Any = None,
+    mesh: MeshLike | Mapping[str, int] | None = None,
     backward: bool = True,
-    tx: Any = None,
+    tx: Transform | None = None,
 ) -> Explanation:
     """Run ``apply(params, *inputs)`` on shapes alone and list what each operation would do.
 

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
 from shardlib.ops.attention.engine import Plan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
-from shardlib.seeing.frames import frames
+from shardlib.seeing.frames import Frames, frames
 from shardlib.tensor import ShardedTensor, layout_of, typeof
 
 __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
@@ -85,7 +85,16 @@ def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
     return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
 
 
-def visualize(x: Any, /, dims: tuple[int, int] | None = None, **axes: int) -> Any:
+Given = TypeVar("Given")
+
+
+@overload
+def visualize(x: Tensor, /, dims: tuple[int, int] | None = None) -> Drawing: ...
+@overload
+def visualize(x: str | Plan, /, dims: None = None, **axes: int) -> Frames: ...
+@overload
+def visualize(x: Given, /, dims: None = None) -> Given | str: ...
+def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) -> object:
     """Draw a tensor: which ranks hold which block; of an algorithm or a plan every step.
 
     An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;

@@ -95,7 +95,7 @@ class Summary:
         return "<table>" + "".join(f"<tr>{r}</tr>" for r in rows) + "</table>"
 
 
-def summary(params: Any, state: Any = None) -> Summary:
+def summary(params: object, state: object = None) -> Summary:
     """Write one line per parameter: its type and layout, its bytes on a rank and as a whole.
 
     ``params``  a dictionary of tensors, or any tree.
@@ -115,7 +115,8 @@ def summary(params: Any, state: Any = None) -> Summary:
     2 parameters  2,112 elements   2.12 KiB  8.25 KiB        4.25 KiB
     on x=2 y=2
     """
-    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    tree: Any = params
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
     found = {
         ".".join(map(str, path)): x
         for path, x in zip(paths, leaves, strict=True)
