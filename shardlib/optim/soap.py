@@ -106,7 +106,7 @@ def soap(
         through_owners(runs, plan, items[0].mesh, compute, outs, dtype)
 
     def sized(count: int, rate: float) -> tuple[float, float]:
-        """What directions, and what weights, are multiplied by; the first step only looks."""
+        """Return the factors of directions and of weights; the first step only looks."""
         if not count:
             return 0.0, 0.0
         return -rate * (1 - b2**count) ** 0.5 / (1 - b1**count), -rate * weight_decay

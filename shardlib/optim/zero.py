@@ -139,7 +139,7 @@ def zero(
         return Sink(where, mesh, hops, room, dtypes, device=like[0].device, wire=wire, **how)
 
     def reduced(grads: Any, where: Index, mesh: Mesh, room: Memory) -> Buckets:
-        """The parts of the summed gradients."""
+        """Return the parts of the summed gradients."""
         if isinstance(grads, Buckets):
             _same_index(grads.index, where, mesh)
             if _is_cut(grads):
@@ -181,7 +181,7 @@ def zero(
     def followed(
         grads: Any, state: Any, leaves: list[Any], where: Index, mesh: Mesh
     ) -> tuple[Any, Index]:
-        """The state in the buckets of the gradients, which may be those of a recorded order."""
+        """Move the state into the gradients' buckets, which may follow a recorded order."""
         if not isinstance(grads, Buckets) or grads.index is where or grads.index == where:
             return state, where
         if grads.index.items != where.items or not _moves(state):
