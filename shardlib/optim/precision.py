@@ -125,7 +125,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
     rest = how.master == "bf16+rem"
 
     def exact(params: Any, master: Any) -> Any:
-        """The parameters as they are kept: half ones in fp32, the others themselves."""
+        """Return the parameters kept: half ones in fp32, the others themselves."""
         return each(joined if rest else lambda p, m: m, trainable(params), master)
 
     def apart(new: Any, params: Any) -> tuple[Any, Any]:

@@ -189,7 +189,7 @@ def zero(
         return moved(state, leaves, grads.index, mesh), grads.index
 
     def moved(state: Any, leaves: list[Any], where: Index, mesh: Mesh) -> Any:
-        """The state in other buckets: by name, as if it were loaded."""
+        """Move the state into other buckets: by name, as if it were loaded."""
         return load_state_dict(begun(_parts(leaves, where, mesh)), state_dict(state))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
