@@ -31,7 +31,7 @@ from shardlib.checkpoint.files import parsed
 __all__ = ["MANIFEST", "Work", "clean", "exchange", "fsync_folder", "opened", "read_manifest"]
 
 MANIFEST = "shardlib.json"
-FORMAT = "shardlib checkpoint 3"
+FORMAT = "shardlib checkpoint 4"
 
 _LONGEST = 1 << 30
 """Bytes of a manifest at most."""

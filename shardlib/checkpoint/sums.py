@@ -326,9 +326,17 @@ _ROWS = 1 << 15
 
 
 def _factors(first: int, count: int) -> Tensor:
-    """Return the numbers of rows, from the ``first`` on."""
+    """Return the numbers of rows, from the ``first`` on.
+
+    A row's number hangs on the row alone: who writes and who reads begin their pieces elsewhere.
+    """
     first %= _ROWS
-    return _distinct(max(2 * _ROWS, first + count))[first : first + count]
+    return _repeated(-(-(first + count) // _ROWS))[first : first + count]
+
+
+@lru_cache(maxsize=8)
+def _repeated(times: int) -> Tensor:
+    return _distinct(_ROWS).repeat(times)
 
 
 @lru_cache(maxsize=64)
@@ -342,7 +350,7 @@ def _lane_factors(first: int, count: int) -> Tensor:
     )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
 def _distinct(count: int) -> Tensor:
     """Return fixed odd numbers of 4 bytes.
 

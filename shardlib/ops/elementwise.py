@@ -184,7 +184,7 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
     )
 
 
-@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, repeats=True)
+@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any function that acts on each element alone."""
     if kwargs:
@@ -216,7 +216,7 @@ def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
     return x if raw is x.raw else x.becomes(raw)
 
 
-@implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike)
+@implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
 def converted(func: Any, args: Any, kwargs: Any) -> Any:
     """Change dtype, or device; a tensor given as the example gives these alone."""
     args, kwargs = _placed(func, args, kwargs)
@@ -528,7 +528,7 @@ def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
-@implements(*_IN_PLACE, padded=_padded_in_place)
+@implements(*_IN_PLACE, padded=_padded_in_place, skewed=True)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block; the result must lie where the tensor lies."""
     if kwargs:

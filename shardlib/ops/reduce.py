@@ -41,9 +41,16 @@ def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """Give (dims reduced, mesh axes that split them, result layout, result shape)."""
+    if x.sharding.skew and not set(x.sharding.axes) <= set(_split_by(x, dim, op)):
+        raise Unfit("skewed: the rows of a rank's block are not those of its neighbours")
     return _reduced_layout(
         x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op
     )
+
+
+def _split_by(x: ShardedTensor, dim: Any, op: str) -> tuple[str, ...]:
+    dim = tuple(dim) if isinstance(dim, list) else dim
+    return _reduced_layout(x.sharding, x.padded_shape, dim, False, op)[1]
 
 
 @lru_cache(maxsize=8192)
@@ -123,7 +130,7 @@ _SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
 _PRODS = (torch.prod, Tensor.prod)
 
 
-@implements(*_SUMS, padded=_without(0))
+@implements(*_SUMS, padded=_without(0), skewed=True)
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split what was reduced."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
@@ -166,8 +173,8 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
-@implements(torch.amax, Tensor.amax, padded=_without("-inf"))
-@implements(torch.amin, Tensor.amin, padded=_without("inf"))
+@implements(torch.amax, Tensor.amax, padded=_without("-inf"), skewed=True)
+@implements(torch.amin, Tensor.amin, padded=_without("inf"), skewed=True)
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Take the local maximum; over split dimensions a pmax as well.
 
@@ -369,7 +376,7 @@ def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return padded_to(out, tuple(true))
 
 
-@implements(torch.linalg.vector_norm, padded=_padded_norm)
+@implements(torch.linalg.vector_norm, padded=_padded_norm, skewed=True)
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
@@ -544,7 +551,7 @@ _PROD = binder("""
 """)
 
 
-@implements(torch.prod, Tensor.prod, padded=_without(1))
+@implements(torch.prod, Tensor.prod, padded=_without(1), skewed=True)
 def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)

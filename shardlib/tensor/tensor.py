@@ -58,6 +58,11 @@ Filled by ``implements`` in the files of ops/.
 TAKES_PADDING: set[Any] = set()
 """The functions whose implementation takes padded operands; others are refused, or gathered."""
 
+TAKES_SKEW: set[Any] = set()
+"""The functions whose implementation takes skewed operands, as Cannon's products need them;
+calls of others are refused, or gathered.
+"""
+
 REPEATS: set[Any] = set()
 """The functions whose calls may be remembered, see ``blockwise``."""
 
@@ -78,13 +83,14 @@ class Unfit(Exception):
 
 
 def implements(
-    *funcs: Any, padded: bool | Padded = False, repeats: bool = False
+    *funcs: Any, padded: bool | Padded = False, skewed: bool = False, repeats: bool = False
 ) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one are an error.
 
     ``padded``  what becomes of padded operands.  True: the implementation reads their place
                 itself.  A function: it serves such calls, ``padded(implementation, func, args,
                 kwargs)``.  False: they are refused, or gathered within ``sl.implicit``.
+    ``skewed``  whether the implementation takes skewed operands, though it is not ``padded=True``.
     ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
 
@@ -96,6 +102,8 @@ def implements(
             TABLE[func] = run
             if padded:
                 TAKES_PADDING.add(func)
+            if skewed or padded is True:
+                TAKES_SKEW.add(func)
             if repeats:
                 REPEATS.add(func)
         return run
@@ -251,6 +259,8 @@ class ShardedTensor(torch.Tensor):
             has_padding(args) or (kwargs and has_padding(kwargs.values()))
         ):
             implementation = _refuse_padding
+        if func not in TAKES_SKEW and (has_skew(args) or (kwargs and has_skew(kwargs.values()))):
+            implementation = _refuse_skew
         if LINKS:
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:
@@ -529,6 +539,30 @@ def has_padding(values: Iterable[Any]) -> bool:
         elif type(x) in (list, tuple) and has_padding(x):
             return True
     return False
+
+
+def has_skew(values: Iterable[Any]) -> bool:
+    """Say whether one of the values, or of the values in a list among them, is skewed."""
+    for x in values:
+        if type(x) is ShardedTensor:
+            if x.place.layout.skew:
+                return True
+        elif type(x) in (list, tuple) and has_skew(x):
+            return True
+    return False
+
+
+def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse a call whose implementation reads where blocks lie, and knows of no skew."""
+    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    x = next(x for x in found if x.sharding.skew)
+    raise Unsupported(
+        f"{func.__name__} has no implementation for skewed blocks",
+        op=func.__name__,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})",
+    )
 
 
 def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:

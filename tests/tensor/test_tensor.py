@@ -224,6 +224,56 @@ def test_what_needs_its_blocks_alone_runs_at_once_from_the_second_call_on(
         assert [ran for _, ran in answer][1:] == [PIECES.get(name, 0)] * 2 < [answer[0][1]] * 2
 
 
+SKEWED: dict[str, Any] = {
+    "sum of rows": lambda x: x.sum(1),
+    "mean of columns": lambda x: x.mean(0),
+    "var": lambda x: x.var(1),
+    "amax": lambda x: x.amax(1),
+    "max": lambda x: x.max(),
+    "softmax": lambda x: x.softmax(1),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "stack": lambda x: torch.stack([x, x]),
+    "cat": lambda x: torch.cat([x, x]),
+    "expand": lambda x: x.expand(3, -1, -1),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "bmm": lambda x: torch.bmm(x[None], x[None]),
+    "a column": lambda x: x[:, 1],
+    "cumsum": lambda x: x.cumsum(1),
+    "any": lambda x: (x > 0).any(1),
+    "a view": lambda x: x.reshape(2, 8),
+    "transposed": lambda x: x.t(),
+    "whole sum": lambda x: x.sum(),
+    "whole norm": lambda x: x.norm(),
+    "gelu": lambda x: F.gelu(x) * 2,
+    "in place": lambda x: x.clone().mul_(2),
+}
+
+
+@pytest.mark.parametrize("skew", ["a", "b"])
+@pytest.mark.parametrize("name", SKEWED)
+def test_a_function_of_skewed_blocks_equals_dense_or_is_refused(name: str, skew: str) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    want = SKEWED[name](x)
+    with sl.simulate(x=2, y=2):
+        s = sl.shard(x, f"x y skew {skew}")
+        for moved in (0, 2**20):
+            try:
+                with sl.implicit(moved):
+                    got = SKEWED[name](s)
+            except sl.ShardError as e:
+                assert "skew" in str(e)
+                assert moved == 0 or name == "transposed"
+                continue
+            assert torch.allclose(sl.unshard(got).to(want.dtype), want), moved
+        if name in ("whole sum", "whole norm", "gelu", "in place"):
+            assert torch.allclose(sl.unshard(SKEWED[name](s)), want)  # what Cannon's users need
+
+
 PRODUCTS = {
     "2D": ("x y", "x y"),
     "its other form": ("y x", "x y"),

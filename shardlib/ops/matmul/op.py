@@ -94,7 +94,7 @@ def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 @implements(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.linalg.matmul,
     torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot, padded=_padded_product,
-    repeats=True,
+    skewed=True, repeats=True,
 )  # fmt: skip
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
@@ -157,7 +157,7 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         )
 
 
-@implements(F.linear, padded=_padded_linear, repeats=True)
+@implements(F.linear, padded=_padded_linear, skewed=True, repeats=True)
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
