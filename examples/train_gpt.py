@@ -182,7 +182,7 @@ def train_alone(args: argparse.Namespace) -> Report:
     """The same steps in one process: plain tensors, plain autograd."""
     torch.set_num_threads(1)  # of so small a model's products each waits longer than it computes
     m = model(args).to(args.device or "cpu")
-    params = dict(m.named_parameters())
+    params: dict[str, torch.Tensor] = dict(m.named_parameters())
     tx = optimizer(args)
     state = tx.init(params)
     losses = []

@@ -82,7 +82,7 @@ def test_the_page_s_layout_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "...", ". .", "x ...", "... x", "x y", "(x y) .", "(2 x) (3 y)", "x . + sum(z)",
+        "...", ". .", "x ...", "... x", "x y", "(x y) .", "(2 x) (3 y)", "x . + sum(z)", "x y skew a", "x y skew b",
         ". + sum(x)", "zigzag(2 s) ...", "striped(s) x", "documents(s; 0 5 8) ...",
         "runs(s; 0:2 6:8 | 2:6) ...", sl.Ring("s", schedule="zigzag"), sl.Ring(("r", "s"), 0),
         sl.Layout3D("x", "y", "z"), sl.Layout3D("x", "y", "z").weight, sl.Layout25D("x", "y", "d"),
