@@ -51,7 +51,7 @@ __all__ = ["constrain", "reshard", "shard", "unshard"]
 
 Key = TypeVar("Key")
 Tree = TypeVar("Tree")
-LayoutTree: TypeAlias = "LayoutLike | Mapping[str, LayoutTree] | Sequence[LayoutTree] | None"
+LayoutTree: TypeAlias = LayoutLike | Mapping[str, "LayoutTree"] | Sequence["LayoutTree"] | None
 
 
 @overload

@@ -394,7 +394,7 @@ def _permuted_place(x: ShardedTensor, order: tuple[int, ...]) -> Place:
 _PERMUTE = binder("permute(input, *dims: int)")
 
 
-@implements(Tensor.permute, torch.permute, padded=of_true_sizes, repeats=True)
+@implements(Tensor.permute, torch.permute, padded=of_true_sizes, skewed=True, repeats=True)
 def permute(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
@@ -417,6 +417,7 @@ _TRANSPOSE = binder("""
     torch.swapaxes,
     Tensor.swapdims,
     padded=of_true_sizes,
+    skewed=True,
     repeats=True,
 )
 def transpose(func: Any, args: Any, kwargs: Any) -> Any:
@@ -432,7 +433,13 @@ _T = binder("t(input)")
 
 
 @implements(
-    Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, padded=of_true_sizes, repeats=True
+    Tensor.T.__get__,
+    Tensor.mT.__get__,
+    Tensor.t,
+    torch.t,
+    padded=of_true_sizes,
+    skewed=True,
+    repeats=True,
 )
 def transposed(func: Any, args: Any, kwargs: Any) -> Any:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
@@ -459,6 +466,7 @@ _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
     Tensor.moveaxis,
     torch.moveaxis,
     padded=of_true_sizes,
+    skewed=True,
     repeats=True,
 )
 def movedim(func: Any, args: Any, kwargs: Any) -> Any:
