@@ -6,7 +6,6 @@ position.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from shardlib.collectives import played, storage
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
-from shardlib.ops.padding import beside, filled
+from shardlib.ops.padding import beside, filled, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
 from shardlib.ops.whole import each, flat
@@ -32,28 +31,18 @@ _MAX = binder("""
 """)
 
 
-def _along(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]]:
-    def dims(*args: Any, **kwargs: Any) -> list[int]:
-        given = signature(*args, **kwargs)
-        if given.get("dim") is None:
-            raise Unfit("the flattened tensor, whose positions padding moves")
-        return [given["dim"]]
-
-    return dims
-
-
 def _padded_extreme(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve a padded operand, of whose padding none is an extreme."""
     given = _MAX(*args, **kwargs)
     if "other" in given:
-        return (torch.maximum if func.__name__ == "max" else torch.minimum)(*given.values())
+        return run(func, args, kwargs)
     if "dim" not in given:
         x = given["input"]
         if not x.dtype.is_floating_point:
             raise Unfit("integers have no infinity")
         lowest = float("-inf" if func.__name__ == "max" else "inf")
         return run(func, (filled(x, lowest),), {})
-    return beside(_along(_MAX))(run, func, args, kwargs)
+    return beside(the_dim(_MAX))(run, func, args, kwargs)
 
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min, padded=_padded_extreme)
@@ -89,7 +78,7 @@ def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
 _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 
-@implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(_along(_ARG)))
+@implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(the_dim(_ARG)))
 def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the position of the first extreme; of all elements: in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
@@ -106,7 +95,7 @@ _TOPK = binder("topk(input, k: int, dim: int = -1, largest: bool = True, sorted:
 _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 
-@implements(torch.topk, Tensor.topk, padded=beside(_along(_TOPK)))
+@implements(torch.topk, Tensor.topk, padded=beside(the_dim(_TOPK)))
 def topk(func: Any, args: Any, kwargs: Any) -> Any:
     """Find the best k along a dimension among the best k of each block.
 
@@ -120,7 +109,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.return_types.topk((values, where.gather(dim, at)))
 
 
-@implements(torch.kthvalue, Tensor.kthvalue, padded=beside(_along(_KTH)))
+@implements(torch.kthvalue, Tensor.kthvalue, padded=beside(the_dim(_KTH)))
 def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
     """Find the k-th smallest along a dimension among the k smallest of each block."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()

@@ -14,7 +14,7 @@ from shardlib.mesh import Mesh, remember
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
-from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to
+from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import Slot, binder
 from shardlib.ops.views import piece
@@ -379,7 +379,7 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 @implements(
     torch.index_select,
     Tensor.index_select,
-    padded=beside(lambda *a, **k: [_SELECTED(*a, **k)["dim"]]),
+    padded=beside(the_dim(_SELECTED)),
 )
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Pick as x[..., index] does; the result lies as x, where it divides.

@@ -19,7 +19,16 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, remember
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
-__all__ = ["beside", "filled", "inside", "last_only", "masked", "of_true_sizes", "padded_to"]
+__all__ = [
+    "beside",
+    "filled",
+    "inside",
+    "last_only",
+    "masked",
+    "of_true_sizes",
+    "padded_to",
+    "the_dim",
+]
 
 
 def masked(x: ShardedTensor) -> ShardedTensor:
@@ -104,6 +113,18 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
         return of_true_sizes(run, func, args, kwargs)
 
     return serve
+
+
+def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]]:
+    """Make what ``beside`` asks of functions that have a ``dim``, as their signature binds it."""
+
+    def along(*args: Any, **kwargs: Any) -> list[int]:
+        dim = signature(*args, **kwargs).get("dim")
+        if dim is None:
+            raise Unfit("the flattened tensor, whose positions padding moves")
+        return [dim]
+
+    return along
 
 
 def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:

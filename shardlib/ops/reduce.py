@@ -41,16 +41,12 @@ def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """Give (dims reduced, mesh axes that split them, result layout, result shape)."""
-    if x.sharding.skew and not set(x.sharding.axes) <= set(_split_by(x, dim, op)):
-        raise Unfit("skewed: the rows of a rank's block are not those of its neighbours")
-    return _reduced_layout(
+    found = _reduced_layout(
         x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op
     )
-
-
-def _split_by(x: ShardedTensor, dim: Any, op: str) -> tuple[str, ...]:
-    dim = tuple(dim) if isinstance(dim, list) else dim
-    return _reduced_layout(x.sharding, x.padded_shape, dim, False, op)[1]
+    if x.sharding.skew and not set(x.sharding.axes) <= set(found[1]):
+        raise Unfit("skewed: the rows of a rank's block are not those of its neighbours")
+    return found
 
 
 @lru_cache(maxsize=8192)

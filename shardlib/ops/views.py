@@ -23,7 +23,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut
-from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to
+from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -363,7 +363,7 @@ _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 @implements(
     Tensor.unflatten,
     torch.unflatten,
-    padded=beside(lambda *a, **k: [_UNFLATTEN(*a, **k)["dim"]]),
+    padded=beside(the_dim(_UNFLATTEN)),
     repeats=True,
 )
 def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
@@ -620,6 +620,15 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
+def _bound_pieces(func: Any) -> Any:
+    return _CHUNK if "chunk" in func.__name__ else _SPLIT
+
+
+def _padded_split(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve a padded operand that is cut along a dimension without padding."""
+    return beside(the_dim(_bound_pieces(func)))(run, func, args, kwargs)
+
+
 @implements(
     Tensor.split,
     torch.split,
@@ -627,10 +636,10 @@ _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
     torch.chunk,
     Tensor.split_with_sizes,
     torch.split_with_sizes,
-    padded=beside(lambda *a, **k: [_SPLIT(*a, **k)["dim"]]),
+    padded=_padded_split,
 )
 def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
-    x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
+    x, pieces, dim = _bound_pieces(func)(*args, **kwargs).values()
     if not x.padded_shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
     dim = dim_of(dim, len(x.padded_shape), func.__name__)
@@ -699,7 +708,7 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
 _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
-@implements(Tensor.unbind, torch.unbind, padded=beside(lambda *a, **k: [_UNBIND(*a, **k)["dim"]]))
+@implements(Tensor.unbind, torch.unbind, padded=beside(the_dim(_UNBIND)))
 def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unbind")
@@ -714,11 +723,13 @@ _SELECT = binder("select(input, dim: int, index: int)")
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-def _pieces_of(x: Tensor, dim: int, *_: Any, **__: Any) -> list[int]:
-    return [dim]
+_CUT = binder("""
+    narrow(input, dim: int, start, length)
+    select(input, dim: int, index)
+""")
 
 
-@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select, padded=beside(_pieces_of))
+@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select, padded=beside(the_dim(_CUT)))
 def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()
@@ -894,13 +905,9 @@ def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-def _of_cat(*args: Any, **kwargs: Any) -> list[int]:
-    return [_CAT(*args, **kwargs)["dim"]]
-
-
 def _padded_pieces(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve padded pieces, all alike, that are joined along a dimension without padding."""
-    along = _of_cat if func is not torch.stack else lambda *_, **__: []
+    along = the_dim(_CAT) if func is not torch.stack else lambda *_, **__: []
     return beside(along)(run, func, args, kwargs)
 
 

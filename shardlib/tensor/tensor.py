@@ -532,22 +532,20 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 def has_padding(values: Iterable[Any]) -> bool:
     """Say whether one of the values, or of the values in a list among them, is padded."""
-    for x in values:
-        if type(x) is ShardedTensor:
-            if x.place.true_shape is not None:
-                return True
-        elif type(x) in (list, tuple) and has_padding(x):
-            return True
-    return False
+    return _any_place(lambda place: place.true_shape is not None, values)
 
 
 def has_skew(values: Iterable[Any]) -> bool:
     """Say whether one of the values, or of the values in a list among them, is skewed."""
+    return _any_place(lambda place: bool(place.layout.skew), values)
+
+
+def _any_place(test: Callable[[Place], bool], values: Iterable[Any]) -> bool:
     for x in values:
         if type(x) is ShardedTensor:
-            if x.place.layout.skew:
+            if test(x.place):
                 return True
-        elif type(x) in (list, tuple) and has_skew(x):
+        elif type(x) in (list, tuple) and _any_place(test, x):
             return True
     return False
 

@@ -306,6 +306,25 @@ def test_padded_operands_may_be_named(f: Callable[[torch.Tensor], torch.Tensor])
 
 
 @pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.narrow(start=1, length=1, dim=0, input=x),
+        lambda x: torch.select(index=1, input=x, dim=0),
+        lambda x: torch.chunk(x, dim=0, chunks=2)[1],
+        lambda x: torch.unbind(dim=0, input=x)[0],
+        lambda x: torch.cat(dim=0, tensors=[x, x]),
+        lambda x: torch.max(dim=0, input=x).values,
+    ],
+)
+def test_what_is_cut_beside_the_padding_may_be_named(
+    f: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = r(2, 5)
+    with sl.simulate(x=2):
+        assert torch.equal(sl.unshard(f(sl.shard(x, ". x", pad=True))), f(x))
+
+
+@pytest.mark.parametrize(
     ("f", "shapes", "dtype"),
     [
         (F.linear, ((3,), (3,)), torch.float64),
