@@ -24,13 +24,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import optree
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardlib.collectives import blocks, played, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, within
+from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
@@ -191,7 +192,9 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
             continue
         rows, cols = how.sides(path, x)
         m, n = x.shape[-2] // rows, x.shape[-1] // cols
-        ratio = math.sqrt(max(1, m / n)) if adjust == "original" else 0.2 * math.sqrt(max(m, n))
+        ratio = (
+            math.sqrt(max(1, m / max(n, 1))) if adjust == "original" else 0.2 * math.sqrt(max(m, n))
+        )
         out.append(torch.tensor(ratio, dtype=torch.float64))
     return out
 
@@ -204,8 +207,8 @@ RATES = {"cpu": 8.5e10, "cuda": 5e13}
 
 HOST = {"cpu": 5e-4, "cuda": 1e-4}
 """Seconds that a rank's host takes for an operation on a sharded value, beside its arithmetic and
-its transfers: three for a distributed product, four for a gathered matrix, one for a dealt one and
-four for the exchange of all of these."""
+its transfers: three for a distributed product, four for a gathered matrix and one to begin, one for
+a dealt matrix and three for the exchange of all of these."""
 
 TOGETHER = 1.1
 """How much longer the same product takes where all ranks make it at once: they share memory."""
@@ -299,20 +302,19 @@ def _gathered(case: MuonCase) -> Match | str:
             plan.peak(s.padded, case.mesh, case.dtype.itemsize),
         )
         work += _count(s, target, case.mesh) * flops(*s.one)
-    return case.match("gathered", work * TOGETHER, cost, 4 * len(case.spreads))
+    asked = 4 * len(case.spreads) + (case.share is None)
+    return case.match("gathered", work * TOGETHER, cost, asked)
 
 
 @algorithm("muon", "owners", order=2)
 def _owners(case: MuonCase) -> Match | str:
-    if case.ranks == 1:
-        return "there is one rank"
     if (why := case.too_large()) is not None:
         return why
     plan = deal(case.spreads, case.sizes)
     nbytes = Fraction(plan.moved * case.dtype.itemsize, case.ranks)
     work = float(max(plan.load))
     messages = 2 * (case.ranks - 1)
-    asked = 4.0
+    asked = 3.0
     share = max(plan.load) / max(sum(plan.load), 1)
     if case.share is not None:  # one of many matrices: of their exchange and work, its part
         work = sum(plan.load) * case.share
@@ -327,7 +329,7 @@ def _owners(case: MuonCase) -> Match | str:
 def _blocks(case: MuonCase) -> Match | str:
     if not any(s.layout.axes for s in case.spreads):
         return "nothing is split"
-    cost, work = _joining(case), Fraction(0)
+    cost, work = _joining(case), 0
     for s in case.spreads:
         one = _beside(s)
         if isinstance(one, str):
@@ -336,10 +338,13 @@ def _blocks(case: MuonCase) -> Match | str:
         if isinstance(found, str):
             return found
         for _ in range(s.side[0] * s.side[1]):
-            cost += found
-        work += Fraction(s.flops, math.prod(case.mesh[a] for a in s.layout.axes))
+            cost += found[0]
+            work += found[1]
     products = 3 * case.steps * sum(s.side[0] * s.side[1] for s in case.spreads)
-    return case.match("blocks", float(work), cost, 3 * products)
+    return case.match("blocks", work * 5 / case.steps, cost, 3 * products)
+
+
+_PRICES = {"local": _local, "gathered": _gathered, "owners": _owners, "blocks": _blocks}
 
 
 def _joining(case: MuonCase) -> Cost:
@@ -381,14 +386,17 @@ def _on_paper(
     dtype: torch.dtype,
     links: tuple[tuple[str, Link], ...],
     steps: int,
-) -> Cost | str:
-    """Count what the products on blocks move, by running them on shapes alone."""
+) -> tuple[Cost, int] | str:
+    """Count what the products on blocks move and their flops, by running them on shapes alone.
+
+    A product that ranks cannot share, such as one of a sum that all of them need, counts whole.
+    """
     mesh = record(**dict(sizes))
     mesh.links.update(links)
     local = torch.empty(s.layout.local_shape(s.padded, mesh), dtype=dtype, device="meta")
-    counted = Trace()
+    counted, work = Trace(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE)
     try:
-        with within(traces=(counted,), pins=(), budget=None), bind(mesh):
+        with within(traces=(counted,), pins=(), budget=None), bind(mesh), work:
             on_blocks(ShardedTensor(local, s.place(mesh)), steps=steps)
     except ShardError as e:
         return e.message.partition("\n")[0]
@@ -396,7 +404,16 @@ def _on_paper(
         ((e.axis,) if isinstance(e.axis, str) else tuple(e.axis), e.bytes, e.messages)
         for e in counted.events
     )
-    return Cost(counted.bytes, counted.messages, 0, along)
+    return Cost(counted.bytes, counted.messages, 0, along), work.get_total_flops()
+
+
+def _added(into: Sequence[int], a: Sequence[int], b: Sequence[int], **_: Any) -> int:
+    """Count the flops of a product that is added to what is there."""
+    return 2 * math.prod(a) * b[-1]
+
+
+_IN_PLACE = {torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added}
+"""What torch's counter leaves out."""
 
 
 @lru_cache(maxsize=1024)
@@ -545,12 +562,34 @@ def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: to
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:
-    """Choose where each matrix is computed, given that owners share the work of all."""
-    share = None
-    if case.ranks > 1 and sum(s.count for s in case.spreads) > 1:
-        load = deal(case.spreads, case.sizes).load
+    """Choose where each matrix is computed: what costs least together.
+
+    Owners share the work of the matrices that they have, so one's price hangs on the others.
+    Compared are every matrix in the same way, each where it is cheapest if owners have all of them,
+    and the same with those that outweigh a rank's part of the work priced on their own.
+    """
+    ones = [replace(case, spreads=(s,), share=1.0) for s in case.spreads]
+    if "muon" in dict(scope().pins) or (len(ones) == 1 and case.spreads[0].count == 1):
+        return tuple(decide("muon", replace(one, share=None)).run for one in ones)
+    part = sum(s.count * s.flops for s in case.spreads) / case.ranks
+    every, light = range(len(ones)), [i for i, s in enumerate(case.spreads) if s.flops <= part]
+    found = [(way,) * len(ones) for way in _PRICES]
+    for shared in (every, light):
+        load = deal(tuple(case.spreads[i] for i in shared), case.sizes).load
         share = max(load) / max(sum(load), 1)
-    return tuple(decide("muon", replace(case, spreads=(s,), share=share)).run for s in case.spreads)
+        some = [replace(ones[i], share=share if i in shared else 1.0) for i in every]
+        found.insert(0, tuple(decide("muon", one).run for one in some))
+    return min(found, key=lambda ways: _together(case, ways))
+
+
+def _together(case: MuonCase, ways: Sequence[str]) -> float:
+    """Price matrices that are computed in several ways; infinite where one does not fit."""
+    total, links = 0.0, dict(case.links)
+    for way in dict.fromkeys(ways):
+        mine = tuple(s for s, w in zip(case.spreads, ways, strict=True) if w == way)
+        found = _PRICES[way](replace(case, spreads=mine))
+        total += math.inf if isinstance(found, str) else found.cost.seconds(links)
+    return total
 
 
 def _each_local(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
