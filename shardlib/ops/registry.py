@@ -12,6 +12,7 @@ cheap ones the first runs.
 """
 
 import difflib
+import textwrap
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -362,28 +363,39 @@ def decide(op: str, case: Any) -> Match:
 
 @dataclass(frozen=True)
 class Why:
-    """Candidates for one operation: the chosen one, each one's cost, or why it was rejected."""
+    """Candidates for one operation: the chosen one, each one's cost, or why it was rejected.
+
+    ``notes``  lines that the operation's case has to add.
+    ``both``   whether there is a backward, whose cost is told too.
+    """
 
     op: str
     operands: dict[str, str]
     chosen: str
     verdicts: tuple[tuple[str, "Match | str"], ...]
+    notes: tuple[str, ...] = ()
+    both: bool = True
 
     def __str__(self) -> str:
-        lines = [f"{self.op} of " + ", ".join(self.operands.values())]
+        lines = _wrapped(f"{self.op} of " + ", ".join(self.operands.values()))
         width = max(len(n) for n, _ in self.verdicts)
         for name, m in self.verdicts:
-            text = m if isinstance(m, str) else _priced(m)
+            text = m if isinstance(m, str) else _priced(m, self.both)
             lines.append(f"{'->' if name == self.chosen else '  '} {name:<{width}}  {text}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(line for note in self.notes for line in _wrapped(note))])
 
     __repr__ = __str__
 
 
-def _priced(m: Match) -> str:
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, subsequent_indent="  ", break_long_words=False)
+
+
+def _priced(m: Match, both: bool) -> str:
     f, b = m.forward, m.backward
-    text = f"forward {float(f.bytes):.0f} B in {f.messages} messages"
-    text += f", backward {float(b.bytes):.0f} B in {b.messages}"
+    text = f"{float(f.bytes):.0f} B in {f.messages} messages"
+    if both:
+        text = f"forward {text}, backward {float(b.bytes):.0f} B in {b.messages}"
     text += f", temporaries {float(m.cost.memory):.0f} B"
     return text + (f" ({m.note})" if m.note else "")
 
@@ -393,7 +405,9 @@ def explain_choice(op: str, case: Any) -> Why:
     verdicts = _verdicts(op, case)
     asked = dict(scope().pins).get(op)
     best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)
-    return Why(op, case.operands(), best[0] if best else "", tuple(verdicts))
+    notes = tuple(case.notes()) if hasattr(case, "notes") else ()
+    both = getattr(case, "differentiable", True)
+    return Why(op, case.operands(), best[0] if best else "", tuple(verdicts), notes, both)
 
 
 _CASES: dict[str, Callable[..., Any]] = {}

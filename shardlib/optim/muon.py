@@ -15,11 +15,12 @@ Source: Jordan et al., Muon (2024), kellerjordan.github.io/posts/muon; torch.opt
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import optree
 import torch
@@ -220,7 +221,10 @@ class MuonCase:
 
     ``share``  of all the work that owners have, the part of the one who has most; None: of these
                matrices alone.
+    ``paths``  of the parameters, where somebody asks for them.
     """
+
+    differentiable: ClassVar[bool] = False
 
     spreads: tuple[Spread, ...]
     sizes: tuple[tuple[str, int], ...]
@@ -230,6 +234,7 @@ class MuonCase:
     share: float | None = None
     links: tuple[tuple[str, Link], ...] = ()
     steps: int = 5
+    paths: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -247,9 +252,28 @@ class MuonCase:
         return tuple(self.mesh)
 
     def operands(self) -> dict[str, str]:
-        """Describe the matrices for an error, the first eight of them."""
-        rows = [f"{list(s.shape)} in {s.layout}" for s in self.spreads]
-        return {str(i): row for i, row in enumerate(rows[:8])}
+        """Describe the matrices: those alike in one line, of at most eight."""
+        alike = Counter(f"{list(s.shape)} in {s.layout}" for s in self.spreads)
+        rows = [f"{n} x {row}" if n > 1 else row for row, n in alike.items()]
+        more = [f"and {len(rows) - 8} kinds more"] if len(rows) > 8 else []
+        return {str(i): row for i, row in enumerate(rows[:8] + more)}
+
+    def notes(self) -> list[str]:
+        """Tell what a step does if matrices differ in it, and how another way is pinned."""
+        if "muon" in dict(scope().pins):
+            return []
+        out, ways = [], _ways(replace(self, paths=()))
+        if len(set(ways)) > 1:
+            parts = []
+            for way, n in Counter(ways).items():
+                named = [p for p, w in zip(self.paths, ways, strict=True) if w == way]
+                more = f" and {n - 3} more" if n > 3 else ""
+                parts.append(f"{n} by {way} ({', '.join(named[:3])}{more})")
+            took = 1e3 * _together(self, ways)
+            out.append(f"a step computes {', '.join(parts)}: {took:.3g} ms")
+        fits = [n for n, price in _PRICES.items() if not isinstance(price(self), str)]
+        other = next((n for n in reversed(fits) if n not in ways), None)
+        return [*out, f'another: with sl.algorithm(muon="{other}"): ...'] if other else out
 
     def fix(self) -> tuple[str, type[ShardError]]:
         """Return the line that an error advises, and the error's class."""
@@ -266,7 +290,7 @@ class MuonCase:
         seconds = work / RATES[kind] + asked * HOST[kind]
         whole = Cost(cost.bytes, cost.messages, cost.memory, cost.along, seconds)
         took = 1e3 * whole.seconds(dict(self.links))
-        note = f"{work / 1e9:.3g} GF on the rank with most, {took:.3g} ms"
+        note = f"{work / 1e9:.3g} GF on the busiest rank, {took:.3g} ms"
         return Match(self.spreads[0].layout, name, whole, note=note)
 
     def too_large(self) -> str | None:
@@ -466,17 +490,20 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
     """Make the case of parameters, of trees of them, or of state that ``zero`` has cut."""
-    tree: Any = list(operands)
-    leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
-    found = [one for x in leaves for one in laid(x)]
-    found = [one for one in found if one.mesh is not None]
+    found: list[Laid] = []
+    for tree in operands:
+        leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
+        cut = [x for x in leaves if isinstance(x, Buckets)]
+        found += [one for x in cut or [tree] for one in laid(x)]
+    found = [x for x in found if x.mesh is not None and math.prod(x.spread.shape)]
     if not found:
         raise Unsupported(
             "there is no sharded matrix",
             op="why",
             fix='with sl.simulate(x=2, y=2): print(sl.why("muon", sl.shard(w, "...")))',
         )
-    return _case_of([x for x in found if x.spread.cut == found[0].spread.cut], None, math.inf)
+    alike = [x for x in found if x.spread.cut == found[0].spread.cut]
+    return replace(_case_of(alike, None, math.inf), paths=tuple(x.path for x in alike))
 
 
 def _case_of(

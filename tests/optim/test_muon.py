@@ -237,6 +237,81 @@ def test_why_names_the_ways() -> None:
     )
 
 
+def test_why_is_legible_and_says_what_a_step_does() -> None:
+    """Few lines of a hundred columns, alike matrices told once; and how another way is pinned."""
+    with sl.simulate(x=2, y=2):
+        params = {
+            f"h.{i}.up.weight": sl.shard(torch.ones(64, 256 + 8 * i), "x y") for i in range(9)
+        }
+        params |= {f"h.{i}.k.weight": sl.shard(torch.ones(64, 64), "x y") for i in range(9)}
+        params |= {"large.weight": sl.shard(torch.ones(1024, 1024), "x y")}
+        lines = str(sl.why("muon", params)).splitlines()
+        assert all(len(line) <= 100 for line in lines) and len(lines) < 12, lines
+        text = " ".join(x.strip() for x in lines)
+        assert "and 3 kinds more" in text
+        assert "1 by blocks (large.weight)" in text and "18 by owners (h.0.k.weight, " in text
+        assert "9 x [64, 64] in x y" not in str(sl.why("muon", params["large.weight"]))
+        (line,) = [x for x in lines if x.startswith("another: ")]
+        with eval(line.removeprefix("another: with ").removesuffix(": ..."), {"sl": sl}):
+            pinned = sl.why("muon", params).chosen
+        assert f'"{pinned}"' in line
+
+
+def test_ways_are_chosen_together() -> None:
+    """A matrix that outweighs all others is not its owner's alone, and the others are dealt."""
+    with sl.simulate(x=2, y=2):
+        params = {f"w{i}": sl.shard(torch.ones(64, 64), "x y") for i in range(8)}
+        params["large"] = sl.shard(torch.ones(1024, 1024), "x y")
+        with sl.trace() as t:
+            o.muon(0.05).update(params, o.muon(0.05).init(params), params)
+        with sl.trace() as small:
+            some = {k: p for k, p in params.items() if k != "large"}
+            o.muon(0.05).update(some, o.muon(0.05).init(some), some)
+        kinds = t.by_kind(), small.by_kind()
+        assert kinds[0]["ragged_all_to_all"] == kinds[1]["ragged_all_to_all"]
+        assert "pbroadcast" in kinds[0] and list(kinds[1]) == ["ragged_all_to_all"]
+
+
+@pytest.mark.parametrize(("layout", "replicated"), [("x .", 0), (". x", 1)])
+def test_prices_count_products_that_ranks_do_not_share(layout: str, replicated: int) -> None:
+    """Where columns are split the Gram matrix is a sum that all ranks have, and all square it."""
+    n = 256
+    with sl.simulate(x=4):
+        told = dict(sl.why("muon", sl.shard(torch.ones(n, n), layout)).verdicts)["blocks"]
+    assert not isinstance(told, str), told
+    shared, square = 5 * 4 * n**3 // 4, 5 * 2 * n**3
+    want = shared + (square if replicated else square // 4)
+    assert told.note.startswith(f"{want / 1e9:.3g} GF on the busiest rank"), told.note
+
+
+@pytest.mark.parametrize("way", ["local", "gathered", "owners"])
+def test_one_rank_may_be_asked_for_any_way(way: str) -> None:
+    with sl.simulate(x=1), sl.algorithm(muon=way):
+        w = {"w": sl.shard(r(8, 6), "x .")}
+        got = TX.update(w, TX.init(w), w)[0]["w"]
+    alone = {"w": r(8, 6)}
+    close(sl.unshard(got), TX.update(alone, TX.init(alone), alone)[0]["w"], 1e-12)
+
+
+def test_matrices_without_elements() -> None:
+    """They take no part, and harm nobody."""
+    shapes = {"a": (0, 3), "b": (3, 0), "c": (0, 4, 3), "d": (4, 3)}
+    whole = {k: r(*s, seed=i) for i, (k, s) in enumerate(shapes.items())}
+    want = run_once(whole)
+    with sl.simulate(x=2):
+        placed = {k: sl.shard(p, "x " + ". " * (p.ndim - 1), pad=True) for k, p in whole.items()}
+        got = run_once(placed)
+        assert "[0" not in str(sl.why("muon", placed))
+        for k, p in want.items():
+            assert sl.unshard(got[k]).shape == p.shape
+            if p.numel():
+                close(sl.unshard(got[k]), p, 1e-12)
+
+
+def run_once(params: Any) -> Any:
+    return TX.update(params, TX.init(params), params)[0]
+
+
 def test_owners_move_half_of_what_gathering_does() -> None:
     with sl.simulate(x=2, y=2):
         params = {str(i): sl.shard(r(16, 16, seed=i), "x y") for i in range(8)}
