@@ -367,16 +367,26 @@ class Buckets(dict[str, Any]):
     @property
     def are_whole(self) -> bool:
         """Whether these are whole buckets, whose sum is pending, and not each rank's part."""
-        first = next(iter(self.index.buckets), None)  # some of all buckets may be none
+        # some of all buckets may be none
+        first = next((b for b in self.index.buckets if self[b.name] is not None), None)
         if first is None or self.index.ways == 1:
             return False
         return self[first.name].raw.shape[-1] == first.length
 
+    @property
+    def gone(self) -> set[str]:
+        """The names of the buckets that are None: they take no part."""
+        return {name for name, x in self.items() if x is None}
+
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:
-        """(bucket, number of the rank among those played here, part) of each piece, in order."""
+        """(bucket, number of the rank among those played here, part) of each piece, in order.
+
+        Those that are None, as gradients of what is frozen, have no pieces.
+        """
         if not self.are_whole:
-            return held(self.index, self.mesh)
+            every = held(self.index, self.mesh)
+            return [at for at in every if self[at[0].name] is not None] if self.gone else every
         return [
             (bucket, i, Part(slot, slot.offset, 0, slot.length))
             for bucket in self.index.buckets
@@ -388,7 +398,7 @@ class Buckets(dict[str, Any]):
     @cached_property
     def pieces(self) -> Pieces:
         """The slots' parts as plain vectors: views, made once, so that what is written stays."""
-        raws = {b.name: self[b.name].raw.detach() for b in self.index.buckets}
+        raws = {name: x.raw.detach() for name, x in self.items() if x is not None}
         ranks = {name: blocks(raw, self.mesh) for name, raw in raws.items()}
         views = (
             ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held

@@ -13,6 +13,7 @@ from shardlib.collectives import holds_values
 from shardlib.errors import ShardError
 from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.ranges import POSITIVE, ranged
 from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform, under
@@ -116,7 +117,11 @@ def clip_by_global_norm(
         step.divide(over(step.norm))
         return state
 
-    return under(backend, Transform(lambda params: EmptyState(), update, "norm", rescale=rescale))
+    def look(grads: Any, state: EmptyState, params: Any, step: Step) -> None:
+        known(grads, step)
+
+    tx = Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
+    return under(backend, tx._replace(check=look if check else None))
 
 
 def _number(norm: Tensor, grads: Any) -> None:
@@ -126,18 +131,25 @@ def _number(norm: Tensor, grads: Any) -> None:
             return
     if norm.is_meta or bool(torch.isfinite(norm)):
         return
-    paths, leaves, _ = optree.tree_flatten_with_path(grads)
-    bad = [
-        ".".join(map(str, path))
-        for path, g in zip(paths, leaves, strict=True)
-        if isinstance(g, Tensor) and not bool(torch.isfinite(_raw(g)).all())
-    ]
+    bad = list(dict.fromkeys(_not_finite(grads)))
     raise ShardError(
         f"the norm of the gradients is {float(norm)}"
         + (f": not a number here are {', '.join(bad[:4])}" if bad else ""),
         op="clip_by_global_norm",
         fix="tx = sl.optim.skip_nonfinite(tx)",
     )
+
+
+def _not_finite(grads: Any) -> Iterator[str]:
+    """List the paths of the gradients that hold no numbers on the ranks played here."""
+    paths, nodes, _ = optree.tree_flatten_with_path(grads, is_leaf=lambda x: isinstance(x, Buckets))
+    for path, g in zip(paths, nodes, strict=True):
+        if isinstance(g, Buckets):
+            for (_, _, part), piece in zip(g.held, g.pieces, strict=True):
+                if not bool(torch.isfinite(piece).all()):
+                    yield g.paths[part.slot.leaves[0]]
+        elif isinstance(g, Tensor) and not bool(torch.isfinite(_raw(g)).all()):
+            yield ".".join(map(str, path))
 
 
 def _raw(x: Tensor) -> Tensor:

@@ -43,16 +43,26 @@ def chain(*transforms: Transform) -> Transform:
         return grads, tuple(new)
 
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
-        new = []
-        for t, s in zip(transforms[:-1], state, strict=False):
+        new: list[Any] = []
+        *before, (last, inner) = zip(transforms, state, strict=True)
+        for t, s in before:
             if t.rescale is not None:
                 new.append(t.rescale(grads, s, params, step))
                 continue
             divide(grads, step)
             grads, later = t.update(grads, s, params)
-            new.append(keep(s, later))
-        new += [run_in_place(t, grads, s, params, step) for t, s in [(transforms[-1], state[-1])]]
-        return tuple(new)
+            new.append(later)
+        if last.check is not None and any(t.rescale is None for t, _ in before):
+            last.check(grads, inner, params, step)
+        kept = [keep(s, n) for (_, s), n in zip(before, new, strict=True)]  # none refuses any more
+        return *kept, run_in_place(last, grads, inner, params, step)
+
+    def check(grads: Any, state: Any, params: Any, step: Step) -> None:
+        for t, s in zip(transforms, state, strict=True):
+            if t.check is not None:
+                t.check(grads, s, params, step)
+            if t.rescale is None:  # what others will be given is not known yet
+                return
 
     def groups(params: Any) -> list[str]:
         words = [t.groups(params) for t in transforms if t.groups is not None]
@@ -66,6 +76,7 @@ def chain(*transforms: Transform) -> Transform:
         update,
         trait,
         donate if transforms else None,
+        check=check if any(t.check is not None for t in transforms) else None,
         groups=groups if grouped else None,
         halves=only_scaled and any(t.halves for t in transforms[-1:]),
         sink=next((t.sink for t in transforms if t.sink is not None), None),

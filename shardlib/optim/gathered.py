@@ -33,6 +33,16 @@ __all__ = ["Parts", "Reading", "place_of"]
 class Parts(Buckets):
     """Parameters of which each rank holds its part; what ``zero(..., stage=3)`` trains."""
 
+    def __missing__(self, name: str) -> Any:
+        """Refuse a parameter's name: these are buckets."""
+        if name not in self.paths:
+            raise KeyError(name)
+        raise ShardError(
+            f"parameter {name!r} lies in parts of buckets, which are gathered where they are opened",
+            op="zero",
+            fix="with params.opened() as whole: out = f(whole)",
+        )
+
     @contextmanager
     def opened(self) -> Iterator[dict[str, ShardedTensor]]:
         """Return the parameters by name, as values that are gathered when they are read."""

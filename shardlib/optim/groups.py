@@ -1,15 +1,18 @@
 """Different transforms for different parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.clip import norms_known
 from shardlib.optim.select import Labels, Mask, flags, labels, merged, named, only
-from shardlib.optim.transform import TRAITS, Step, Transform, run_in_place
+from shardlib.optim.transform import TRAITS, Step, Transform, kept_whole, run_in_place
 from shardlib.optim.trees import EmptyState, each, settled, trainable
 
 __all__ = ["by_mask", "masked", "of_matrices", "partition", "set_to_zero"]
@@ -34,7 +37,7 @@ def masked(tx: Transform, mask: Mask) -> Transform:
         return flags(mask, tree, "masked")
 
     def init(params: Any) -> Any:
-        return tx.init(only(trainable(params), meant(params), True))
+        return _begun(tx, only(trainable(params), meant(params), True))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         on = meant(grads)
@@ -45,7 +48,10 @@ def masked(tx: Transform, mask: Mask) -> Transform:
     def groups(params: Any) -> list[str]:
         return ["on" if on else "off" for on in meant(params).values()]
 
-    return Transform(init, update, tx.trait, groups=groups)
+    def part(tree: Any) -> Any:
+        return only(trainable(tree), meant(tree), True)
+
+    return Transform(init, update, tx.trait, groups=groups, sink=_no_sink([(tx, part)]))
 
 
 class PartitionState(NamedTuple):
@@ -143,7 +149,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
             )
         parts = groups(trainable(params), found)
         return PartitionState(
-            {n: t.init(parts[n]) if n in parts else EmptyState() for n, t in transforms.items()}
+            {n: _begun(t, parts[n]) if n in parts else EmptyState() for n, t in transforms.items()}
         )
 
     def update(grads: Any, state: PartitionState, params: Any = None) -> tuple[Any, PartitionState]:
@@ -154,15 +160,30 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
             new[n], after[n] = transforms[n].update(part, state.inner[n], held.get(n))
         return merged(grads, found, new), PartitionState(after)
 
+    asking = {n: t.check for n, t in transforms.items() if t.check is not None}
+
+    def asked(parts: Any, state: PartitionState, held: Any, step: Step) -> None:
+        """Ask each group before any is stepped."""
+        for n, part in parts.items():
+            if n in asking:
+                asking[n](part, state.inner[n], held[n], Step(scale=step.scale))
+
     def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
         found = split(params)
         after, held = dict(state.inner), groups(trainable(params), found)
-        for n, part in groups(grads, found).items():
-            mine = Step(scale=step.scale)
-            after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
-            step.lr = step.lr if mine.lr is None else mine.lr
-            step.norm = step.norm if mine.norm is None else mine.norm
+        parts = groups(grads, found)
+        with norms_known() if asking else nullcontext():
+            asked(parts, state, held, step)
+            for n, part in parts.items():
+                mine = Step(scale=step.scale)
+                after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
+                step.lr = step.lr if mine.lr is None else mine.lr
+                step.norm = step.norm if mine.norm is None else mine.norm
         return PartitionState(after)
+
+    def check(grads: Any, state: PartitionState, params: Any, step: Step) -> None:
+        found = split(params)
+        asked(groups(grads, found), state, groups(trainable(params), found), step)
 
     def words(params: Any) -> list[str]:
         found = split(params)
@@ -172,8 +193,48 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
             for i, label in enumerate(found.values())
         ]
 
+    def part(label: str, tree: Any) -> Any:
+        return only(trainable(tree), split(tree), label)
+
     trait = max((t.trait for t in transforms.values()), key=TRAITS.index, default="elementwise")
-    return Transform(init, update, trait, donate, groups=words)
+    sink = _no_sink([(t, partial(part, label)) for label, t in transforms.items()])
+    return Transform(
+        init, update, trait, donate, check=check if asking else None, groups=words, sink=sink
+    )
+
+
+def _begun(tx: Transform, part: Any) -> Any:
+    """Return the state of a group's transform."""
+    if tx.shard is not kept_whole and isinstance(tx.shard(part), Buckets):
+        raise Unsupported(
+            "stage 3 keeps parts of all parameters, and this is one group of them",
+            op="zero",
+            fix='tx = sl.optim.zero(sl.optim.partition({"all": sl.optim.adamw(1e-3)}, '
+            '[("*", "all")]), axis="data", stage=3)',
+        )
+    return tx.init(part)
+
+
+def _no_sink(
+    transforms: Sequence[tuple[Transform, Callable[[Any], Any]]],
+) -> Callable[[Any], Any] | None:
+    """Refuse to take gradients in buckets where some group's transform has its own."""
+
+    def refuse(params: Any) -> Any:
+        pending: tuple[str, ...] = ()
+        for tx, part in transforms:
+            mine = tx.sink(part(params)) if tx.sink is not None else None
+            pending = pending or (() if mine is None else mine.pending)
+        names = pending[0] if len(pending) == 1 else pending
+        split = any(tx.shard is not kept_whole for tx, _ in transforms)
+        how = f", pending={names!r}" if split else ""
+        raise Unsupported(
+            "each group has buckets of its own, so their gradients come as a tree",
+            op="value_and_grad",
+            fix=f"sl.value_and_grad(f{how})(params)",
+        )
+
+    return refuse if any(tx.sink is not None for tx, _ in transforms) else None
 
 
 def set_to_zero() -> Transform:

@@ -9,7 +9,7 @@ from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
 from shardlib.optim.ranges import COUNT, STEPS, Range, ranged
 from shardlib.optim.transform import Step, Transform, handed_on, run_in_place
-from shardlib.optim.trees import each, settled, wide
+from shardlib.optim.trees import each, nothing, wide
 
 __all__ = ["loss_scale", "skip_nonfinite"]
 
@@ -49,7 +49,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
     def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
         with norms_known():
             if not _is_number(global_norm(grads)):
-                return _nothing(grads), after(state)
+                return nothing(grads, params), after(state)
             updates, inner = tx.update(grads, state.inner, params)
             return updates, SkipState(0, state.skipped, inner)
 
@@ -130,7 +130,7 @@ def loss_scale(
         with norms_known():
             real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
             if not _is_number(global_norm(real)):
-                return _nothing(real), smaller(state)
+                return nothing(real, params), smaller(state)
             updates, inner = tx.update(real, state.inner, params)
             return updates, larger(state, inner)
 
@@ -161,10 +161,6 @@ def _asked(grads: Any, step: Step) -> bool:
 
 def _is_number(norm: torch.Tensor) -> bool:
     return norm.is_meta or math.isfinite(float(norm))
-
-
-def _nothing(grads: Any) -> Any:
-    return each(torch.zeros_like, settled(grads))
 
 
 def _at_least(tx: Transform) -> str:

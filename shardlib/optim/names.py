@@ -19,6 +19,7 @@ from shardlib.mesh import bind
 from shardlib.optim.buckets import Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
 from shardlib.optim.owned import Owned
+from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -32,6 +33,8 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     at another world size, layout, stage or bucket size.  Tensors of buckets come split over the
     buckets' axes as well, where a dimension divides: each rank holds about its part.  Moves each
     bucket once: (N-1)/N of its bytes, one at a time.
+    Raises: ShardError for a cycle of ``multi_steps`` around ``zero``, or of pending gradients, that
+            has begun: its sums lie as the gradients came, and are nobody's until the cycle ends.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -41,6 +44,7 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     >>> {name: x if isinstance(x, int) else sl.typeof(x) for name, x in kept.items()}
     {'count': 0, 'mu.w': 'f32[4@x, 6@data]', 'nu.w': 'f32[4@x, 6@data]'}
     """
+    _no_cycle(state)
     out: dict[str, Any] = {}
     for name, x in _nodes(state):
         if isinstance(x, Buckets | Owned):
@@ -122,6 +126,28 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
         ]
     filled: Any = optree.tree_unflatten(tree, new)
     return filled
+
+
+def _no_cycle(state: Any) -> None:
+    """Refuse gradients that are being added up as they come, which no layout of now says."""
+    cycles: list[MultiState] = []
+
+    def seen(x: Any) -> bool:
+        if isinstance(x, MultiState):
+            cycles.append(x)
+        return _is_buckets(x)
+
+    optree.tree_leaves(state, is_leaf=seen, none_is_leaf=True)
+    for cycle in cycles:
+        sums = optree.tree_leaves(cycle.total)
+        pending = any(isinstance(x, ShardedTensor) and x.sharding.partial for x in sums)
+        if cycle.mini and (pending or isinstance(cycle, AroundZeroState)):
+            raise ShardError(
+                f"{cycle.mini} gradients are added up as they came, for a step that is still to be "
+                "made: keep the state when a cycle ends",
+                op="state_dict",
+                fix="params, state, info = sl.optim.step(tx, params, grads, state)",
+            )
 
 
 def _is_buckets(x: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.transform import Step, Transform, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, kept_whole, pieces, run_in_place
 from shardlib.optim.trees import HALF, each, need, trainable, wide
 from shardlib.optim.zero import halves, joined
 
@@ -121,6 +121,8 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
     >>> params["w"].item(), state.master["w"].item()
     (258.0, 258.0)
     """
+    if tx.shard is not kept_whole:
+        raise _zeros_own()
     how = precision or Precision()
     rest = how.master == "bf16+rem"
 
@@ -138,11 +140,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
 
     def init(params: Any) -> MixedState:
         if isinstance(params, Buckets):
-            raise Unsupported(
-                "zero keeps masters itself, in parts",
-                op="mixed",
-                fix="tx = sl.optim.zero(sl.optim.adamw(1e-3), 'data', master='fp32')",
-            )
+            raise _zeros_own()
         if how.master is None:
             return MixedState((), _to(tx.init(params), how.state))
         begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float
@@ -179,7 +177,15 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
                     o.copy_(n)
         return MixedState(state.master, _to(inner, how.state))
 
-    return Transform(init, update, tx.trait, donate, groups=tx.groups)
+    return Transform(init, update, tx.trait, donate, groups=tx.groups, sink=tx.sink)
+
+
+def _zeros_own() -> Unsupported:
+    return Unsupported(
+        "zero keeps masters itself, in parts",
+        op="mixed",
+        fix="tx = sl.optim.zero(sl.optim.adamw(1e-3), 'data', master='fp32')",
+    )
 
 
 def _half(params: Any) -> Any:

@@ -25,7 +25,7 @@ from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "TRAITS", "Step", "Transform", "check_transform", "divide", "fused", "handed_on", "kept_whole",
+    "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on", "kept_whole",
     "pieces", "run_in_place",
 ]  # fmt: skip
 
@@ -78,6 +78,8 @@ class Transform(NamedTuple):
                  may overwrite gradients, and returns the state with its new numbers.
     ``rescale``  ``rescale(grads, state, params, step) -> state``, of a transform that multiplies
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
+    ``check``    ``check(grads, state, params, step)`` raises what ``donate`` would about gradients
+                 that are no numbers, and writes nothing: who steps several transforms asks all first.
     ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
     ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at
@@ -103,6 +105,7 @@ class Transform(NamedTuple):
     trait: str = "elementwise"
     donate: Callable[[Any, Any, Any, Step], Any] | None = None
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
+    check: Callable[[Any, Any, Any, Step], object] | None = None
     sink: Callable[[Any], Any] | None = None
     groups: Callable[[Any], list[str]] | None = None
     shard: Callable[[Any], Any] = kept_whole
@@ -112,6 +115,14 @@ class Transform(NamedTuple):
 def handed_on(tx: Transform) -> dict[str, Any]:
     """List the fields that a wrapping transform copies."""
     return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
+
+
+def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None:
+    """Return the check of a transform whose state is ``state.inner`` of a wrapping one."""
+    check = tx.check
+    if check is None:
+        return None
+    return lambda grads, state, params, step: check(grads, state.inner, params, step)
 
 
 def check_transform(tx: Any, op: str) -> None:
@@ -149,7 +160,12 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
     part of.  Frozen leaves, None in one of the trees, are left out, and so is what is empty.
     """
     if isinstance(first, Buckets):
-        return [first.pieces, *(t.pieces for t in others)]
+        trees: tuple[Buckets, ...] = (first, *others)
+        gone = set().union(*(t.gone for t in trees))
+        if gone:
+            left = tuple(name for name in first if name not in gone)
+            trees = tuple(t.subset(left) for t in trees)
+        return [t.pieces for t in trees]
     rows = zip(
         *(optree.tree_leaves(t, none_is_leaf=True) for t in (first, *others)),
         strict=True,

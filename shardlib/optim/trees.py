@@ -21,8 +21,8 @@ from shardlib.optim.buckets import Buckets
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "given_for", "moments", "need", "ready", "settled",
-    "trainable", "wide", "zeros_like",
+    "EmptyState", "apply_updates", "each", "given_for", "moments", "need", "nothing", "ready",
+    "settled", "trainable", "wide", "zeros_like",
 ]  # fmt: skip
 
 
@@ -120,6 +120,15 @@ def settled(tree: Any) -> Any:
         return ShardedTensor(x.raw, x.place._replace(layout=x.sharding.bare, deferred=frozenset()))
 
     return optree.tree_map(one, tree)
+
+
+def nothing(grads: Any, params: Any = None) -> Any:
+    """Make updates that change nothing, as parameters lie where they are known.
+
+    Gradients may lie otherwise: pending, or in buckets.
+    """
+    like = settled(grads) if params is None else trainable(params)
+    return each(torch.zeros_like, like)
 
 
 HALF = frozenset({torch.bfloat16, torch.float16})

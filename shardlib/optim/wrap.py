@@ -4,22 +4,48 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
 import torch
 
 from shardlib.optim.ranges import COUNT, Range, ranged
 from shardlib.optim.spans import spans
-from shardlib.optim.transform import Step, Transform, divide, handed_on, pieces, run_in_place
-from shardlib.optim.trees import apply_updates, each, need, settled, trainable, wide, zeros_like
+from shardlib.optim.transform import (
+    Step,
+    Transform,
+    check_inner,
+    divide,
+    handed_on,
+    kept_whole,
+    pieces,
+    run_in_place,
+)
+from shardlib.optim.trees import (
+    apply_updates,
+    each,
+    need,
+    nothing,
+    settled,
+    trainable,
+    wide,
+    zeros_like,
+)
+from shardlib.tensor import ShardedTensor
 
 __all__ = ["averaged", "ema", "inject_hyperparams", "multi_steps"]
 
 
 class MultiState(NamedTuple):
-    """Gradients added up so far, their sum in fp32 (nothing before the first), and tx's state."""
+    """How many gradients were added up, their sum in fp32, and tx's state."""
 
     mini: int
     total: Any
     inner: Any
+
+
+class AroundZeroState(MultiState):
+    """The same around ``zero``, where the sum lies as gradients come: ``()`` before the first."""
+
+    __slots__ = ()
 
 
 @ranged("tx = sl.optim.multi_steps(sl.optim.adamw(1e-3), 4)", every=COUNT)
@@ -27,7 +53,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     """Update with the mean of ``every`` gradients; in between, updates are zero.
 
     Gradients are added in fp32 (fp64 ones in fp64) as they come: pending sums stay pending, so the
-    one reduction of a cycle is that of its end.  The same by hand is ``+``:
+    one reduction of a cycle is that of its end.  Around ``zero``, and of pending gradients, a cycle
+    that has begun cannot be kept by ``state_dict``.  The same by hand is ``+``:
 
         total = optree.tree_map(torch.add, total, grads)    # pending + pending: nothing moves
 
@@ -42,8 +69,14 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     (0.0, -2.0)
     """
 
+    made = MultiState if tx.shard is kept_whole else AroundZeroState
+
     def init(params: Any) -> MultiState:
-        return MultiState(0, (), tx.init(params))
+        return begun(zeros_like(trainable(params)), tx.init(params))
+
+    def begun(zeros: Any, inner: Any) -> MultiState:
+        """Return the state when a cycle begins; ``zeros`` lie as gradients do, or pending."""
+        return made(0, settled(zeros) if made is MultiState else (), inner)
 
     def added(grads: Any, state: MultiState) -> Any:
         if not state.mini:
@@ -53,28 +86,41 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     def update(grads: Any, state: MultiState, params: Any = None) -> tuple[Any, MultiState]:
         total = added(grads, state)
         if state.mini + 1 < every:
-            return each(torch.zeros_like, settled(grads)), MultiState(
-                state.mini + 1, total, state.inner
-            )
+            return nothing(grads, params), made(state.mini + 1, total, state.inner)
         mean = each(lambda t: t / every, total)
         updates, inner = tx.update(mean, state.inner, params)
-        return updates, MultiState(0, (), inner)
+        return updates, begun(each(torch.zeros_like, total), inner)
 
     def donate(grads: Any, state: MultiState, params: Any, step: Step) -> MultiState:
         divide(grads, step)
+        total = state.total
         if state.mini:
-            for t, g in zip(*pieces(state.total, grads), strict=True):
+            for t, g in zip(*pieces(total, grads), strict=True):
                 t.add_(g)
-            total = state.total
+        elif _lie_alike(total, grads):
+            for t, g in zip(*pieces(total, grads), strict=True):
+                t.copy_(g)
         else:
             total = added(grads, state)
         if state.mini + 1 < every:
-            return MultiState(state.mini + 1, total, state.inner)
+            return made(state.mini + 1, total, state.inner)
         for t in pieces(total)[0]:
             t.div_(every)
-        return MultiState(0, (), run_in_place(tx, total, state.inner, params, step))
+        inner = run_in_place(tx, total, state.inner, params, step)
+        for t in pieces(total)[0]:
+            t.zero_()
+        return begun(total, inner)
 
     return Transform(init, update, tx.trait, donate, **handed_on(tx))
+
+
+def _lie_alike(total: Any, grads: Any) -> bool:
+    """Say whether a sum can take gradients as they lie."""
+    (mine, tree), (theirs, other) = (optree.tree_flatten(t) for t in (total, grads))
+    return tree == other and all(
+        not isinstance(g, ShardedTensor) or g.sharding == t.sharding
+        for t, g in zip(mine, theirs, strict=True)
+    )
 
 
 class InjectState(NamedTuple):
@@ -110,9 +156,14 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
         numbers = {n: v for n, v in given.items() if type(v) in (int, float)}
         fixed = {n: float(v) for n, v in numbers.items() if _says(signature, n, "float")}
 
+        last: list[tuple[dict[str, float], Transform]] = []
+
         def at(count: int, known: dict[str, float]) -> tuple[Transform, dict[str, float]]:
+            """Return the transform of these numbers, the last one where they are the same."""
             now = known | {n: f(count) for n, f in changing.items()}
-            return make(**(given | now)), now
+            if not last or last[0][0] != now:
+                last[:] = [(dict(now), make(**(given | now)))]
+            return last[0][1], now
 
         def init(params: Any) -> InjectState:
             tx, numbers = at(0, fixed)
@@ -129,7 +180,9 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
             return InjectState(state.count + 1, numbers, inner)
 
         first = at(0, fixed)[0]
-        return Transform(init, update, first.trait, donate, groups=first.groups)
+        return Transform(
+            init, update, first.trait, donate, check=check_inner(first), **handed_on(first)
+        )
 
     return made
 
@@ -214,4 +267,4 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
                 m.lerp_(p.to(m.dtype), 1 - decay)
         return AveragedState(state.mean, inner)
 
-    return Transform(init, update, tx.trait, donate, groups=tx.groups)
+    return Transform(init, update, tx.trait, donate, check=check_inner(tx), **handed_on(tx))

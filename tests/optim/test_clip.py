@@ -140,6 +140,10 @@ def test_a_gradient_that_is_no_number_is_named(bad: float) -> None:
         assert "skip_nonfinite" in caught.value.fix
         loose = sl.optim.clip_by_global_norm(1.0, check=False)
         loose.update(grads, loose.init(grads))
+        zero = sl.optim.zero(sl.optim.chain(tx, sl.optim.sgd(0.1)), "x")
+        whole = {k: sl.reshard(g, ".") for k, g in grads.items()}
+        with pytest.raises(sl.ShardError, match="not a number here are w$") as caught:
+            zero.update(whole, zero.init(whole), whole)
 
 
 def test_norms_on_paper_move_what_they_move() -> None:

@@ -229,9 +229,54 @@ def test_frozen_parameters_are_parts_too_and_stay() -> None:
             assert (want[k] is None) == (not p.requires_grad)
 
 
+AROUND = {
+    "alone": lambda t: t,
+    "steps": lambda t: o.multi_steps(t, 1),
+    "mean": lambda t: o.averaged(t, 0.9),
+    "skip": o.skip_nonfinite,
+    "scaled": lambda t: o.loss_scale(t, start=1.0),
+    "clip": lambda t: o.chain(o.clip_by_value(100.0), t),
+    "numbers": lambda t: o.inject_hyperparams(lambda by: o.chain(o.scale(by), t))(by=1.0),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_stands_around_stage_3_takes_its_parts(frozen: bool) -> None:
+    ends = {}
+    for name, wrap in AROUND.items():
+        with sl.simulate(data=2, x=2):
+            f, params = sharded()
+            for k, p in params.items():
+                p.requires_grad_(not (frozen and k.startswith(("wte", "h.0"))))
+            tx = wrap(o.zero(o.adamw(0.1), "data", 3))
+            parts = tx.shard(params)
+            state = tx.init(parts)
+            for _ in range(2):
+                _, grads = sl.value_and_grad(f)(parts)
+                parts, state, _ = o.step(tx, parts, grads, state)
+            _, grads = sl.value_and_grad(f)(parts)
+            updates, state = tx.update(grads, state, parts)
+            parts = o.apply_updates(parts, updates)
+            ends[name] = {k: sl.unshard(p) for k, p in o.state_dict(parts).items()}
+    for name, end in ends.items():
+        assert all(torch.equal(end[k], p) for k, p in ends["alone"].items()), name
+
+
 def test_mistakes_are_named() -> None:
     with sl.simulate(data=2, x=2):
         f, params = sharded()
+        parts = o.zero(o.adamw(0.1), "data", 3).shard(params)
+        with pytest.raises(sl.ShardError, match="lies in parts of buckets") as e:
+            parts["wte.weight"]
+        exec(e.value.fix, {"params": parts, "f": lambda p: p["wte.weight"].sum()})
+        with pytest.raises(KeyError):
+            parts["no parameter"]
+        groups = o.partition({"all": o.zero(o.adamw(0.1), "data", 3)}, [("*", "all")])
+        with pytest.raises(sl.ShardError, match="one group") as e:
+            groups.init(params)
+        names: dict[str, Any] = {"sl": sl}
+        exec(e.value.fix, names)
+        names["tx"].init(names["tx"].shard(params))
         tx = o.zero(o.adamw(0.1), "data", 3)
         with pytest.raises(sl.ShardError, match=r"trains parts of parameters") as e:
             tx.init(params)

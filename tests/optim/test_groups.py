@@ -1,5 +1,6 @@
 """Groups of parameters: each as if its transform were alone, what is held stays, clips in front."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -113,6 +114,77 @@ def test_zero_around_any_of_them_is_the_transform_itself(name: str) -> None:
         for k in want:
             close(sl.unshard(got[k]), want[k], 1e-15 if zero.trait == "elementwise" else 1e-12)
             close(sl.unshard(kept[k]), want[k], 1e-12)
+
+
+REFUSING = {
+    "groups": lambda: o.partition(
+        {"a": o.adamw(0.1), "b": o.chain(o.clip_by_global_norm(1.0), o.adamw(0.1))},
+        [("w", "a"), ("*", "b")],
+    ),
+    "wrapped": lambda: o.partition(
+        {
+            "a": o.averaged(o.sgd(0.1, 0.9)),
+            "b": o.averaged(
+                o.chain(
+                    o.clip_by_global_norm(1.0),
+                    o.inject_hyperparams(
+                        lambda by: o.chain(o.clip_by_global_norm(by), o.lion(0.1))
+                    )(by=1.0),
+                )
+            ),
+        },
+        [("w", "a"), ("*", "b")],
+    ),
+    "mean in front": lambda: o.chain(o.ema(0.9), o.clip_by_global_norm(1.0), o.adamw(0.1)),
+    "mean in front of groups": lambda: o.chain(o.ema(0.9), REFUSING["groups"]()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_a_gradient_that_is_refused_in_one_group_changes_no_other(
+    name: str, stage: int | None
+) -> None:
+    """What follows is as if the refused step had not been asked for."""
+    ends = []
+    for spoilt in (False, True):
+        with sl.simulate(data=2):
+            tx = REFUSING[name]()
+            tx = tx if stage is None else o.zero(tx, "data", stage)
+            params = tx.shard({k: sl.shard(p, "...") for k, p in PARAMS.items()})
+            state = tx.init(params)
+            for i, bad in enumerate((1.0, float("nan"), 1.0)):
+                if bad != bad and not spoilt:
+                    continue
+                by = sl.shard(torch.tensor(bad, dtype=torch.float64), "")
+
+                def f(p: Any, by: Any = by, i: int = i) -> Any:
+                    with p.opened() if stage == 3 else nullcontext(p) as p:
+                        return (p["w"].sum() + p["s"] + p["b"].sum() * by) * (1.0 + i % 2)
+
+                _, grads = sl.value_and_grad(f)(params)
+                if bad == bad:
+                    params, state, _ = o.step(tx, params, grads, state)
+                    continue
+                with pytest.raises(sl.ShardError, match="norm of the gradients is nan"):
+                    o.step(tx, params, grads, state)
+            kept = o.state_dict((params, state))
+            ends.append(
+                {
+                    k: v.raw if isinstance(v, sl.ShardedTensor) else torch.tensor(v)
+                    for k, v in kept.items()
+                }
+            )
+    assert all(torch.equal(ends[0][k], v) for k, v in ends[1].items())
+
+
+def test_groups_that_are_asked_first_cost_no_transfer_more() -> None:
+    with sl.simulate(data=2, x=2):
+        params = {k: sl.shard(p, LAYOUTS[0][k].replace("y", ".")) for k, p in PARAMS.items()}
+        tx = REFUSING["groups"]()
+        with sl.trace() as t:
+            o.step(tx, params, gradients(params, 0), tx.init(params))
+        assert [e.kind for e in t.events] == ["psum"]
 
 
 def test_set_to_zero_holds_what_a_mask_passes_on() -> None:

@@ -195,6 +195,8 @@ def test_what_stands_around_zero_hands_its_buckets_on(stage: int) -> None:
         "scaled": lambda t: o.loss_scale(t, start=8.0),
         "skip": o.skip_nonfinite,
         "steps": lambda t: o.multi_steps(t, 2),
+        "mean": lambda t: o.averaged(t, 0.9),
+        "numbers": lambda t: o.inject_hyperparams(lambda rate: o.chain(o.scale(rate), t))(rate=0.5),
     }
     with sl.simulate(data=2, x=2):
         for name, wrap in around.items():
@@ -211,6 +213,42 @@ def test_what_stands_around_zero_hands_its_buckets_on(stage: int) -> None:
                 ends.append({k: sl.unshard(p).detach() for k, p in params.items()})
             gap = max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
             assert gap < 1e-9, (name, gap)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_changes_nothing_lies_as_the_parameters(stage: int) -> None:
+    """Also where gradients come in buckets: between the steps of a cycle, and of a step skipped."""
+    o, nan = sl.optim, float("nan")
+    around = {
+        "steps": lambda t: o.multi_steps(t, 2),
+        "skip": o.skip_nonfinite,
+        "scaled": lambda t: o.loss_scale(t, start=8.0),
+    }
+    with sl.simulate(data=2, x=2):
+        for name, wrap in around.items():
+            loss, params = sharded()
+            tx = wrap(o.zero(o.adamw(0.1), "data", stage))
+            state, by = tx.init(params), 1.0 if name == "steps" else nan
+            _, grads = sl.value_and_grad(lambda p, c=by, f=loss: f(p) * c, into=tx)(params)  # type: ignore[call-overload]
+            updates, state = tx.update(grads, state, params)
+            after = o.apply_updates(params, updates)
+            assert all(torch.equal(after[k].raw, p.raw) for k, p in params.items()), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_groups_with_buckets_of_their_own_take_a_tree(stage: int) -> None:
+    o = sl.optim
+    with sl.simulate(data=2, x=2):
+        for wrap in (
+            lambda t: o.partition({"a": t}, [("*", "a")]),
+            lambda t: o.masked(t, "*"),
+        ):
+            f, params = sharded()
+            tx = wrap(o.zero(o.adamw(0.1), "data", stage))
+            with pytest.raises(sl.ShardError, match="buckets of its own") as e:
+                sl.value_and_grad(f, into=tx)(params)
+            _, grads = eval(e.value.fix, {"sl": sl, "f": f, "params": params})
+            o.step(tx, params, grads, tx.init(params))
 
 
 ORDER = [3, 0, 5, 1, 4, 2]  # in which gradients come, whatever the tree says

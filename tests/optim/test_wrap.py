@@ -1,5 +1,6 @@
 """Several steps as one, injected numbers, running means: equal to what they stand for."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -65,6 +66,65 @@ def test_a_cycle_of_pending_gradients_is_reduced_once() -> None:
         total = {k: sum(fixed(i)[k] for i in (0, 1, 2, 2)) / 4 for k in PARAMS}
         for k, u in updates.items():
             close(sl.unshard(u), -0.1 * total[k], 1e-12)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_a_cycle_that_has_begun_is_kept_by_name(stage: int | None) -> None:
+    """Kept after the third of four gradients and loaded elsewhere, it ends as if it had not been."""
+
+    def made(axes: dict[str, int], part: int | None, layout: str) -> tuple[Any, Any, Any]:
+        tx = o.multi_steps(o.chain(o.clip_by_global_norm(0.5), o.adamw(0.05)), 4)
+        tx = tx if part is None else o.zero(tx, "data", part)
+        params = tx.shard({"w": sl.shard(r(6, 10), layout), "b": sl.shard(r(7, seed=1), ".")})
+        return tx, params, tx.init(params)
+
+    def go(tx: Any, params: Any, state: Any, layout: str, some: range) -> tuple[Any, Any]:
+        for i in some:
+            g = {"w": sl.shard(r(6, 10, seed=i + 5), layout), "b": sl.shard(r(7, seed=i), ".")}
+
+            def f(p: Any, g: Any = g) -> Any:
+                with p.opened() if hasattr(p, "opened") else nullcontext(p) as p:
+                    return (p["w"] * g["w"]).sum() + (p["b"] * g["b"]).sum()
+
+            params, state, _ = o.step(tx, params, sl.value_and_grad(f)(params)[1], state)
+        return params, state
+
+    with sl.simulate(data=2, x=2):
+        tx, params, state = made({"data": 2, "x": 2}, stage, "x .")
+        params, state = go(tx, params, state, "x .", range(7))
+        kept = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v
+            for k, v in o.state_dict(state).items()
+        }
+        weights = {k: v.clone() for k, v in o.state_dict(params).items()}
+        params, state = go(tx, params, state, "x .", range(7, 10))
+        want = {k: sl.unshard(v) for k, v in o.state_dict(params).items()}
+    for axes, part, layout in (({"data": 3}, 2, ". ."), ({"data": 1, "x": 2}, None, ". x")):
+        with sl.simulate(**axes):
+            tx, params, state = made(axes, part, layout)
+            state = o.load_state_dict(state, kept)
+            params = o.load_state_dict(params, weights)
+            params, state = go(tx, params, state, layout, range(7, 10))
+            for k, v in o.state_dict(params).items():
+                close(sl.unshard(v), want[k], 1e-12)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_cycle_of_gradients_as_they_come_is_kept_when_it_ends(pending: bool) -> None:
+    tx = o.zero(o.sgd(0.1, 0.9), "data", 1 if pending else 2)
+    tx = o.multi_steps(tx, 2)
+    with sl.simulate(data=2):
+        params: Any = {k: sl.shard(p, "...") for k, p in PARAMS.items()}
+        state = tx.init(params)
+        step = sl.value_and_grad(lambda p: p["w"].sum() + p["b"].sum() + p["s"], into=tx)
+        grads = step(params)[1]
+        params, state, _ = o.step(tx, params, grads, state)
+        with pytest.raises(sl.ShardError, match="1 gradients are added up as they came") as e:
+            o.state_dict(state)
+        names = {"sl": sl, "tx": tx, "params": params, "grads": step(params)[1], "state": state}
+        exec(e.value.fix, names)
+        again = o.load_state_dict(tx.init(names["params"]), o.state_dict(names["state"]))
+        assert again.mini == 0
 
 
 def test_half_gradients_are_added_in_fp32() -> None:
