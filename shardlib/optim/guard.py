@@ -97,8 +97,9 @@ def loss_scale(
 
     Multiply the loss by ``state.scale``.  Where a gradient overflows, nothing is updated and the
     scale falls by ``backoff``; after ``interval`` steps without, it grows by ``growth``; as
-    torch.amp.GradScaler.  It stands outermost, and its one psum of a scalar serves a clip in
-    ``tx``.  Gradients in half precision are divided in fp32.
+    torch.amp.GradScaler.  It stands outermost, or right inside ``zero``, whose pending gradients
+    (stage 1) are then reduced once, for both; its one psum of a scalar serves a clip in ``tx``.
+    Gradients in half precision are divided in fp32.
     Raises: ShardError where the scale has fallen below 2**-24: it is not the scale that is wrong.
 
     >>> import shardlib as sl

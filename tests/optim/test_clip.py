@@ -142,7 +142,7 @@ def test_a_gradient_that_is_no_number_is_named(bad: float) -> None:
         loose.update(grads, loose.init(grads))
         zero = sl.optim.zero(sl.optim.chain(tx, sl.optim.sgd(0.1)), "x")
         whole = {k: sl.reshard(g, ".") for k, g in grads.items()}
-        with pytest.raises(sl.ShardError, match="not a number here are w$") as caught:
+        with pytest.raises(sl.ShardError, match=r"here are w\s") as caught:
             zero.update(whole, zero.init(whole), whole)
 
 
