@@ -18,6 +18,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,70 +295,90 @@ def peak(given: dict[str, Any], name: str) -> float:
 
 
 def alone(repeats: int) -> None:
-    """The optimizer's step by itself against torch's fused AdamW: CPU time, median of ratios."""
+    """The optimizer's step by itself against torch's fused AdamW: CPU time, median of ratios.
+
+    Of several draws of memory: where its pages lie moves a step over large tensors by a fifth,
+    torch's as ours.
+    """
     gpt = [tuple(p.shape) for p in GPT(4, 256, 256).parameters()]
-    sets = {"4 of 4 MiB": [(1024, 1024)] * 4, "200 small": [(500,)] * 200, "a GPT": gpt}
+    sets = {
+        "4 of 4 MiB": [(1024, 1024)] * 4,
+        "200 small": [(64,), (16, 16)] * 100,  # which follow one another in whole vectors
+        "200 of 500": [(500,)] * 200,  # which do not: a kernel's last elements round otherwise
+        "a GPT": gpt,
+    }
     print(f"{'':<14}{'parts of buckets':>26}{'whole parameters':>26}   of torch's fused AdamW")
     for name, shapes in sets.items():
-        draw = torch.Generator().manual_seed(0)
-        values = {f"p{i:03}": torch.randn(s, generator=draw) for i, s in enumerate(shapes)}
+        with sl.make_mesh(device="cpu", data=1):
+            found = [_ratios(shapes, repeats, draw) for draw in range(7)]
+        cells = [
+            f"{statistics.median(r):.2f} [{min(r):.2f}-{max(r):.2f}]"
+            for r in ([f[how] for f in found] for how in ("parts", "whole"))
+        ]
+        print(f"{name:<14}{cells[0]:>26}{cells[1]:>26}", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+def _ratios(shapes: list[tuple[int, ...]], repeats: int, draw: int) -> dict[str, float]:
+    """The median ratio of each form to torch's, of parameters in memory of their own."""
+    drawn = torch.Generator().manual_seed(draw)
+    values = {f"p{i:03}": torch.randn(s, generator=drawn) for i, s in enumerate(shapes)}
+
+    def made(how: str) -> _Alone:
+        if how != "torch":
+            tx = sl.optim.zero(sl.optim.adamw(1e-6), "data", 3 if how == "parts" else 2)
+            return _stepped(tx, {k: sl.shard(v.clone(), "...") for k, v in values.items()})
         theirs = [v.clone().requires_grad_() for v in values.values()]
         for p in theirs:
             p.grad = p.detach() * 0.1
         torchs = torch.optim.AdamW(theirs, 1e-6, fused=True)
-        steps: dict[str, Callable[[], object]] = {"torch": torchs.step}
-        with sl.make_mesh(device="cpu", data=1):
-            for how, stage in (("parts", 3), ("whole", 2)):
-                tx = sl.optim.zero(sl.optim.adamw(1e-6), "data", stage)
-                params: Any = {k: sl.shard(v.clone(), "...") for k, v in values.items()}
-                params = tx.shard(params)
-                steps[how] = _stepped(tx, params)
-            ratios: dict[str, list[float]] = {how: [] for how in steps}
-            for turn in range(repeats + 2):
-                took = {}
-                for how, step in steps.items():
-                    began = time.process_time()
-                    for _ in range(5):
-                        step()
-                    took[how] = time.process_time() - began
-                for how in ratios:
-                    if turn >= 2:
-                        ratios[how].append(took[how] / took["torch"])
-        cells = [
-            f"{statistics.median(r):.2f} [{min(r):.2f}-{max(r):.2f}]"
-            for r in (ratios["parts"], ratios["whole"])
-        ]
-        print(f"{name:<14}{cells[0]:>26}{cells[1]:>26}", flush=True)
+        return lambda n: [torchs.step] * n
+
+    every = ["torch", "parts", "whole"]
+    steps = {how: made(how) for how in every[draw % 3 :] + every[: draw % 3]}
+    ratios: dict[str, list[float]] = {how: [] for how in every}
+    for turn in range(repeats + 2):
+        took = {}
+        for how in every[:: 1 if turn % 2 else -1]:
+            runs = steps[how](5)
+            began = time.process_time()
+            for run in runs:
+                run()
+            took[how] = time.process_time() - began
+        if turn >= 2:
+            for how in every:
+                ratios[how].append(took[how] / took["torch"])
+    return {how: statistics.median(r) for how, r in ratios.items()}
 
 
-def _stepped(tx: sl.optim.Transform, params: Any) -> Callable[[], object]:
-    held: list[Any] = [params, tx.init(params), None]
-    shape, first = tx.sink, iter(range(3))  # steps after which buckets stay where they are
+_Alone = Callable[[int], list[Callable[[], object]]]
+"""Makes some steps to run, each with its gradients, which a backward would have made."""
 
-    def step() -> None:
-        grads = held[2]
-        if grads is None:
-            sink = None if shape is None else shape(held[0])
-            if sink is None:
-                grads = held[0].like({k: x.becomes(x.raw * 0.1) for k, x in held[0].items()})
-            else:
-                for i, k in enumerate(sorted(held[0])):
-                    sink.take(i, held[0][k].raw * 0.1)
-                grads = sink.finish()
-        raws = {k: g.raw for k, g in grads.items()}
-        like = {k: g.place for k, g in grads.items()}
+
+def _stepped(tx: sl.optim.Transform, params: Any) -> _Alone:
+    params = tx.shard(params)
+    held: list[Any] = [params, tx.init(params)]
+    del params
+    for _ in range(3):  # after which buckets stay where they are
+        sink = None if tx.sink is None else tx.sink(held[0])
+        if sink is None:
+            grads = held[0].like({k: x.becomes(x.raw * 0.1) for k, x in held[0].items()})
+        else:
+            for i, k in enumerate(sorted(held[0])):
+                sink.take(i, held[0][k].raw * 0.1)
+            grads = sink.finish()
+        lie = {k: (g.raw, g.place) for k, g in grads.items()}
         held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
-        new = {k: sl.ShardedTensor(raws[k], like[k]) for k in raws}
-        if held[2] is not None:
-            held[2] = held[2].like(new)
-        elif next(first, None) is None:
-            held[2] = type(grads)(new, *_index(held[1]))
+    kind, where = type(grads), (held[1].mu.index, held[1].mu.mesh)
 
-    return step
+    def step(grads: Any) -> None:
+        held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
 
+    def of(n: int) -> list[Callable[[], object]]:
+        given = ({k: sl.ShardedTensor(*at) for k, at in lie.items()} for _ in range(n))
+        return [partial(step, kind(g, *where)) for g in given]
 
-def _index(state: Any) -> tuple[Any, Any]:
-    return state.mu.index, state.mu.mesh
+    return of
 
 
 def _ratio(rows: list[dict[str, Any]], a: str, b: str, what: str) -> str:
@@ -398,7 +419,7 @@ def main() -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if args.alone:
-        alone(3 * args.repeats)
+        alone(2 * args.repeats)
         return 0
     names = [n.replace("; ", ", ") for n in args.names.split(",")]
     given = {n: getattr(args, n) for n in (*sizes, "bucket")} | {"names": names}

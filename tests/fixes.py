@@ -39,7 +39,7 @@ import shardlib as sl
 from shardlib.collectives.api import Pending
 from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh, scope, within
-from shardlib.optim.step import _GivenUp
+from shardlib.optim.handover import GivenUp
 from shardlib.optim.transform import Transform
 from shardlib.planning.explain import Explanation
 from shardlib.seeing.timeline import Timeline
@@ -401,7 +401,7 @@ def _values(name: str, e: sl.ShardError, frames: list[dict[str, Any]]) -> list[A
 
 def _given_up(x: Any) -> bool:
     """Whether it is, or holds, what ``optim.step`` took."""
-    return any(type(leaf) is _GivenUp for leaf in optree.tree_leaves(x, none_is_leaf=True))
+    return any(type(leaf) is GivenUp for leaf in optree.tree_leaves(x, none_is_leaf=True))
 
 
 def _of_role(name: str, frames: list[dict[str, Any]]) -> list[Any]:

@@ -23,6 +23,7 @@ from shardlib.optim.transform import (
     fused,
     pieces,
     run_in_place,
+    runs,
     under,
 )
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
@@ -108,13 +109,13 @@ def adamw(
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
     """Step in one pass, and the halves beside in the same; False where no kernel takes these."""
     g, p, m, v = lists
-    kinds = frozenset().union(*(row.dtypes for row in lists))
-    if kinds == {torch.float32} and (stepped := apex("adam", p[0])) is not None:
+    found = p.beside(g, m, v)
+    if found.dtypes == {torch.float32} and (stepped := apex("adam", p[0])) is not None:
         if step.scale is not None:
             for t in g:
                 t.div_(step.scale.to(t.device, t.dtype))
         stepped(g, p, m, v, *hyper)
-        torch.autograd.graph.increment_version([t for row in lists for t in row.roots])
+        torch.autograd.graph.increment_version(found.roots)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
     mine = step.beside is not None and step.beside[0] is params
@@ -128,7 +129,7 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
     if mine:
         step.beside = None
     # an older graph would run on the new values, and not all pieces have their roots' versions
-    torch.autograd.graph.increment_version([t for row in lists for t in row.roots])
+    torch.autograd.graph.increment_version(found.roots)
     return True
 
 
@@ -263,7 +264,7 @@ def rmsprop(
         divide(grads, step)
         step.lr = rate = at_step(lr, state.count)
         kept = [t for t, on in ((state.mean, centered), (state.trace, momentum)) if on]
-        for g, p, v, *more in spans(*pieces(grads, params, state.nu, *kept)):
+        for g, p, v, *more in spans(*runs(grads, params, state.nu, *kept)):
             g = g.add(p, alpha=weight_decay) if weight_decay else g
             v.mul_(decay).addcmul_(g, g, value=1 - decay)
             root = v

@@ -9,10 +9,11 @@ after the last whole vector of a call otherwise than the others.
 
 import hashlib
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,7 +25,7 @@ from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.memory import Room
 
 __all__ = [
-    "ALIGN", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
+    "ALIGN", "Beside", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
     "overlap", "parts", "register", "unflatten",
 ]  # fmt: skip
 
@@ -306,11 +307,19 @@ class Pieces(list[Tensor]):
     """Plain tensors to run a kernel on, and what is asked of all of them at every step.
 
     ``roots``  tensors whose versions are those of all pieces.
+    ``runs``   (first, behind the last) of pieces that follow one another in memory, each but the
+               last in whole vectors of any kernel; None where none do.
     """
 
-    def __init__(self, pieces: Iterable[Tensor], roots: Iterable[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[Tensor],
+        roots: Iterable[Tensor] | None = None,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         super().__init__(pieces)
         self.roots = list(self if roots is None else roots)
+        self.runs = None if runs is None or len(runs) == len(self) else tuple(runs)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -321,6 +330,54 @@ class Pieces(list[Tensor]):
     def contiguous(self) -> bool:
         """Whether every piece is contiguous."""
         return all(t.is_contiguous() for t in self)
+
+    def beside(self, *others: "Pieces") -> "Beside":
+        """Return what a kernel asks of these and others, mostly those of last time."""
+        found: Beside | None = self.__dict__.get("_beside")
+        known = found is not None and len(found.others) == len(others)
+        if found is not None and known and all(map(operator.is_, found.others, others)):
+            return found
+        rows = (self, *others)
+        kinds = frozenset().union(*(row.dtypes for row in rows))
+        roots = [t for row in rows for t in row.roots]
+        dense = all(row.contiguous for row in rows)
+        alike = dense and self.runs is not None and all(row.runs == self.runs for row in others)
+        runs = [row.joined() for row in rows] if alike else None
+        device = self[0].device if self else None
+        one = torch.zeros((), dtype=torch.float32, device=device)
+        count = [one] * len(self if runs is None else runs[0])
+        found = Beside(others, kinds, roots, dense, runs, count)
+        self.__dict__["_beside"] = found
+        return found
+
+    def joined(self) -> list[Tensor]:
+        """Return each run as one vector, in the same memory."""
+        out = []
+        for first, end in self.runs or ((i, i + 1) for i in range(len(self))):
+            n = sum(t.numel() for t in self[first:end])
+            out.append(self[first].as_strided((n,), (1,)) if end > first + 1 else self[first])
+        return out
+
+
+class Beside(NamedTuple):
+    """Lists of pieces that a kernel runs on, and what is asked of all of them at every step.
+
+    ``runs``   the lists with each run as one vector; None where no pieces follow one another.
+    ``count``  for each vector a tensor of the steps taken, which is one and the same.
+    """
+
+    others: tuple[Pieces, ...]
+    dtypes: frozenset[torch.dtype]
+    roots: list[Tensor]
+    contiguous: bool
+    runs: list[list[Tensor]] | None
+    count: list[Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Their one floating point dtype, if they have one."""
+        kind = next(iter(self.dtypes), torch.float32)
+        return kind if len(self.dtypes) <= 1 and kind.is_floating_point else None
 
 
 class Buckets(dict[str, Any]):
@@ -357,7 +414,7 @@ class Buckets(dict[str, Any]):
         if "pieces" in self.__dict__:
             rows = zip(self.held, self.pieces, strict=True)
             some = (p for (bucket, _, _), p in rows if bucket.name in out)
-            out.__dict__["pieces"] = Pieces(some, [x.raw for x in out.values()])
+            out.__dict__["pieces"] = Pieces(some, [x.raw for x in out.values()], _runs(out.held))
         return out
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
@@ -403,7 +460,7 @@ class Buckets(dict[str, Any]):
         views = (
             ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held
         )
-        return Pieces(views, raws.values())
+        return Pieces(views, raws.values(), _runs(self.held))
 
     def __reduce__(self) -> Any:
         return type(self), (dict(self), self.index, self.mesh)
@@ -418,6 +475,20 @@ def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
         for i, rank in enumerate(places)
         for part in parts(bucket, rank, index.ways)
     ]
+
+
+def _runs(held: Sequence[tuple[Bucket, int, Part]]) -> list[tuple[int, int]]:
+    """List (first, behind the last) of pieces that follow one another in whole vectors."""
+    out: list[tuple[int, int]] = []
+    for k, (bucket, i, part) in enumerate(held):
+        before = held[k - 1] if k else None
+        if before is not None and before[0] is bucket and before[1] == i:
+            last = before[2]
+            if last.start + last.length == part.start and last.length % ALIGN == 0:
+                out[-1] = (out[-1][0], k + 1)
+                continue
+        out.append((k, k + 1))
+    return out
 
 
 def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:

@@ -8,7 +8,7 @@ from shardlib.optim.ranges import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.spans import spans
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place, runs
 from shardlib.optim.trees import each, moments, need, ready
 
 __all__ = ["lion", "sgd"]
@@ -124,7 +124,7 @@ def lion(
         ready(grads, "lion", state.trace)
         divide(grads, step)
         step.lr = rate = at_step(lr, state.count)
-        for g, p, m in spans(*pieces(grads, params, state.trace)):
+        for g, p, m in spans(*runs(grads, params, state.trace)):
             sign = m.lerp(g.to(m.dtype), 1 - b1).sign_()
             sign = sign.add_(p, alpha=weight_decay) if weight_decay else sign
             p.add_(sign.mul_(-rate))

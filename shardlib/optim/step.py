@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.optim.buckets import Buckets
 from shardlib.optim.clip import global_norm
+from shardlib.optim.handover import hand_over
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import given_for
 from shardlib.tensor import ShardedTensor, typeof
@@ -73,9 +73,8 @@ def step(
     if norm and tx.shard is kept_whole:
         told.norm = global_norm(mine)
     after = run_in_place(tx, mine, state, params, told)
-    news = _renewed(params), _renewed(after)
-    for old in (params, grads, state):
-        _give_up(old)
+    del mine  # which may hold the gradients once more
+    news = hand_over(params, grads, state, after)
     return *news, Info(told.norm, told.lr, told.skipped)
 
 
@@ -168,69 +167,3 @@ def _end(x: Tensor) -> int:
 
 def _kind(g: Any) -> str:
     return typeof(g) if isinstance(g, Tensor) else type(g).__name__
-
-
-def _renewed(tree: Any) -> Any:
-    """Return the same memory as new values."""
-    made: dict[int, Any] = {}
-    if isinstance(tree, Buckets):
-        return _new(tree, made)
-    # of parameters in a dict there are many, and none is buckets
-    kind: type = type(tree)
-    apart = None if kind is dict else lambda x: isinstance(x, Buckets)
-    leaves, shape = optree.tree_flatten(tree, is_leaf=apart)
-    return shape.unflatten([_new(x, made) for x in leaves])
-
-
-def _new(x: Any, made: dict[int, Any]) -> Any:
-    if not isinstance(x, Tensor):
-        if not isinstance(x, Buckets):
-            return x
-        fresh = x.like({n: _new(v, made) for n, v in x.items()})
-        if "pieces" in x.__dict__:  # views of the same memory
-            fresh.__dict__["pieces"] = x.pieces
-        return fresh
-    found = made.get(id(x))
-    if found is None:
-        found = made[id(x)] = _again(x)
-    return found
-
-
-def _again(x: Tensor) -> Tensor:
-    if isinstance(x, ShardedTensor):
-        new: Tensor = ShardedTensor(x.raw, x.place)
-        if "_is_param" in x.__dict__:  # asked of the class, it costs more than all of this
-            new._is_param = True  # type: ignore[attr-defined]
-        return new
-    new = x.detach().requires_grad_(x.requires_grad)
-    return torch.nn.Parameter(new, x.requires_grad) if isinstance(x, torch.nn.Parameter) else new
-
-
-class _GivenUp(torch.Tensor):
-    """What a tensor becomes whose memory was given up: every use raises."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _used()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("raw", "place", "local", "mesh", "sharding", "padded_shape"):
-            raise _used()
-        raise AttributeError(name)
-
-
-def _used() -> ShardError:
-    return ShardError(
-        "this value was given up to optim.step, which overwrote it",
-        op="optim.step",
-        fix="params, state, info = sl.optim.step(tx, params, grads, state)",
-    )
-
-
-def _give_up(tree: Any) -> None:
-    for x in tree.values() if isinstance(tree, Buckets) else optree.tree_leaves(tree):
-        if isinstance(x, Tensor) and type(x) is not _GivenUp:
-            x.__dict__.clear()
-            x.__class__ = _GivenUp
-    if isinstance(tree, Buckets):
-        tree.__dict__.pop("pieces", None)

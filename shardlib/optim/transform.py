@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import fused_step
+from shardlib._compat import below_autograd, fused_step
 from shardlib.collectives import blocks
 from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
@@ -25,8 +25,8 @@ from shardlib.optim.buckets import Buckets, Pieces
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on", "kept_whole",
-    "pieces", "run_in_place",
+    "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
+    "kept_whole", "pieces", "run_in_place", "runs",
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
@@ -179,10 +179,16 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
     return [Pieces(row) for row in out]
 
 
+def runs(first: Any, *others: Any) -> list[list[Tensor]]:
+    """List ``pieces`` with those that follow one another as one, for what looks at each element."""
+    rows = pieces(first, *others)
+    return rows[0].beside(*rows[1:]).runs or list(rows)
+
+
 def divide(grads: Any, step: Step) -> None:
     """Divide the gradients by the scale now, in place, for what cannot do it in passing."""
     if step.scale is not None:
-        for g in pieces(grads)[0]:
+        for g in runs(grads)[0]:
             g.div_(step.scale.to(g.device, g.dtype))
         step.scale = None
 
@@ -195,39 +201,44 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     """
     kernel = fused_step(name)
     rows = [row if isinstance(row, Pieces) else Pieces(row) for row in lists]
-    kinds = frozenset().union(*(row.dtypes for row in rows))
-    if kernel is None or len(kinds) > 1 or not all(k.is_floating_point for k in kinds):
+    found = rows[0].beside(*rows[1:])
+    if kernel is None or found.dtype is None:
         return False
     if not rows[0]:
         return True
-    used: list[Any] = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
+    used: list[Any] = found.runs or rows
+    if not found.contiguous:
+        used = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
     scale = step.scale
-    if scale is not None and kinds == {torch.float32}:
+    if scale is not None and found.dtype == torch.float32:
         how["grad_scale"] = scale.to(rows[0][0].device, torch.float32)
     elif scale is not None:
         for g in used[1]:
             g.div_(scale.to(g.device, g.dtype))
-    steps = [torch.tensor(float(count), device=rows[0][0].device)] * len(rows[0])
-    kernel(used, steps, **how)
-    for row, made in zip(rows, used, strict=True):
+    found.count[0].fill_(count)
+    with below_autograd():
+        kernel(used, found.count, **how)
+    for row, made in zip(rows, used, strict=True) if not found.contiguous else ():
         if made is not row:
             for t, m in zip(row, made, strict=True):
                 t.copy_(m)
     # the kernel leaves the versions as they are, and an older graph would run on the new values
-    torch.autograd.graph.increment_version([t for row in rows for t in row.roots])
+    torch.autograd.graph.increment_version(found.roots)
     return True
 
 
 def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
     """Run one step of any transform in place: ``params`` and ``state`` change."""
-    with torch.no_grad():
-        if tx.donate is not None:
-            return tx.donate(grads, state, params, step)
-        divide(grads, step)
-        updates, new = tx.update(grads, state, params)
-        for p, u in zip(*pieces(params, updates), strict=True):
-            p.add_(u)
-        return keep(state, new)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run_in_place(tx, grads, state, params, step)
+    if tx.donate is not None:
+        return tx.donate(grads, state, params, step)
+    divide(grads, step)
+    updates, new = tx.update(grads, state, params)
+    for p, u in zip(*pieces(params, updates), strict=True):
+        p.add_(u)
+    return keep(state, new)
 
 
 def keep(old: Any, new: Any) -> Any:

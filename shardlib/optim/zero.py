@@ -11,6 +11,7 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -237,7 +238,7 @@ def zero(
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
         if stage == 3:
             return step_on_parts(grads, state, params, step)
-        leaves, held, tree = _flat(params)
+        leaves, held, tree = seen.flat(params)
         where, mesh = seen.index(params, leaves, state)
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
@@ -281,7 +282,7 @@ def zero(
         if stage == 3:  # the gradient of a part is reduced where the part was gathered
             _parted(params)
             return None
-        leaves, *_ = _flat(params)
+        leaves, *_ = seen.flat(params)
         where, mesh = seen.index(params, leaves)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
@@ -322,6 +323,9 @@ _MOST = 25 << 20
 _WORTH = 0.05
 """By how much more of the gradients must still be to come, for buckets to be made anew."""
 
+# asked of every leaf at every step
+_RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "raw.requires_grad"))
+
 
 class _Seen:
     """The findings of zero about the trees that it saw: their index, and lists of views."""
@@ -347,6 +351,24 @@ class _Seen:
         self.last: tuple[Any, ...] = ()
         self.lists: dict[str, tuple[Any, Any]] = {}
         self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
+        self.names: tuple[list[str], Any, Any] = ([], None, None)
+
+    def flat(self, params: Any) -> tuple[list[Any], list[bool], Any]:
+        """Return what ``_flat`` does; a dict of last time's names is not looked through again."""
+        names, chosen, tree = self.names
+        if type(params) is dict and chosen is not None and list(params) == names:
+            every = list(chosen(params))
+            try:
+                asks = list(map(_ASKS, every))
+            except AttributeError:  # it holds other trees now, or plain tensors
+                return _flat(params)
+            if all(asks) or True not in asks:
+                return every, [False] * len(asks), tree
+            return list(itertools.compress(every, asks)), [not a for a in asks], tree
+        leaves, held, tree = _flat(params)
+        if type(params) is dict and len(held) == len(params) > 1:
+            self.names = list(params), operator.itemgetter(*tree.entries()), tree
+        return leaves, held, tree
 
     def index(
         self, params: Any, leaves: list[Any], state: Any = None, held: Sequence[bool] = ()
@@ -356,9 +378,14 @@ class _Seen:
         Gradients arrive about in the opposite order of the modules, until their order was heard.
         """
         theirs = _index_of(state)
-        key = [id(p.place) if isinstance(p, ShardedTensor) else 0 for p in leaves]
-        if self.last and self.last[0] == key and (theirs is None or theirs is self.last[3]):
-            return self.last[3], self.last[2]
+        if self.last and (theirs is None or theirs is self.last[2]):
+            before, mesh, where = self.last
+            try:
+                places = list(map(_PLACE, leaves))
+            except AttributeError:  # a plain one, which is refused below
+                places = []
+            if len(places) == len(before) and all(map(operator.is_, places, before)):
+                return where, mesh
         paths, order, words = _named(params, self.groups)
         if self.apart:
             names = _groups(paths, order)
@@ -377,8 +404,7 @@ class _Seen:
                 made = replace(made, hops=self.hops, keep=self.keep)
             self.found[items] = made
         where = self.found[items] if theirs is None else theirs
-        # the places are kept, so that their ids stay theirs
-        self.last = (key, [p.place for p in leaves], mesh, where)
+        self.last = [p.place for p in leaves], mesh, where
         return where, mesh
 
     def hears(
@@ -419,7 +445,7 @@ class _Seen:
 
     def adopt(self, leaves: list[Any], where: Index, mesh: Mesh) -> list[Tensor]:
         """Return what ``adopt`` does, without asking again about the very blocks that it gave."""
-        raws = [x.raw for x in leaves]
+        raws = list(map(_RAW, leaves))
         index, before, flats = self.held
         if index is where and all(map(operator.is_, raws, before)):
             return flats

@@ -1,5 +1,6 @@
 import math
 import pickle
+from itertools import accumulate, pairwise
 
 import optree
 import torch
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.optim.buckets import ALIGN, Buckets, Item, flatten, index, parts, unflatten
+from shardlib.optim.buckets import ALIGN, Buckets, Item, Pieces, flatten, index, parts, unflatten
 
 shapes = st.lists(
     st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).map(tuple),
@@ -84,3 +85,36 @@ def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
     assert twice[name].raw[1, :3].tolist() == [7.0, 7.0, 1.0]
     again = pickle.loads(pickle.dumps(mu.index))
     assert again == mu.index and hash(again) == hash(mu.index)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([1, 3, 63, 64, 65, 128, 192, 500]), min_size=1, max_size=9),
+    st.integers(1, 3),
+)
+def test_pieces_that_follow_one_another_are_one_vector_for_a_kernel(sizes: list, ways: int) -> None:
+    """Only whole vectors are joined, so that no element is rounded otherwise."""
+    with sl.simulate(data=ways):
+        params = {str(i): sl.shard(torch.randn(n), "...") for i, n in enumerate(sizes)}
+        parts = sl.optim.zero(sl.optim.sgd(0.1), "data", 3).shard(params)
+        rows = parts.pieces
+        runs = rows.beside(parts.like(dict(parts)).pieces).runs or [list(rows)]
+        ends = set(accumulate(len(t) for t in runs[0]))
+        at = list(accumulate(len(t) for t in rows))
+        for (x, y), end, one, two in zip(
+            pairwise(rows), at, parts.held, parts.held[1:], strict=False
+        ):
+            follow = x.data_ptr() + x.nbytes == y.data_ptr() and one[:2] == two[:2]
+            assert (end not in ends) == (follow and len(x) % ALIGN == 0)
+        assert all(torch.equal(torch.cat(joined), torch.cat(rows)) for joined in runs)
+        runs[0][-1][-1] = 7.0
+        assert rows[-1][-1] == 7.0
+
+
+def test_what_is_remembered_of_lists_is_that_of_these_very_lists() -> None:
+    one, two, three = (Pieces([torch.zeros(n) for n in (64, 3)]) for _ in range(3))
+    first = one.beside(two)
+    assert one.beside(two) is first and first.runs is None and first.dtype == torch.float32
+    odd = Pieces([torch.zeros(64), torch.zeros(3, dtype=torch.int32)])
+    assert one.beside(three) is not first and one.beside(two, odd).dtype is None
+    assert one.beside(odd).dtype is None and Pieces([]).beside(Pieces([])).count == []

@@ -1,0 +1,150 @@
+"""What becomes of the values that a step was given, and of those that it gives in the same memory.
+
+A sharded value that its dict alone holds goes over to the result as it is: nobody could tell it
+from one made anew, which takes a microsecond each.  Every other value is made anew, and the object
+that was given raises from then on, whoever holds it.  So does what is left in the dicts.
+"""
+
+import sys
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.errors import ShardError
+from shardlib.optim.buckets import Buckets
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["GivenUp", "hand_over"]
+
+_KEPT = frozenset(("raw", "place", "_is_param"))
+"""The attributes of a value that its successor has too: what was made of the old one is stale."""
+
+
+def hand_over(params: Any, grads: Any, state: Any, after: Any) -> tuple[Any, Any]:
+    """Return the parameters and the state ``after`` a step as values anew; give up what was given.
+
+    All memory stays where it is.
+    """
+    made: dict[int, tuple[Any, Any]] = {}
+    news = _over(params, made), _over(after, made)
+    for old in (params, grads, state):
+        _give_up(old)
+    return news
+
+
+class GivenUp(torch.Tensor):
+    """What a tensor becomes whose memory was given up: every use raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _used()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("raw", "place", "local", "mesh", "sharding", "padded_shape"):
+            raise _used()
+        raise AttributeError(name)
+
+
+def _used() -> ShardError:
+    return ShardError(
+        "this value was given up to optim.step, which overwrote it",
+        op="optim.step",
+        fix="params, state, info = sl.optim.step(tx, params, grads, state)",
+    )
+
+
+def _left() -> Tensor:
+    """Make what lies in a dict where a value went over from."""
+    x = torch.empty(0)
+    x.__class__ = GivenUp
+    return x
+
+
+_NUMBERS = frozenset((int, float, bool, str, type(None)))
+_SHARDED = {ShardedTensor}
+_LEFT = _left()
+_ALONE = max(map(sys.getrefcount, {0: object()}.values()))
+"""How many hold what a dict alone holds, as its values are counted here."""
+
+
+def _over(tree: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+    """Return the same memory as new values.
+
+    ``made``  id of an object -> that object, so that the id stays its own, and its successor.
+    """
+    kind: Any = type(tree)
+    if kind in _NUMBERS:
+        return tree
+    if id(tree) in made:
+        return made[id(tree)][1]
+    new: Any
+    if kind is dict or issubclass(kind, Buckets):
+        new = _moved(tree) if _movable(tree) else {k: _over(x, made) for k, x in tree.items()}
+        if kind is not dict:
+            new = tree.like(new)
+            if "pieces" in tree.__dict__:  # views of the same memory
+                new.__dict__["pieces"] = tree.pieces
+    elif isinstance(tree, Tensor):
+        new = _again(tree)
+    elif optree.is_namedtuple_class(kind):
+        new = kind(*[_over(x, made) for x in tree])
+    else:
+        below, shape = optree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+        if len(below) == 1 and below[0] is tree:
+            return tree
+        new = shape.unflatten([_over(x, made) for x in below])
+    made[id(tree)] = tree, new
+    return new
+
+
+def _movable(tree: dict[Any, Any]) -> bool:
+    """Say whether all of a dict's values are sharded ones that nobody else holds."""
+    values = tree.values()
+    return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
+
+
+def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Take the values out of a dict."""
+    values = tree.values()
+    if max(map(len, map(vars, values))) > 2:
+        for x in values:
+            for name in x.__dict__.keys() - _KEPT:
+                del x.__dict__[name]
+    new = dict(tree)
+    tree.update(dict.fromkeys(tree, _LEFT))
+    return new
+
+
+def _again(x: Tensor) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        new: Tensor = ShardedTensor(x.raw, x.place)
+        if "_is_param" in x.__dict__:  # asked of the class, it costs more than all of this
+            new._is_param = True  # type: ignore[attr-defined]
+        return new
+    new = x.detach().requires_grad_(x.requires_grad)
+    return torch.nn.Parameter(new, x.requires_grad) if isinstance(x, torch.nn.Parameter) else new
+
+
+def _give_up(tree: Any) -> None:
+    kind = type(tree)
+    if kind in _NUMBERS:
+        return
+    if kind is dict or issubclass(kind, Buckets):
+        if kind is not dict:
+            tree.__dict__.pop("pieces", None)
+        if next(iter(tree.values()), None) is not _LEFT:
+            for x in tree.values():
+                _give_up(x)
+    elif isinstance(tree, Tensor):
+        if kind is not GivenUp:
+            tree.__dict__.clear()
+            tree.__class__ = GivenUp
+    elif kind is tuple or kind is list or optree.is_namedtuple_class(kind):
+        for x in tree:
+            _give_up(x)
+    else:
+        below: list[Any] = optree.tree_leaves(tree, is_leaf=lambda x: x is not tree)
+        if not (len(below) == 1 and below[0] is tree):
+            _give_up(below)
