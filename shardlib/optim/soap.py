@@ -4,7 +4,8 @@ Of each matrix G [m, n] running means of G G^T and G^T G are kept; Adam's second
 the gradient as their eigenvectors see it, and so is its step.  A matrix's statistics, its bases and
 its moments live with one rank, its owner: gradients travel there and directions back, the work is
 shared out by flops, and eigenvectors, which rounding may turn, are made once for all.  On every
-layout, and however ``zero`` cuts, the step is the one of a single device.
+layout, and however ``zero`` cuts, the step is the one of a single device; where statistics lack
+rank, the basis is completed by vectors that no rounding turns.
 
 Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.09568 (Shampoo).
 """
@@ -199,12 +200,37 @@ def _step(
         pairs = seen @ seen.mT if dim == 0 else seen.mT @ seen
         stats.lerp_(pairs.to(stats.dtype), 1 - b2)
         if not count:
-            basis.copy_(torch.linalg.eigh(stats)[1].flip(1))
+            values, found = torch.linalg.eigh(stats)
+            values, found = values.flip(0), found.flip(1)
+            rank = int((values > _floor(values)).sum())
+            basis.copy_(found if rank == len(values) else _completed(found, rank))
         elif count % every == 0:
             values = (basis.mT @ stats @ basis).diagonal()
-            order = values.argsort(descending=True, stable=True)
+            some = values > _floor(values)
+            order = values.where(some, 0).argsort(descending=True, stable=True)
             nu.copy_(nu.index_select(dim, order))
-            basis.copy_(torch.linalg.qr(stats @ basis[:, order])[0])
+            basis.copy_(_completed(stats @ basis[:, order], int(some.sum())))
+
+
+def _floor(values: Tensor) -> Tensor:
+    """Return the size below which eigenvalues are rounding, and their vectors say nothing."""
+    return 2 * len(values) ** 0.5 * torch.finfo(values.dtype).eps * values.max()
+
+
+def _completed(vectors: Tensor, rank: int) -> Tensor:
+    """Make the first ``rank`` columns orthonormal, and complete them to a basis.
+
+    What eigh and QR give for the others of a matrix that lacks rank is made of rounding errors, so
+    that gradients which differ in their last bit (clipped by a norm that was summed in another
+    order) would be updated differently.  Drawn columns in their place hang on nothing.
+    """
+    n = len(vectors)
+    if not rank:
+        return torch.eye(n).to(vectors)
+    if rank < n:
+        drawn = torch.randn(n, n - rank, generator=torch.Generator().manual_seed(n)).to(vectors)
+        vectors = torch.cat([vectors[:, :rank] / vectors[:, :rank].norm(dim=0), drawn], 1)
+    return torch.linalg.qr(vectors)[0]
 
 
 def _turned(x: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def grads(i: int) -> dict[str, torch.Tensor]:
 def paper(w: torch.Tensor, given: list[torch.Tensor], most: float = 1e9) -> torch.Tensor:
     """Algorithm 3 of arXiv 2409.11321 for one matrix, with Adam's correction; the first step looks.
 
-    The first statistics lack rank, so their basis hangs on their last bits.
+    The paper does not say what eigenvectors the first statistics have, which lack rank.
     """
     m, n = w.shape
     left, right = torch.zeros(m, m).double(), torch.zeros(n, n).double()
@@ -37,16 +37,32 @@ def paper(w: torch.Tensor, given: list[torch.Tensor], most: float = 1e9) -> torc
             w = w - 0.05 * (1 - 0.8**t) ** 0.5 / (1 - 0.9**t) * way - 0.05 * 0.1 * w
         left, right = left.lerp(g @ g.T, 1 - 0.8), right.lerp(g.T @ g, 1 - 0.8)
         if t == 0:
-            ql = torch.linalg.eigh(left)[1].flip(1) if m <= most else ql
-            qr = torch.linalg.eigh(right)[1].flip(1) if n <= most else qr
+            ql = basis(torch.linalg.eigh(left)[1].flip(1), left) if m <= most else ql
+            qr = basis(torch.linalg.eigh(right)[1].flip(1), right) if n <= most else qr
         elif t % 2 == 0:
             if m <= most:
-                at = (ql.T @ left @ ql).diagonal().argsort(descending=True)
-                nu, ql = nu[at], torch.linalg.qr(left @ ql[:, at])[0]
+                at = order(ql, left)
+                nu, ql = nu[at], basis(torch.linalg.qr(left @ ql[:, at])[0], left)
             if n <= most:
-                at = (qr.T @ right @ qr).diagonal().argsort(descending=True)
-                nu, qr = nu[:, at], torch.linalg.qr(right @ qr[:, at])[0]
+                at = order(qr, right)
+                nu, qr = nu[:, at], basis(torch.linalg.qr(right @ qr[:, at])[0], right)
     return w
+
+
+def order(q: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """Largest first; those of which rounding alone is left stay in their order."""
+    values = (q.T @ stats @ q).diagonal()
+    return values.where(values > 1e-14 * values.max(), 0).argsort(descending=True, stable=True)
+
+
+def basis(q: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """Complete the eigenvectors that there are by drawn ones, made orthogonal to them."""
+    n, rank = len(q), int(torch.linalg.matrix_rank(stats, hermitian=True))
+    if rank == n:
+        return q
+    seen = q[:, :rank]
+    drawn = torch.randn(n, n - rank, generator=torch.Generator().manual_seed(n)).double()
+    return torch.cat([seen, torch.linalg.qr(drawn - seen @ (seen.T @ drawn))[0]], 1)
 
 
 def run(tx: Any, params: Any, count: int, put: Any, in_place: bool = False) -> Any:
@@ -69,6 +85,35 @@ def test_soap_is_the_papers(most: float) -> None:
         flat, now = p.reshape(-1, *p.shape[-2:]), got[k].reshape(-1, *p.shape[-2:])
         for j in range(len(flat)):
             close(now[j], paper(flat[j], [g[j] for g in every], most), 1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["1D", "2D", "3D"])
+def test_a_clip_before_it_changes_no_more_than_its_norm_does(name: str, stage: int) -> None:
+    """Gradients that differ in their last bit are updated alike, also where statistics lack rank."""
+    mesh, layouts = LAYOUTS[name]
+    tx = o.chain(o.clip_by_global_norm(1.0), TX)
+    want, _ = run(tx, PARAMS, 6, dict)
+    if stage:
+        tx = o.zero(tx, "data", stage=stage, bucket_mb=1e-3)
+    with sl.simulate(data=2, **mesh):
+        put = lambda t: {k: sl.shard(x, layouts[k]) for k, x in t.items()}  # noqa: E731
+        cut = put if stage < 3 else (lambda t: tx.shard(put(t)))
+        params, state = cut(PARAMS), tx.init(cut(PARAMS))
+        for i in range(6):
+            params, state, _ = o.step(tx, params, cut(grads(i)), state)
+        found = params if stage < 3 else o.state_dict(params)
+        for k, p in want.items():
+            close(sl.unshard(found[k]), p, 1e-12)
+
+
+def test_what_got_no_gradient_yet_is_left_to_adam() -> None:
+    """Its statistics are zero and have no eigenvectors: the basis is the matrix's own."""
+    params = {"w": r(3, 5)}
+    state = TX.update({"w": torch.zeros(3, 5).double()}, TX.init(params), params)[1]
+    kept = o.state_dict(state)
+    assert torch.equal(kept["left_basis.w"], torch.eye(3).double())
+    assert torch.equal(kept["right_basis.w"], torch.eye(5).double())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
