@@ -28,7 +28,7 @@ Hops = tuple[tuple[str, ...], ...]
 and an outer one."""
 
 
-_ROOM = 1 << 20
+_ROOM = 2 << 20
 """Elements in which a reduce-scatter receives that is waited for at once."""
 
 

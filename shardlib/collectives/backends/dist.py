@@ -310,9 +310,21 @@ def psum_scatter_into(
     return finish
 
 
-_AHEAD = 3
-"""Receives of a ring that are posted before they are needed: word of them travels behind what this
-rank sends, so that one more would wait until the link is idle."""
+def _rounds(n: int, size: int, pairs: int) -> list[tuple[int, int, int]]:
+    """List the transfers of a ring in order: where a piece starts and stops, and its how manieth.
+
+    Two pieces are on their way at once, so that a link has something to carry while a rank adds.
+
+    >>> _rounds(8, 3, 1)
+    [(0, 4, 1), (4, 8, 1), (0, 4, 2), (4, 8, 2)]
+    """
+    cuts = [n * i // (2 * pairs) for i in range(2 * pairs + 1)]
+    return [
+        (*cuts[i : i + 2], hop)
+        for first in range(0, 2 * pairs, 2)
+        for hop in range(1, size)
+        for i in (first, first + 1)
+    ]
 
 
 def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Finish:
@@ -321,53 +333,51 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
     Part j starts at its owner's right neighbour, and every rank adds its own to what comes from the
     left.
 
-    A link carries one flow each way, which fills it; three flows into one port do not.  The work is
-    done in ``finish``, in pieces for which ``land`` has room twice ``_AHEAD`` times: one lands while
-    another is on its way on.
+    A link carries one flow each way, which fills it; three flows into one port do not.  Every
+    receive is posted well before its send: a sender that finds none asks for it, which wakes both
+    ranks twice more.  What arrives last lands in ``out``, the rest in ``land``, whose size says in
+    how many pieces it goes.  The work is done in ``finish``.
     Source: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002, section 3.
     """
     size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
     left, right = g.places[me - 1], g.places[(me + 1) % size]
-    room = parts.new_empty(n) if land is None else land.view(-1)
-    piece = min(n, max(room.numel() // (2 * _AHEAD), 1))
-    steps = [(at, i) for at in range(0, n, piece) for i in range(1, size)]
+    room = parts.new_empty((size - 2) * (n + 1)) if land is None else land.view(-1)
+    widest = max(room.numel() // (2 * (size - 2)), 1)
+    steps, per = _rounds(n, size, -(-n // (2 * widest))), 2 * (size - 1)
     send, recv = g.handle.send, g.handle.recv
-    coming: list[Any] = []
-    sent: deque[Any] = deque()
 
     def slot(k: int) -> Tensor:
-        at = k % (2 * _AHEAD) * piece
-        return room[at : at + min(piece, n - steps[k][0])]
-
-    def mine(k: int) -> Tensor:
-        at, i = steps[k]
-        return parts[me - i - 1, at : at + piece]
+        start, stop, hop = steps[k]
+        if hop == size - 1:
+            return out[start:stop]
+        at = ((k % 2) * (size - 2) + hop - 1) * widest
+        return room[at : at + stop - start]
 
     def expect(k: int) -> None:
-        if k < len(steps):
-            coming.append(recv([slot(k)], left, tag))
+        coming.append(recv([slot(k)], left, tag))
 
-    def begin(at: int) -> None:
-        sent.append(send([parts[me - 1, at : at + piece]], right, tag))
+    def begin(k: int) -> None:
+        start, stop, _ = steps[k]
+        sent.append(send([parts[me - 1, start:stop]], right, tag))
 
-    for k in range(_AHEAD):
+    coming: deque[Any] = deque()
+    sent: deque[Any] = deque()
+    for k in range(per):
         expect(k)
     begin(0)
+    begin(1)
 
     def finish() -> Tensor:
-        for k, (at, i) in enumerate(steps):
-            coming[k].wait()
-            if i < size - 1:
-                sent.append(send([slot(k).add_(mine(k))], right, tag))
-            else:
-                if at + piece < n:
-                    begin(at + piece)
-                torch.add(slot(k), mine(k), out=out[at : at + piece])
-            if _AHEAD - 1 <= k < len(steps) - _AHEAD:
-                sent.popleft().wait()  # what was in the slot is gone; each is waited for once
-            expect(k + _AHEAD)
-        for work in sent:
-            work.wait()
+        for k, (start, stop, hop) in enumerate(steps):
+            coming.popleft().wait()
+            summed = slot(k).add_(parts[me - hop - 1, start:stop])
+            if hop < size - 1:
+                sent.append(send([summed], right, tag))
+            elif k + 2 < len(steps):
+                begin(k + 2)
+            sent.popleft().wait()  # of two steps ago, whose slot is free now
+            if 2 <= k and k + per - 2 < len(steps):
+                expect(k + per - 2)
         return out
 
     return finish
@@ -403,22 +413,19 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
 
 
 def _round_gather(flat: Tensor, parts: Tensor, g: _Group) -> Finish:
-    """Gather round a ring, in pieces: what comes from the left goes on to the right."""
-    size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
+    """Gather round a ring: what comes from the left goes on to the right."""
+    size, me, tag = g.size, g.index, next(g.turns)
     left, right = g.places[me - 1], g.places[(me + 1) % size]
-    piece = -(-n // 4)
-    steps = [(at, i) for at in range(0, n, piece) for i in range(1, size)]
+    steps = _rounds(parts.shape[1], size, 1)
     send = g.handle.send
-    coming = [g.handle.recv([parts[me - i, at : at + piece]], left, tag) for at, i in steps]
-    sent = [send([parts[me, :piece]], right, tag)]
+    coming = [g.handle.recv([parts[me - i, a:b]], left, tag) for a, b, i in steps]
+    sent = [send([parts[me, a:b]], right, tag) for a, b, _ in steps[:2]]
 
     def finish() -> Tensor:
-        for (at, i), work in zip(steps, coming, strict=True):
+        for (a, b, i), work in zip(steps, coming, strict=True):
             work.wait()
             if i < size - 1:
-                sent.append(send([parts[me - i, at : at + piece]], right, tag))
-            elif at + piece < n:
-                sent.append(send([parts[me, at + piece : at + 2 * piece]], right, tag))
+                sent.append(send([parts[me - i, a:b]], right, tag))
         for work in sent:
             work.wait()
         return flat
