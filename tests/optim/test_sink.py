@@ -351,3 +351,80 @@ def test_without_zero_buckets_follow_the_order_of_arrival_too() -> None:
             for k, p in params.items():
                 assert torch.equal(sl.unshard(grads[k]), sl.unshard(p) * 2)
         assert shares[0] < shares[1] - 0.05 and shares[1] == shares[2]
+
+
+def linear_losses() -> dict[str, Any]:
+    """Losses whose gradients of a linear layer's weight come in one product, several, or none."""
+    import torch.nn.functional as F
+
+    def joined(p: Any, x: Any) -> Any:
+        return F.linear(F.linear(x, p["v"], p["b"]).tanh(), p["w"])
+
+    def heard(p: Any, x: Any) -> Any:
+        p["w"].raw.register_hook(lambda g: 2 * g)
+        return joined(p, x)
+
+    def again(p: Any, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(joined, p, x, use_reentrant=False)
+
+    return {
+        "once": joined,
+        "twice": lambda p, x: F.linear(joined(p, x), p["w"]) + F.linear(x, p["w"]),
+        "and otherwise": lambda p, x: joined(p, x) * p["w"].sum() + (p["v"] ** 2).sum(),
+        "otherwise alone": lambda p, x: x * p["w"].sum() + p["v"].sum(),
+        "not at all": lambda p, x: F.linear(x, p["v"]),
+        "no batch": lambda p, x: F.linear(x.flatten(0, 1), p["w"], p["b"]),
+        "transposed": lambda p, x: F.linear(x.mT, p["w"], p["b"]),
+        "heard": heard,
+        "again": again,
+    }
+
+
+def straight(stage: int, dtype: torch.dtype) -> list[str]:
+    """Losses whose gradients in buckets are others than those that come as a tree."""
+    wrong = []
+    params = {k: sl.shard(r(*s, seed=i).to(dtype), "...")
+              for i, (k, s) in enumerate({"w": (8, 8), "v": (8, 8), "b": (8,)}.items())}  # fmt: skip
+    x = sl.shard(r(8, 8, 8, seed=9).to(dtype), "data . .")
+    for name, f in linear_losses().items():
+        tx = sl.optim.zero(sl.optim.sgd(1.0), "data", stage)
+        every = []
+        for how in ({"into": tx}, {"pending": "data"}):
+            kept = {k: p.detach().becomes(p.raw.detach().clone()) for k, p in params.items()}
+            run = sl.value_and_grad(lambda p, x, f=f: f(p, x).square().mean(), **how)  # type: ignore[call-overload]
+            for _ in range(2):  # a call like an earlier one takes a shorter way
+                loss, grads = run(kept, x)
+                kept, _, _ = sl.optim.step(tx, kept, grads, tx.init(kept))
+            every.append((loss, kept))
+        (loss, one), (same, two) = every
+        if not torch.equal(loss, same) or any(not torch.equal(one[k].raw, two[k].raw) for k in two):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_products_write_the_gradient_that_would_be_copied(
+    stage: int, dtype: torch.dtype, pool: Any
+) -> None:
+    assert pool.run(straight, stage, dtype, data=4) == [[]] * 4
+
+
+def test_a_graph_that_outlives_its_step_writes_to_no_bucket(pool: Any) -> None:
+    assert pool.run(outliving, data=4) == [True] * 4
+
+
+def outliving() -> bool:
+    import torch.nn.functional as F
+
+    w = sl.shard(r(8, 8), "...")
+    x = sl.shard(r(8, 8), "data .").requires_grad_()
+    tx = sl.optim.zero(sl.optim.sgd(1.0), "data", 1)
+
+    def f(w: Any) -> Any:
+        return F.linear(x, w).square().mean(), F.linear(x, w)  # one graph each
+
+    (_, y), grads = sl.value_and_grad(f, has_aux=True, into=tx)(w)
+    before = [g.raw.clone() for g in grads.values()]
+    y.raw.sum().backward()
+    return all(torch.equal(g.raw, b) for g, b in zip(grads.values(), before, strict=True))

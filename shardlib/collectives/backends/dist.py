@@ -376,7 +376,7 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
             elif k + 2 < len(steps):
                 begin(k + 2)
             sent.popleft().wait()  # of two steps ago, whose slot is free now
-            if 2 <= k and k + per - 2 < len(steps):
+            if k >= 2 and k + per - 2 < len(steps):
                 expect(k + per - 2)
         return out
 
