@@ -320,7 +320,7 @@ def _rounds(n: int, size: int, pairs: int) -> list[tuple[int, int, int]]:
     """
     cuts = [n * i // (2 * pairs) for i in range(2 * pairs + 1)]
     return [
-        (*cuts[i : i + 2], hop)
+        (cuts[i], cuts[i + 1], hop)
         for first in range(0, 2 * pairs, 2)
         for hop in range(1, size)
         for i in (first, first + 1)
