@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
+from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import Buckets
@@ -101,6 +102,7 @@ def adafactor(
         count, rate = state.count + 1, at_step(lr, state.count)
         share = float(count) ** decay
         flat = _others(grads)
+        _check_state(grads, flat, state)
         full = each(lambda v, g: v.lerp((g * g).to(v.dtype), share), state.full, flat)
         small = each(lambda g, v: _unit(v, g, eps1), flat, full)
         chosen = optree.tree_map(_cleared, _matrices(grads))
@@ -119,6 +121,7 @@ def adafactor(
         count, rate = state.count + 1, at_step(lr, state.count)
         share, step.lr = float(count) ** decay, rate
         flat = _others(grads)
+        _check_state(grads, flat, state)
         small = writable(flat, state.full)
         for g, v, u in spans(*pieces(flat, state.full, small)):
             v.lerp_((g * g).to(v.dtype), share)
@@ -138,6 +141,23 @@ def adafactor(
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
 
     return Transform(init, update, "rows", donate, groups=groups)
+
+
+def _check_state(grads: Any, flat: Any, state: FactoredState) -> None:
+    """Refuse a state that was made for other parameters.
+
+    Raises: ShardError.
+    """
+    ready(flat, "adafactor", state.full)
+    sizes = {path: x.shape for path, x in one_each(grads) if _is_matrix(x)}
+    kept = {path: (rows.shape[1], state.cols[path].shape[1]) for path, rows in state.rows.items()}
+    other = [path for path, size in sizes.items() if size[-2:] != kept.get(path)]
+    if other:
+        raise ShardError(
+            f"the state was made for other parameters: {', '.join(sorted(other)[:4])}",
+            op="adafactor",
+            fix="state = tx.init(params)",
+        )
 
 
 def _is_matrix(x: Any) -> bool:

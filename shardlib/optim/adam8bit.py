@@ -26,7 +26,7 @@ from shardlib.optim.buckets import ALIGN, Buckets
 from shardlib.optim.ranges import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.spans import SPAN
-from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready
 from shardlib.tensor import Place, ShardedTensor
 
@@ -113,7 +113,7 @@ def adam8bit(
                 scale.copy_(largest)
         return state._replace(count=count)
 
-    return Transform(init, update, donate=donate)
+    return Transform(init, update, "elementwise", donate)
 
 
 def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor, ...]]:
@@ -122,6 +122,7 @@ def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor,
     What lies in another order than its elements is copied, and the parameter written back.
     """
     trees = (grads, params, state.mu, state.nu, state.mu_scale, state.nu_scale)
+    pieces(*trees[:4])  # refuses others before anything is written
     leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
     for row in zip(*leaves, strict=True):
         if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():

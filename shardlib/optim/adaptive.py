@@ -99,11 +99,11 @@ def adamw(
         how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
         done = fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
         if not done:
-            return run_in_place(Transform(init, update), grads, state, params, step)
+            return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
         step.lr = rate
         return state._replace(count=count)
 
-    return under(backend, Transform(init, update, donate=donate, halves=True))
+    return under(backend, Transform(init, update, "elementwise", donate, halves=True))
 
 
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
@@ -199,11 +199,11 @@ def adagrad(
         g, p, t = pieces(grads, params, state.total)
         how = {"lr": rate, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         if not fused("adagrad", (p, g, t), step, count, **how, maximize=False):
-            return run_in_place(Transform(init, update), grads, state, params, step)
+            return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
         step.lr = rate
         return state._replace(count=count)
 
-    return Transform(init, update, donate=donate)
+    return Transform(init, update, "elementwise", donate)
 
 
 class RmsState(NamedTuple):
@@ -277,4 +277,4 @@ def rmsprop(
             p.add_(way * -rate)
         return state._replace(count=state.count + 1)
 
-    return Transform(init, update, donate=donate)
+    return Transform(init, update, "elementwise", donate)

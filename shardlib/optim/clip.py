@@ -169,7 +169,7 @@ def clip_by_value(limit: float) -> Transform:
         ready(grads, "clip_by_value")
         return each(lambda g: g.clamp(-limit, limit), grads), state
 
-    return Transform(lambda params: EmptyState(), update)
+    return Transform(lambda params: EmptyState(), update, "elementwise")
 
 
 @ranged("sl.optim.clip_by_parameter_norm(1.0)", max_norm=POSITIVE)

@@ -6,7 +6,6 @@ from shardlib.errors import BadArgument
 from shardlib.optim.ranges import NUMBER, ranged
 from shardlib.optim.schedules import Schedule
 from shardlib.optim.transform import (
-    TRAITS,
     Step,
     Transform,
     check_transform,
@@ -14,6 +13,7 @@ from shardlib.optim.transform import (
     keep,
     kept_whole,
     run_in_place,
+    trait_of,
 )
 from shardlib.optim.trees import EmptyState, each
 
@@ -68,13 +68,12 @@ def chain(*transforms: Transform) -> Transform:
         words = [t.groups(params) for t in transforms if t.groups is not None]
         return [" ".join(row) for row in zip(*words, strict=True)]
 
-    trait = max((t.trait for t in transforms), key=TRAITS.index, default="elementwise")
     grouped = any(t.groups is not None for t in transforms)
     only_scaled = all(t.rescale is not None for t in transforms[:-1])
     return Transform(
         init,
         update,
-        trait,
+        trait_of(*transforms),
         donate if transforms else None,
         check=check if any(t.check is not None for t in transforms) else None,
         groups=groups if grouped else None,
@@ -92,7 +91,9 @@ def identity() -> Transform:
     >>> tx.update(g, tx.init(g))[0]["w"]
     tensor([1., 1.])
     """
-    return Transform(lambda params: EmptyState(), lambda grads, state, params=None: (grads, state))
+    return Transform(
+        lambda params: EmptyState(), lambda grads, state, params=None: (grads, state), "elementwise"
+    )
 
 
 @ranged("sl.optim.scale(0.1)", factor=NUMBER)
@@ -105,7 +106,9 @@ def scale(factor: float) -> Transform:
     tensor([-0.1000, -0.1000])
     """
     return Transform(
-        lambda params: EmptyState(), lambda g, s, p=None: (each(lambda x: x * factor, g), s)
+        lambda params: EmptyState(),
+        lambda g, s, p=None: (each(lambda x: x * factor, g), s),
+        "elementwise",
     )
 
 
@@ -127,5 +130,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
             fix="sl.optim.scale_by_schedule(sl.optim.linear(1.0, 0.0, 1000))",
         )
     return Transform(
-        lambda params: 0, lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1)
+        lambda params: 0,
+        lambda g, s, p=None: (each(lambda x: x * schedule(s), g), s + 1),
+        "elementwise",
     )

@@ -12,7 +12,14 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.clip import norms_known
 from shardlib.optim.select import Labels, Mask, flags, labels, merged, named, only
-from shardlib.optim.transform import TRAITS, Step, Transform, kept_whole, run_in_place
+from shardlib.optim.transform import (
+    Step,
+    Transform,
+    check_transform,
+    kept_whole,
+    run_in_place,
+    trait_of,
+)
 from shardlib.optim.trees import EmptyState, each, settled, trainable
 
 __all__ = ["by_mask", "masked", "of_matrices", "partition", "set_to_zero"]
@@ -32,6 +39,8 @@ def masked(tx: Transform, mask: Mask) -> Transform:
     >>> tx.update(grads, tx.init(grads))[0]
     {'a': {'weight': tensor([-1.]), 'bias': tensor([1.])}}
     """
+
+    check_transform(tx, "masked")
 
     def meant(tree: Any) -> dict[str, bool]:
         return flags(mask, tree, "masked")
@@ -119,6 +128,8 @@ def of_matrices(
 
 def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:
     """Make the transform of groups; with ``every`` each transform must have a parameter."""
+    for tx in transforms.values():
+        check_transform(tx, "partition")
 
     def split(tree: Any) -> dict[str, str]:
         found = labels(which, tree, "partition")
@@ -196,7 +207,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
     def part(label: str, tree: Any) -> Any:
         return only(trainable(tree), split(tree), label)
 
-    trait = max((t.trait for t in transforms.values()), key=TRAITS.index, default="elementwise")
+    trait = trait_of(*transforms.values())
     sink = _no_sink([(t, partial(part, label)) for label, t in transforms.items()])
     return Transform(
         init, update, trait, donate, check=check if asking else None, groups=words, sink=sink
@@ -248,7 +259,7 @@ def set_to_zero() -> Transform:
     def donate(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
         return state
 
-    return Transform(lambda params: EmptyState(), _zeros, donate=donate)
+    return Transform(lambda params: EmptyState(), _zeros, "elementwise", donate)
 
 
 def _zeros(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:

@@ -8,7 +8,7 @@ import torch
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
 from shardlib.optim.ranges import COUNT, STEPS, Range, ranged
-from shardlib.optim.transform import Step, Transform, handed_on, run_in_place
+from shardlib.optim.transform import Step, Transform, check_transform, handed_on, run_in_place
 from shardlib.optim.trees import each, nothing, wide
 
 __all__ = ["loss_scale", "skip_nonfinite"]
@@ -36,6 +36,8 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
     >>> updates["w"].item(), state.skipped
     (0.0, 1)
     """
+
+    check_transform(tx, "skip_nonfinite")
 
     def after(state: SkipState) -> SkipState:
         if state.running >= most:
@@ -111,6 +113,8 @@ def loss_scale(
     (-1.0, 8.0)
     """
 
+    check_transform(tx, "loss_scale")
+
     def smaller(state: ScaleState) -> ScaleState:
         scale = state.scale * backoff
         if scale < 2.0**-24:
@@ -164,5 +168,5 @@ def _is_number(norm: torch.Tensor) -> bool:
     return norm.is_meta or math.isfinite(float(norm))
 
 
-def _at_least(tx: Transform) -> str:
+def _at_least(tx: Transform) -> str | None:
     return "norm" if tx.trait == "elementwise" else tx.trait

@@ -7,10 +7,10 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.schedules import at_step
-from shardlib.optim.transform import Step, Transform, divide, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, check_transform, divide, pieces, run_in_place
 from shardlib.optim.trees import each, need, ready, trainable
 from shardlib.optim.wrap import InjectState
 from shardlib.tensor import ShardedTensor
@@ -50,6 +50,14 @@ def from_torch(
     >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
     {'w': tensor([-0.5000, -0.5000])}
     """
+    if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        raise BadArgument(
+            f"a class of optimizers is expected, not {optimizer!r}"
+            if isinstance(optimizer, str)
+            else f"a class of optimizers is expected, not one {type(optimizer).__name__}",
+            op="from_torch",
+            fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
+        )
     name = getattr(optimizer, "__name__", "optimizer")
     lr = how.get("lr")
     if name in ("LBFGS", "SparseAdam"):
@@ -114,7 +122,9 @@ def from_torch(
         kept = stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
         return TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
-    return Transform(init, update, trait or ("elementwise" if known else "tree"), donate)
+    tx = Transform(init, update, trait or ("elementwise" if known else None), donate)
+    check_transform(tx, "from_torch")
+    return tx
 
 
 def _bare(x: Any) -> Any:
@@ -174,7 +184,8 @@ def _by_leaf(
 class as_torch(torch.optim.Optimizer):
     """A transform as one of torch's optimizers, for torch's learning rate schedulers and Lightning.
 
-    ``params``  tensors, plain or sharded, or a mapping of names to them, by which masks know them.
+    ``params``  tensors, plain or sharded, or a mapping of names to them, by which masks know them,
+                or pairs as ``module.named_parameters()`` gives.
     ``param_groups[0]["lr"]`` is the rate where ``tx`` was made by ``inject_hyperparams``, of which
     each in ``tx`` has a group of its own; else it begins at 1.0 and multiplies the updates.
     Steps run in place, and may overwrite gradients.  ``state_dict`` has global tensors by name.
@@ -195,12 +206,13 @@ class as_torch(torch.optim.Optimizer):
     0.025
     """
 
-    def __init__(self, tx: Transform, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        pairs = (
-            list(params.items())
-            if isinstance(params, Mapping)
-            else [(str(i), p) for i, p in enumerate(params)]
-        )
+    def __init__(
+        self,
+        tx: Transform,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    ) -> None:
+        check_transform(tx, "as_torch")
+        pairs = _pairs(params)
         if not pairs:
             raise ShardError(
                 "there are no parameters",
@@ -214,6 +226,19 @@ class as_torch(torch.optim.Optimizer):
         super().__init__([p for _, p in pairs], first)
         for other in injected[1:]:
             self.param_groups.append(dict(other.hyperparams) | {"params": []})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the transform's state was made for the parameters of before.
+
+        Raises: ShardError.
+        """
+        if self.param_groups:
+            raise ShardError(
+                "the state was made for the parameters of before",
+                op="as_torch",
+                fix="optimizer = sl.optim.as_torch(tx, dict(module.named_parameters()))",
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -251,6 +276,31 @@ class as_torch(torch.optim.Optimizer):
         self._state = load_state_dict(self._tx.init(self._params), state_dict["state"])
         for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             mine.update(theirs)
+
+
+def _pairs(params: Any) -> list[tuple[str, Tensor]]:
+    """List names and parameters.
+
+    Raises: BadArgument for what is no parameter, as a group in a dict, whose rates a transform has.
+    """
+    fix = "sl.optim.as_torch(tx, dict(module.named_parameters()))"
+    if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        raise BadArgument(f"parameters are expected, not one {kind}", op="as_torch", fix=fix)
+    if isinstance(params, Mapping):
+        pairs = list(params.items())
+    else:
+        rows = list(params)
+        named = all(isinstance(p, tuple) and len(p) == 2 for p in rows)
+        pairs = rows if named else [(str(i), p) for i, p in enumerate(rows)]
+    odd = [type(p).__name__ for _, p in pairs if not isinstance(p, Tensor)]
+    if odd:
+        raise BadArgument(
+            f"a parameter is a tensor, not {odd[0]}; rates of groups are partition's",
+            op="as_torch",
+            fix=fix,
+        )
+    return pairs
 
 
 def _injected(state: Any) -> list[InjectState]:

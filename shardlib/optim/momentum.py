@@ -74,11 +74,11 @@ def sgd(
             "sgd", (lists[1], lists[0], *lists[2:]), step, count, **how,
             dampening=0.0, maximize=False, is_first_step=False,
         ):  # fmt: skip
-            return run_in_place(Transform(init, update), grads, state, params, step)
+            return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
         step.lr = rate
         return state._replace(count=count)
 
-    return Transform(init, update, donate=donate)
+    return Transform(init, update, "elementwise", donate)
 
 
 @ranged()
@@ -131,4 +131,4 @@ def lion(
             m.lerp_(g.to(m.dtype), 1 - b2)
         return state._replace(count=state.count + 1)
 
-    return Transform(init, update, donate=donate)
+    return Transform(init, update, "elementwise", donate)

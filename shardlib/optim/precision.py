@@ -14,7 +14,14 @@ from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.transform import Step, Transform, kept_whole, pieces, run_in_place
+from shardlib.optim.transform import (
+    Step,
+    Transform,
+    check_transform,
+    kept_whole,
+    pieces,
+    run_in_place,
+)
 from shardlib.optim.trees import HALF, each, need, trainable, wide
 from shardlib.optim.zero import halves, joined
 
@@ -121,6 +128,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
     >>> params["w"].item(), state.master["w"].item()
     (258.0, 258.0)
     """
+    check_transform(tx, "mixed")
     if tx.shard is not kept_whole:
         raise _zeros_own()
     how = precision or Precision()

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from shardlib._compat import below_autograd, fused_step
 from shardlib.collectives import blocks
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, ShardError
 from shardlib.kernels.active import checked, use
 from shardlib.optim.buckets import Buckets, Pieces
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
     "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
-    "kept_whole", "pieces", "run_in_place", "runs",
+    "kept_whole", "one_block", "pieces", "run_in_place", "runs", "trait_of",
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
@@ -72,7 +72,7 @@ class Transform(NamedTuple):
     ``update`` gives (updates, state) and changes nothing.
 
     ``trait``    what an update of one element depends on, see ``TRAITS``: how ``zero`` keeps it
-                 exact.
+                 exact; None: nobody said, and ``zero`` refuses it.
     ``donate``   ``donate(grads, state, params, step) -> state``: one step in place.  It divides the
                  gradients by ``step.scale``, overwrites parameters and the tensors in ``state``,
                  may overwrite gradients, and returns the state with its new numbers.
@@ -102,7 +102,7 @@ class Transform(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
-    trait: str = "elementwise"
+    trait: str | None = None
     donate: Callable[[Any, Any, Any, Step], Any] | None = None
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
     check: Callable[[Any, Any, Any, Step], object] | None = None
@@ -117,6 +117,14 @@ def handed_on(tx: Transform) -> dict[str, Any]:
     return {"groups": tx.groups, "sink": tx.sink, "shard": tx.shard}
 
 
+def trait_of(*transforms: Transform) -> str | None:
+    """Return the most demanding trait of some transforms, None where one of them has none."""
+    traits = [t.trait for t in transforms]
+    if None in traits:
+        return None
+    return max((t for t in traits if t is not None), key=TRAITS.index, default="elementwise")
+
+
 def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None:
     """Return the check of a transform whose state is ``state.inner`` of a wrapping one."""
     check = tx.check
@@ -126,13 +134,19 @@ def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None
 
 
 def check_transform(tx: Any, op: str) -> None:
-    """Refuse what is no transform, as torch's optimizers are none."""
+    """Refuse what is no transform, as torch's optimizers are none, and a trait that is none."""
     if not isinstance(tx, Transform):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise BadArgument(
             f"a transform is expected, not {name}",
             op=op,
             fix="tx = sl.optim.adamw(1e-3)",
+        )
+    if tx.trait is not None and tx.trait not in TRAITS:
+        raise BadArgument(
+            f"there is no trait {tx.trait!r}; there are {', '.join(TRAITS)}",
+            op=op,
+            fix='tx = tx._replace(trait="elementwise")',
         )
 
 
@@ -158,6 +172,7 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
 
     One per leaf and rank that is played here; of ``Buckets`` one per parameter that a rank has a
     part of.  Frozen leaves, None in one of the trees, are left out, and so is what is empty.
+    Raises: ShardError where the trees differ, or a leaf is another block in one of them.
     """
     if isinstance(first, Buckets):
         trees: tuple[Buckets, ...] = (first, *others)
@@ -166,13 +181,18 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
             left = tuple(name for name in first if name not in gone)
             trees = tuple(t.subset(left) for t in trees)
         return [t.pieces for t in trees]
-    rows = zip(
-        *(optree.tree_leaves(t, none_is_leaf=True) for t in (first, *others)),
-        strict=True,
-    )
+    flat = [optree.tree_flatten(t, none_is_leaf=True) for t in (first, *others)]
+    leaves = [row for row, _ in flat]
+    odd = next((tree for _, tree in flat if tree != flat[0][1]), None)
+    if odd is not None:
+        names = {".".join(map(str, p)) for p in set(flat[0][1].paths()) ^ set(odd.paths())}
+        raise _of_others(f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}")
     out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
-    for row in rows:
-        if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
+    for row in zip(*leaves, strict=True):
+        if not all(isinstance(x, Tensor) for x in row):
+            continue
+        one_block(*row)
+        if not row[0].numel():
             continue
         for kept, x in zip(out, row, strict=True):
             kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
@@ -183,6 +203,35 @@ def runs(first: Any, *others: Any) -> list[list[Tensor]]:
     """List ``pieces`` with those that follow one another as one, for what looks at each element."""
     rows = pieces(first, *others)
     return rows[0].beside(*rows[1:]).runs or list(rows)
+
+
+def one_block(first: Tensor, *others: Tensor) -> None:
+    """Refuse tensors that are not the same part of tensors alike: a kernel would mix their elements.
+
+    Raises: ShardError.
+    """
+    sharded = isinstance(first, ShardedTensor)
+    for x in others:
+        if isinstance(x, ShardedTensor) and sharded:
+            p, q = first.place, x.place
+            same = (
+                (p.layout is q.layout or (p.dims, p.layout.skew) == (q.dims, q.layout.skew))
+                and p.shape == q.shape
+                and p.mesh is q.mesh
+            )
+        else:
+            same = not (isinstance(x, ShardedTensor) or sharded) and first.shape == x.shape
+        if not same:
+            raise _of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
+
+
+def _of_others(how: str, operands: dict[str, str] | None = None) -> ShardError:
+    return ShardError(
+        f"the state was made for other parameters: {how}",
+        op="optim.step",
+        operands=operands or {},
+        fix="state = tx.init(params)",
+    )
 
 
 def divide(grads: Any, step: Step) -> None:

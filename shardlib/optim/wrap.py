@@ -13,6 +13,7 @@ from shardlib.optim.transform import (
     Step,
     Transform,
     check_inner,
+    check_transform,
     divide,
     handed_on,
     kept_whole,
@@ -69,6 +70,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     (0.0, -2.0)
     """
 
+    check_transform(tx, "multi_steps")
     made = MultiState if tx.shard is kept_whole else AroundZeroState
 
     def init(params: Any) -> MultiState:
@@ -94,12 +96,10 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     def donate(grads: Any, state: MultiState, params: Any, step: Step) -> MultiState:
         divide(grads, step)
         total = state.total
-        if state.mini:
-            for t, g in zip(*pieces(total, grads), strict=True):
-                t.add_(g)
-        elif _lie_alike(total, grads):
-            for t, g in zip(*pieces(total, grads), strict=True):
-                t.copy_(g)
+        both = pieces(total, grads) if total != () else []  # refuses those of other parameters
+        if state.mini or (both and _lie_alike(total, grads)):
+            for t, g in zip(*both, strict=True):
+                t.add_(g) if state.mini else t.copy_(g)
         else:
             total = added(grads, state)
         if state.mini + 1 < every:
@@ -222,7 +222,7 @@ def ema(decay: float, *, debias: bool = True) -> Transform:
         by = 1 - decay**count if debias else 1.0
         return each(lambda g, m: m / by, grads, mean), EmaState(count, mean)
 
-    return Transform(init, update)
+    return Transform(init, update, "elementwise")
 
 
 class AveragedState(NamedTuple):
@@ -249,6 +249,8 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
     {'w': tensor([0.5000])}
     """
 
+    check_transform(tx, "averaged")
+
     def init(params: Any) -> AveragedState:
         mean = each(lambda p: p.detach().to(wide(p.dtype), copy=True), trainable(params))
         return AveragedState(mean, tx.init(params))
@@ -261,6 +263,7 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
         return updates, AveragedState(mean, inner)
 
     def donate(grads: Any, state: AveragedState, params: Any, step: Step) -> AveragedState:
+        pieces(state.mean, params)  # refuses others before anything is written
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:
             for m, p in spans(*pieces(state.mean, params)):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import agreed, all_gather, blocks, lead, played, storage, unwrap, wrap
-from shardlib.errors import PartialEscape, PlainTensor, ShardError, Unsupported
+from shardlib.errors import BadArgument, PartialEscape, PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
@@ -76,7 +76,8 @@ def zero(
 ) -> Transform:
     """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
 
-    ``tx``            any transform but those of the tree's structure.
+    ``tx``            any transform but those of the tree's structure, and those that declare no
+                      trait.
     ``axis``          one mesh axis or several, the first of them major.
     ``stage``         0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over
                       ``axis`` in buckets while backward runs, and gives them in the parameters'
@@ -104,7 +105,7 @@ def zero(
     in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
     Frozen parameters are in no bucket.  Updates equal ``tx``'s own, bit for bit, given the same
     reduced gradient.
-    Raises: Unsupported for transforms of the tree's structure.
+    Raises: Unsupported for transforms of the tree's structure, and of no trait.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -115,11 +116,18 @@ def zero(
     >>> sl.typeof(updates["w"]), *(sl.typeof(m) for m in state.mu.values())  # one bucket
     ('f32[4@x, 6]', 'f32[256@(x data)]')
     """
+    check_transform(tx, "zero")
+    if not isinstance(axis, str | Sequence) or not all(isinstance(a, str) for a in axis):
+        raise BadArgument(
+            f"axis={axis!r} is no name of a mesh axis, nor several",
+            op="zero",
+            fix='sl.optim.zero(tx, axis="data")',
+        )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     _check(tx, axes, stage, master, reduce_dtype, gather_dtype, inner)
     cut = axes if inner is None else (inner, *axes)
     hops: Hops = (cut,) if inner is None else ((inner,), axes)
-    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
+    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and 0 < bucket_mb < 2**40):
         raise ShardError(
             f"bucket_mb={bucket_mb!r}: a bucket has more than 0 MiB",
             op="zero",
@@ -236,6 +244,13 @@ def zero(
         return state
 
     def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        if (master is None) == isinstance(state, ZeroState):
+            kept = "one" if master is None else "none"
+            raise ShardError(
+                f"master={master!r}, and the state was made with {kept}",
+                op="zero",
+                fix="state = tx.init(params)",
+            )
         if stage == 3:
             return step_on_parts(grads, state, params, step)
         leaves, held, tree = seen.flat(params)
@@ -482,7 +497,6 @@ def _check(
     gather_dtype: Any,
     inner: str | None,
 ) -> None:
-    check_transform(tx, "zero")
     if not axes:
         raise ShardError(
             "there is no axis to split over", op="zero", fix='sl.optim.zero(tx, axis="data")'
@@ -500,11 +514,14 @@ def _check(
             op="zero",
             fix=f"sl.optim.zero(tx, axis={name}, stage=0)",
         )
-    if stage and tx.trait == "tree" and tx.groups is None:
+    if stage and tx.trait in (None, "tree"):
         raise Unsupported(
-            "this transform looks at single parameters, and zero shows it flat buckets",
+            "nobody said what this transform's update of one element depends on, and zero shows it "
+            "flat vectors of many parameters"
+            if tx.trait is None
+            else "this transform looks at the tree, and zero shows it flat vectors of many parameters",
             op="zero",
-            fix=f"sl.optim.chain(masked, sl.optim.zero(rest, axis={name}))",
+            fix=f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={name})  # if that alone',
         )
     if master not in (None, "fp32", "bf16+rem"):
         raise ShardError(

@@ -88,8 +88,20 @@ def test_one_whose_trait_is_not_known_is_refused_by_zero() -> None:
     class Mine(t.SGD):
         pass
 
-    with pytest.raises(sl.ShardError, match="single parameters"):
-        o.zero(o.from_torch(Mine, lr=0.1), "data")
+    tx: Any
+    silent = o.Transform(lambda params: 0, lambda grads, n, params=None: (grads, n))
+    for tx in (o.from_torch(Mine, lr=0.1), silent, o.chain(o.adamw(0.1), silent)):
+        groups = o.partition({"a": o.sgd(0.1), "b": tx}, [("w", "a"), ("*", "b")])
+        for one in (tx, groups, o.skip_nonfinite(tx)):
+            with pytest.raises(sl.ShardError, match="nobody said") as caught:
+                o.zero(one, "data")
+            names = {"sl": sl, "tx": one}
+            exec(caught.value.fix, names)
+    with pytest.raises(sl.ShardError, match="there is no trait 'elemntwise'"):
+        o.from_torch(Mine, lr=0.1, trait="elemntwise")
+    for odd in ("AdamW", t.SGD([torch.ones(1)], 0.1), None):
+        with pytest.raises(sl.ShardError, match="a class of optimizers"):
+            o.from_torch(odd, lr=0.1)  # type: ignore[arg-type]
     o.zero(o.from_torch(Mine, lr=0.1, trait="elementwise"), "data")
     with pytest.raises(sl.ShardError, match="evaluates the loss itself") as caught:
         o.from_torch(t.LBFGS)
@@ -194,6 +206,23 @@ def test_a_sharded_module_trains_as_a_plain_one_and_resumes() -> None:
         for (n, a), b in zip(module.named_parameters(), theirs.parameters(), strict=True):
             close(sl.unshard(a).detach(), b.detach(), 1e-12)
             assert n
+
+
+def test_parameters_come_by_name_or_without_and_as_nothing_else() -> None:
+    one, two = model(), model()
+    for module, given in ((one, one.named_parameters()), (two, dict(two.named_parameters()))):
+        optimizer = o.as_torch(o.adamw(0.1, mask="*.weight"), given)
+        module(X).square().mean().backward()
+        optimizer.step()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(p, q)
+    weight = one[0].weight
+    for odd in (one, weight, 3, [{"params": [weight]}], [weight, None]):
+        with pytest.raises(sl.ShardError) as caught:
+            o.as_torch(o.adamw(0.1), odd)
+        exec(caught.value.fix, {"sl": sl, "tx": o.adamw(0.1), "module": one})
+    with pytest.raises(sl.ShardError, match="parameters of before"):
+        o.as_torch(o.adamw(0.1), [weight]).add_param_group({"params": [one[2].weight]})
 
 
 def test_no_parameters_are_refused() -> None:

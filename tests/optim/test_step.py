@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.errors import BadArgument
 from tests.ops.cases import r
 
+o = sl.optim
 PARAMS = {"w": r(8, 12), "b": r(8, seed=1), "s": r(seed=2)}
 
 
@@ -109,3 +111,65 @@ def test_gradients_in_one_memory_are_divided_once_each() -> None:
             want = sl.optim.apply_updates(want, updates)
             mine, now, _ = sl.optim.step(tx, mine, f(mine)[1], now)
         assert all(torch.allclose(mine[k], want[k], atol=1e-6) for k in want)
+
+
+STATES = {
+    "adamw": o.adamw(0.1),
+    "sgd": o.sgd(0.1, 0.9),
+    "lion": o.lion(0.1),
+    "adagrad": o.adagrad(0.1),
+    "rmsprop": o.rmsprop(0.1),
+    "lamb": o.lamb(0.1),
+    "adafactor": o.adafactor(0.1),
+    "adam8bit": o.adam8bit(0.1),
+    "mean": o.averaged(o.sgd(0.1)),
+    "cycle": o.multi_steps(o.adamw(0.1), 2),
+    "groups": o.partition({"all": o.adamw(0.1)}, [("*", "all")]),
+}
+
+
+@pytest.mark.parametrize("how", ["more", "renamed", "longer", "elsewhere", "plain"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_other_parameters_is_refused(name: str, how: str) -> None:
+    """Kernels take blocks by position, and would write past the end of a shorter one."""
+    tx = STATES[name]
+    with sl.simulate(x=2):
+
+        def made(w: str = "x .", rows: int = 4) -> dict[str, Any]:
+            return {"w": sl.shard(torch.ones(rows, 6), w), "b": sl.shard(torch.ones(rows), ".")}
+
+        change = {
+            "more": lambda: made() | {"c": sl.shard(torch.ones(2), ".")},
+            "renamed": lambda: {f"new.{k}": p for k, p in made().items()},
+            "longer": lambda: made(rows=8),
+            "elsewhere": lambda: made(". x"),
+            "plain": lambda: {k: sl.unshard(p) for k, p in made().items()},
+        }
+        if (name, how) in (("adafactor", "elsewhere"), ("adafactor", "plain")):
+            return  # rows and columns lie nowhere; vectors here are copied
+        params, grads = change[how](), change[how]()
+        with pytest.raises(sl.ShardError) as e:
+            o.step(tx, params, grads, tx.init(made()))
+        assert "other parameters" in str(e.value) or "trees differ" in str(e.value)
+        raws = [p.raw if isinstance(p, sl.ShardedTensor) else p for p in params.values()]
+        assert all((raw == 1).all() for raw in raws)
+
+
+def test_what_is_no_transform_is_refused_by_all_that_take_one() -> None:
+    takers: list[Any] = [
+        lambda t: o.multi_steps(t, 2),
+        o.skip_nonfinite,
+        o.loss_scale,
+        o.averaged,
+        o.mixed,
+        o.chain,
+        lambda t: o.masked(t, "*"),
+        lambda t: o.partition({"a": t}, [("*", "a")]),
+        lambda t: o.zero(t, "data"),
+        lambda t: o.as_torch(t, [torch.ones(1)]),
+        lambda t: o.step(t, {}, {}, None),
+    ]
+    for take in takers:
+        for odd in (o.adamw, torch.optim.AdamW, None, o.sgd(0.1)._replace(trait="fast")):
+            with pytest.raises(BadArgument, match=r"a transform is expected|no trait 'fast'"):
+                take(odd)

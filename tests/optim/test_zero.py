@@ -131,7 +131,7 @@ MISTAKES = [
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data", stage=4), "there is no stage 4"),
     (
         lambda p: sl.optim.zero(sl.optim.adamw(0.1)._replace(trait="tree"), "data"),
-        "single parameters",
+        "looks at the tree",
     ),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "dat").init(p), "did you mean 'data'"),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "x").init(p), "split over 'x' already"),
