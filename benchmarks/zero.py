@@ -8,7 +8,8 @@ interleaved, and figures are medians of each repetition's ratio.
     python -m benchmarks.zero --alone       the optimizer's step by itself, in one process
     python -m benchmarks.zero --memory      the peak of each contestant, in processes of its own
     python -m benchmarks.zero --rate 100    behind links of 100 Mbit/s
-    python -m benchmarks.zero --residue     12 clipped steps: how far each ends from one process
+    python -m benchmarks.zero --residue --layers 2 --width 128 --length 64
+                                            12 clipped steps: how far each ends from one process
 """
 
 import argparse
@@ -120,7 +121,7 @@ def fsdp2(args: argparse.Namespace) -> Step:
     return _stepping(model, update)
 
 
-def fsdp2_tp(args: argparse.Namespace) -> Step:
+def fsdp2_tp(args: argparse.Namespace, clip: bool = False) -> Step:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     model = GPT(args.layers, args.width, args.length)
     stream = Replicate()
@@ -150,13 +151,20 @@ def fsdp2_tp(args: argparse.Namespace) -> Step:
         with loss_parallel():
             loss = model(_part(idx, rank, ways), _part(targets, rank, ways))
             loss.backward()
+        if clip:
+            _clipped([p.grad for p in model.parameters() if p.grad is not None])
         update.step()
         update.zero_grad()
-        loss = loss.detach()
-        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return _mean(whole, mesh["dp"].get_group())
+        return _mean(_whole(loss.detach()), mesh["dp"].get_group())
 
+    step.trained = lambda: {  # type: ignore[attr-defined]
+        k: _whole(p.detach()) for k, p in model.named_parameters()
+    }
     return step
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 CONTESTANTS: dict[str, Callable[[argparse.Namespace], Step]] = {
@@ -180,8 +188,8 @@ AGAINST = {
 }
 
 
-def _batches(args: argparse.Namespace) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
+def _batches(args: argparse.Namespace, seed: int = 1) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
     shape = (2, args.batch, args.length)
     return [torch.randint(0, VOCAB, shape, generator=draw) for _ in range(4)]
 
@@ -215,70 +223,85 @@ def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
 CLIP, STEPS = 0.5, 12
 
 
-def _clipped(grads: list[Tensor]) -> float:
+def _clipped(grads: list[Tensor]) -> None:
     """Clip as clip_grad_norm_ does, by a norm in fp64: torch's own is off by up to 1e-3."""
-    norm = sum((g.double().square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
+    norm = sum(
+        (_whole(g.double().square().sum()) for g in grads), torch.zeros((), dtype=torch.float64)
+    )
     norm = norm.sqrt()
     by = ((norm + 1e-6) / CLIP).clamp(min=1.0).float()
     for g in grads:
         g.div_(by)
-    return float(norm)
 
 
-def _alone(args: argparse.Namespace) -> dict[str, Tensor]:
-    """The same program in one process, and nothing split."""
-    with sl.simulate(data=1):
-        model = GPT(args.layers, args.width, args.length)
-        apply, params = sl.parallelize(model, [("*", "...")])
-        tx = sl.optim.chain(sl.optim.clip_by_global_norm(CLIP), sl.optim.adamw(LEARNING))
-        state, batch = tx.init(params), _batches(args)
+def trained_alone(given: dict[str, Any], draws: int) -> list[dict[str, Tensor]]:
+    """Our program in one process, on a mesh of one rank: its weights after the steps, by draw."""
+    args = argparse.Namespace(**given)
+    torch.set_num_threads(1)
+    found = []
+    for draw in range(draws):
+        step = ours(args, 1, clip=CLIP)
         for t in range(STEPS):
-            _, grads = sl.value_and_grad(apply)(params, *batch[t % 4])
-            params, state, _ = sl.optim.step(tx, params, grads, state)
-        return {k: sl.unshard(p).detach() for k, p in params.items()}
+            step(*_batches(args, draw)[t % 4])
+        found.append(step.trained())  # type: ignore[attr-defined]
+    return found
 
 
-def residue(given: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Of each contestant after clipped steps: the largest and the mean distance from one process.
+def _trained_by_torch(args: argparse.Namespace, draw: int, model: Any, parts: bool) -> None:
+    update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if parts else (0, 1)
+    for t in range(STEPS):
+        idx, targets = _batches(args, draw)[t % 4]
+        model(_part(idx, rank, world), _part(targets, rank, world)).backward()
+        _clipped([p.grad for p in model.parameters() if p.grad is not None])
+        update.step()
+        update.zero_grad()
 
-    DDP's from torch's own, ours from the same program: what kernels round otherwise is left out.
+
+def residue(given: dict[str, Any], alone: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """List by draw how far each contestant ends from one process, over what the steps moved.
+
+    DDP's from torch's own, ours from the same program on a mesh of one rank: what the kernels of
+    the two round otherwise is left out.
     """
     args = argparse.Namespace(**given)
     torch.set_num_threads(1)
-    batch = _batches(args)
-    alone = GPT(args.layers, args.width, args.length)
-    start = [p.detach().clone() for p in alone.parameters()]
-    wrapped = DistributedDataParallel(GPT(args.layers, args.width, args.length))
-    rank, world, norms = dist.get_rank(), dist.get_world_size(), []
-    for model, cut in ((alone, lambda b: b), (wrapped, lambda b: _part(b, rank, world))):
-        update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
-        for t in range(STEPS):
-            model(*(cut(b) for b in batch[t % 4])).backward()
-            norms.append(_clipped([p.grad for p in model.parameters() if p.grad is not None]))
-            update.step()
-            update.zero_grad()
-    theirs = {k: p.detach() for k, p in alone.named_parameters()}
-    mine = _alone(args)
-    found = {
-        "DDP": ({k: p.detach() for k, p in wrapped.module.named_parameters()}, theirs),
-        "one process": (mine, theirs),
-    }
-    stages = {"zero 1": (1, 1), "zero 2": (2, 1), "zero 3": (3, 1), "zero 2, x=2": (2, 2)}
-    for name, (stage, x) in stages.items():
-        step = ours(args, stage, x, CLIP)
-        for t in range(STEPS):
-            step(*batch[t % 4])
-        found[name] = step.trained(), mine  # type: ignore[attr-defined]
-    moved = sum(float((a - b).abs().sum()) for a, b in zip(theirs.values(), start, strict=True))
-    rig.say(f"norms {min(norms):.2f} to {max(norms):.2f}, clipped at {CLIP}")
-    return [
-        (
-            name,
-            max(float((p - want[k]).abs().max()) for k, p in params.items()),
-            sum(float((p - want[k]).abs().sum()) for k, p in params.items()) / moved,
+    rows = []
+    for draw, mine in enumerate(alone):
+        one, plain = (GPT(args.layers, args.width, args.length) for _ in range(2))
+        start = [p.detach().clone() for p in one.parameters()]
+        _trained_by_torch(args, draw, one, parts=False)
+        _trained_by_torch(args, draw, DistributedDataParallel(plain), parts=True)
+        theirs = dict(one.named_parameters())
+        moved = sum(
+            float((a - b).detach().abs().sum()) for a, b in zip(theirs.values(), start, strict=True)
         )
-        for name, (params, want) in found.items()
-    ]
+        found = {"DDP": (dict(plain.named_parameters()), theirs), "programs": (mine, theirs)}
+        stages = {"zero 1": (1, 1), "zero 2": (2, 1), "zero 3": (3, 1), "zero 2, x=2": (2, 2)}
+        runs = {name: (ours(args, *how, CLIP), mine) for name, how in stages.items()}
+        runs["FSDP2 x TP"] = fsdp2_tp(args, clip=True), theirs
+        for name, (step, want) in runs.items():
+            for t in range(STEPS):
+                step(*_batches(args, draw)[t % 4])
+            found[name] = step.trained(), want  # type: ignore[attr-defined]
+        rows.append(
+            {
+                name: sum(float((p - want[k]).detach().abs().sum()) for k, p in params.items())
+                / moved
+                for name, (params, want) in found.items()
+            }
+        )
+    return rows
+
+
+def report_residue(given: dict[str, Any], draws: int) -> None:
+    alone = sl.launch(trained_alone, given, draws, x=1)[0]
+    rows = sl.launch(residue, given, alone, x=4)[0]
+    print(f"{'':<16}{'mean':>9}{'by draw':>10}     of what {STEPS} steps moved")
+    for name in rows[0]:
+        mine = [row[name] for row in rows]
+        draws_of = " ".join(f"{x:.1e}" for x in mine)
+        print(f"{name:<16}{statistics.mean(mine):>9.1e}   {draws_of}")
 
 
 def peak(given: dict[str, Any], name: str) -> float:
@@ -413,6 +436,7 @@ def main() -> int:
     p.add_argument("--alone", action="store_true")
     p.add_argument("--memory", action="store_true")
     p.add_argument("--residue", action="store_true")
+    p.add_argument("--draws", type=int, default=6)
     p.add_argument("--bucket", type=float, default=None)
     p.add_argument("--rate", type=float, default=0.0)
     args = p.parse_args()
@@ -425,8 +449,7 @@ def main() -> int:
     given = {n: getattr(args, n) for n in (*sizes, "bucket")} | {"names": names}
     print(f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens", flush=True)
     if args.residue:
-        for name, most, mean in sl.launch(residue, given, x=4)[0]:
-            print(f"{name:<16} at most {most:.1e}, on average {mean:.1e} of what it moved")
+        report_residue(given, args.draws)
         return 0
     if args.memory:
         for name in names:

@@ -270,7 +270,10 @@ def current_mesh() -> Mesh:
     return mesh
 
 
-_VIEWS: "weakref.WeakValueDictionary[DeviceMesh, Mesh]" = weakref.WeakValueDictionary()
+# Kept until the group of all ranks ends: a view that went with its last user would be there on one
+# rank and gone on another, which collects its garbage at another time, and they would meet in
+# different groups.
+_VIEWS: dict[DeviceMesh, Mesh] = {}
 
 
 MeshLike = Mesh | DeviceMesh
@@ -301,13 +304,30 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
             )
         axes = dict(zip(names, mesh.shape, strict=True))
         index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
-        _VIEWS.pop(mesh, None)
+        _forget_ended()
         found = _VIEWS[mesh] = Mesh(
             axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh
         )
         if dist.is_initialized():
             join_job(found)
     return found
+
+
+def _forget_ended() -> None:
+    """Drop the views of a job that is over; at the exit of Python all are dropped."""
+    if not _VIEWS:
+        atexit.register(_let_go)
+    for mesh, view in list(_VIEWS.items()):
+        if view.world() is not dist.group.WORLD:
+            del _VIEWS[mesh]
+
+
+def _let_go() -> None:
+    """End the groups that views hold: one that is up when Python exits can abort the process."""
+    for view in list(_VIEWS.values()):
+        view.groups.clear()
+    _VIEWS.clear()
+    gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
 
 
 class use_mesh(Entered):
@@ -460,8 +480,20 @@ def make_mesh(
         )
     if started:
         _start(device)
-    grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return with_timeout(as_mesh(grid), timeout or (TIMEOUT if started else None))
+    mesh = _made_before(device, axes)
+    if mesh is None:
+        grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = as_mesh(grid)
+    return with_timeout(mesh, timeout or (TIMEOUT if started else None))
+
+
+def _made_before(device: str, axes: dict[str, int]) -> Mesh | None:
+    """Return the same mesh of this job, whose groups are there already."""
+    for view in list(_VIEWS.values()):
+        alike = tuple(view.axes.items()) == tuple(axes.items()) and view.device.type == device
+        if alike and view.world() is dist.group.WORLD and view.ranks == tuple(range(view.size)):
+            return view
+    return None
 
 
 TIMEOUT = 100.0
@@ -545,13 +577,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _leave() -> None:
-    """End the groups that we hold: one that is up when Python exits can abort the process."""
-    for mesh in list(_VIEWS.values()):
-        mesh.groups.clear()
-    _VIEWS.clear()
+    """Leave the job that ``make_mesh`` joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
+    _let_go()
 
 
 def _again(axes: dict[str, int], kind: Kind) -> Mesh:

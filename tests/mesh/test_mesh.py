@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardlib as sl
+from shardlib.collectives import scatter_into
 from shardlib.errors import MeshError, NoMesh, UnknownAxis
 from shardlib.mesh import Mesh, as_mesh, bind
 from tests import fixes
@@ -232,6 +234,44 @@ def _views() -> list[bool]:
 
 def test_a_named_device_mesh_has_one_view(pool: Any) -> None:
     assert all(all(row) for row in pool.run(_views, x=4))
+
+
+def _made_over() -> list[Any]:
+    """Make one mesh again and again; each rank's garbage collector comes at its own time."""
+    groups, sums = set(), []
+    for turn in range(4):
+        grid = None if turn % 2 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("over", "x"))
+        mesh = sl.make_mesh(device="cpu", over=2, x=2) if grid is None else as_mesh(grid)
+        with mesh:
+            whole = sl.shard(torch.ones(4), "(over x)").sum()
+            sums.append(float(sl.unshard(whole)))
+        groups.add(id(mesh.device_mesh.get_group("over")) if mesh.device_mesh else None)
+        del mesh, grid, whole
+        if (dist.get_rank() + turn) % 2:
+            gc.collect()
+    return [sums, len(groups)]
+
+
+def test_a_mesh_made_again_meets_in_the_same_groups(pool: Any) -> None:
+    assert pool.run(_made_over, x=4) == [[[4.0] * 4, 1]] * 4
+
+
+def _crossed() -> list[float]:
+    """Two meshes whose axes are one process group, a transfer of each on its way."""
+    mesh = sl.make_mesh(device="cpu", a=4)
+    other = sl.make_mesh(device="cpu", b=2, c=2)
+    size = 4 << 16
+    one, two = torch.full((size,), 1.0), torch.full((size,), 10.0)
+    sums = torch.empty(2, size // 4)
+    first = scatter_into(one, sums[0], mesh, ("a",))
+    second = scatter_into(two, sums[1], other, ("b", "c"))
+    second()
+    first()
+    return [float(s) for s in (sums[0].min(), sums[0].max(), sums[1].min(), sums[1].max())]
+
+
+def test_transfers_of_two_meshes_keep_apart(pool: Any) -> None:
+    assert pool.run(_crossed, x=4) == [[4.0, 4.0, 40.0, 40.0]] * 4
 
 
 def _again() -> list[float]:

@@ -7,6 +7,7 @@ add them in rank order ourselves; NCCL keeps its native collectives.
 """
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -59,8 +60,12 @@ class _Group:
     places: tuple[int, ...]  # rank within the process group of each flattened index
     order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
     native: bool
-    # the same number for all members: one tag per exchange, so none can take another's blocks
     turns: Iterator[int]
+
+
+_TURNS: "weakref.WeakKeyDictionary[Any, Iterator[int]]" = weakref.WeakKeyDictionary()
+"""The same number for all members: one tag per exchange, so that none takes another's blocks.  Axes
+of two meshes may be one process group, so the tags are counted for the process group."""
 
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
@@ -91,7 +96,7 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = dist.get_backend(handle) == "nccl"
-    turns = itertools.cycle(range(1024))
+    turns = _TURNS.setdefault(handle, itertools.cycle(range(1024)))
     if (job := current_job()) is not None:
         job.release = release
         job.members[axes] = ranks
