@@ -40,12 +40,14 @@ from shardlib.optim.groups import of_matrices
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
 from shardlib.optim.owners import (
     Laid,
+    Patterns,
     Spread,
     apart,
     deal,
     in_batches,
     join,
     laid,
+    listed,
     only_matrices,
     through_owners,
 )
@@ -81,6 +83,7 @@ def muon(
     rest: Transform | None = None,
     matrices: Mask = None,
     side: Sequence[tuple[Pattern[Any], int | tuple[int, int]]] = (),
+    kernels: Patterns | None = None,
     adjust: Adjust = "original",
     coefficients: Coefficients = COEFFICIENTS,
     steps: int = 5,
@@ -96,6 +99,9 @@ def muon(
     ``side``      (pattern, n): n matrices lie side by side in the rows of these (a fused qkv: 3,
                   heads: their number), each made orthogonal on its own; (rows, columns) where they
                   lie in columns too.
+    ``kernels``   patterns of leaves [out, in, *window], as a convolution's: each is one matrix
+                  [out, in x window].  Others of more than three dimensions are stacks too, and
+                  refused without ``kernels``.
     ``adjust``    the rate per matrix, as torch's ``adjust_lr_fn``.
     ``dtype``     in which matrices travel and are computed; torch's is bfloat16, which is fast on
                   GPUs and rounds by 1 %.  None: fp32, or fp64 for fp64.
@@ -116,10 +122,10 @@ def muon(
             op="muon",
             fix="sl.optim.muon(0.02, adjust='match_rms_adamw')",
         )
-    how = _How(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side))
+    how = _How(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels))
 
     def init(params: Any) -> MuonState:
-        only_matrices(params, "muon")
+        only_matrices(params, "muon", kernels)
         return MuonState(0, moments(params))
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
@@ -167,6 +173,7 @@ class _How(NamedTuple):
     dtype: torch.dtype | None
     most: float
     side: tuple[Any, ...]
+    kernels: tuple[Pattern[Any], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         return orthogonal(x, self.coefficients, self.steps, self.eps)
@@ -191,11 +198,14 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
         if not isinstance(x, Tensor):
             out.append(None)
             continue
-        rows, cols = how.sides(path, x)
-        m, n = x.shape[-2] // rows, x.shape[-1] // cols
-        ratio = (
-            math.sqrt(max(1, m / max(n, 1))) if adjust == "original" else 0.2 * math.sqrt(max(m, n))
-        )
+        m, n = x.shape[-2:]
+        if x.ndim > 2 and any(matches(k, path, x) for k in how.kernels):
+            m, n = x.shape[0], math.prod(x.shape[1:])
+        if how.side:
+            rows, cols = how.sides(path, torch.empty(m, n, device="meta"))
+            m, n = m // rows, n // cols
+        tall = math.sqrt(max(1, m / max(n, 1)))
+        ratio = tall if adjust == "original" else 0.2 * math.sqrt(max(m, n))
         out.append(torch.tensor(ratio, dtype=torch.float64))
     return out
 
@@ -487,6 +497,11 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
     )
 
 
+def _kernel(path: str, x: Tensor) -> bool:
+    """Say what is priced as a convolution's kernel."""
+    return x.ndim > 3
+
+
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
     """Make the case of parameters, of trees of them, or of state that ``zero`` has cut."""
@@ -494,7 +509,7 @@ def _case(*operands: Any) -> MuonCase:
     for tree in operands:
         leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
         cut = [x for x in leaves if isinstance(x, Buckets)]
-        found += [one for x in cut or [tree] for one in laid(x)]
+        found += [one for x in cut or [tree] for one in laid(x, None, [_kernel])]
     found = [x for x in found if x.mesh is not None and math.prod(x.spread.shape)]
     if not found:
         raise Unsupported(
@@ -534,7 +549,10 @@ def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
     with torch.no_grad():
         made = _like(tree) if into is None else into
         together: dict[Any, list[tuple[Laid, Laid]]] = {}
-        for given, out in zip(laid(tree, how.sides), laid(made, how.sides), strict=True):
+        for given, out in zip(
+            *(laid(t, how.sides if how.side else None, how.kernels) for t in (tree, made)),
+            strict=True,
+        ):
             if given.spread.count and math.prod(given.spread.shape):
                 kind = given.runs[0].dtype
                 together.setdefault((given.mesh, kind), []).append((given, out))

@@ -9,7 +9,7 @@ a pure value that all ranks know, so no size is sent.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -22,13 +22,14 @@ from shardlib.collectives.api import ragged_all_to_all
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.optim.buckets import Buckets, parts
 from shardlib.optim.newton_schulz import flops
 from shardlib.optim.select import named
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
-    "Deal", "Laid", "Spread", "apart", "deal", "in_batches", "join", "laid", "only_matrices",
+    "Deal", "Laid", "Patterns", "Spread", "apart", "deal", "in_batches", "join", "laid", "listed", "only_matrices",
     "through_owners",
 ]  # fmt: skip
 
@@ -68,6 +69,26 @@ class Spread:
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
+    def folded(self) -> "Spread":
+        """Return the same as one matrix: the first dimension times all others.
+
+        Raises: Unsupported where others than the first two are split, or the second is in an order.
+        """
+        first, second, *window = self.layout.dims
+        cut = any(d.axes for d in window) or second.order != "contiguous"
+        if cut or self.layout.skew:
+            raise Unsupported(
+                f"a kernel of {list(self.shape)} in {self.layout} is no matrix split in blocks",
+                op="muon",
+                fix="w = sl.reshard(w, 'x ...')",
+            )
+
+        def flat(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return sizes[0], math.prod(sizes[1:])
+
+        layout = Layout((first, second))
+        return replace(self, layout=layout, padded=flat(self.padded), shape=flat(self.shape))
+
     def place(self, mesh: Mesh) -> Place:
         """Return the place of the whole parameter."""
         true = None if self.padded == self.shape else torch.Size(self.shape)
@@ -86,27 +107,55 @@ class Laid(NamedTuple):
     runs: list[Tensor]
 
 
-def laid(tree: Any, side: Callable[[str, Tensor], tuple[int, int]] | None = None) -> list[Laid]:
-    """List the leaves of two dimensions and more; ``side`` says what lies side by side in them."""
-    if isinstance(tree, Buckets):
-        return _in_buckets(tree, side)
+Patterns = Pattern[Any] | Sequence[Pattern[Any]]
+Side = Callable[[str, Tensor], tuple[int, int]]
+
+
+def laid(tree: Any, side: Side | None = None, kernels: Sequence[Pattern[Any]] = ()) -> list[Laid]:
+    """List the leaves of two dimensions and more.
+
+    ``side``     says what lies side by side in them.
+    ``kernels``  which of them are [out, in, *window], a matrix [out, in x window].
+    """
+    found = _in_buckets(tree) if isinstance(tree, Buckets) else _in_tree(tree)
+    out = []
+    for item in found:
+        spread = item.spread
+        if kernels and len(spread.shape) > 2:
+            like = torch.empty(spread.shape, device="meta")
+            if any(matches(k, item.path, like) for k in kernels):
+                spread = spread.folded()
+        if side is not None:
+            like = torch.empty(spread.shape, device="meta")
+            spread = replace(spread, side=side(item.path, like))
+        out.append(item._replace(spread=spread))
+    return out
+
+
+def _in_tree(tree: Any) -> list[Laid]:
     out = []
     for path, x in named(tree).items():
         if not isinstance(x, Tensor) or x.ndim < 2:
             continue
-        beside = (1, 1) if side is None else side(path, x)
         if isinstance(x, ShardedTensor):
             layout = x.sharding.bare.resolve(x.ndim)
-            spread = Spread(layout, tuple(x.padded_shape), tuple(x.shape), None, beside)
+            spread = Spread(layout, tuple(x.padded_shape), tuple(x.shape))
             out.append(Laid(path, spread, x.mesh, [b.reshape(-1) for b in blocks(x.raw, x.mesh)]))
         else:
-            spread = Spread(Layout((Dim(),) * x.ndim), tuple(x.shape), tuple(x.shape), None, beside)
+            spread = Spread(Layout((Dim(),) * x.ndim), tuple(x.shape), tuple(x.shape))
             out.append(Laid(path, spread, None, [x.reshape(-1)]))
     return out
 
 
-def only_matrices(params: Any, op: str) -> None:
-    """Refuse what is no matrix."""
+def listed(patterns: Patterns | None) -> tuple[Pattern[Any], ...]:
+    """Return one pattern, several or none as a tuple."""
+    if isinstance(patterns, Sequence) and not isinstance(patterns, str):
+        return tuple(patterns)
+    return () if patterns is None else (patterns,)
+
+
+def only_matrices(params: Any, op: str, kernels: Patterns | None) -> None:
+    """Refuse what is no matrix, and of more than three dimensions what nobody said how to read."""
     for path, x in named(params).items():
         if isinstance(x, Tensor) and x.ndim < 2:
             raise Unsupported(
@@ -116,9 +165,17 @@ def only_matrices(params: Any, op: str) -> None:
                 fix=f"tx = sl.optim.{op}(0.02, rest=sl.optim.adamw(3e-4), "
                 "matrices=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))",
             )
+        if isinstance(x, Tensor) and x.ndim > 3 and kernels is None:
+            raise Unsupported(
+                f"{path or 'the parameter'} of {x.ndim} dimensions: kernels= names those that are "
+                "one matrix [out, in x window], as a convolution's; others are stacks of matrices",
+                op=op,
+                operands={"parameter": typeof(x)},
+                fix=f"tx = sl.optim.{op}(0.02, kernels=[{path!r}])",
+            )
 
 
-def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | None) -> list[Laid]:
+def _in_buckets(tree: Buckets) -> list[Laid]:
     mesh, index = tree.mesh, tree.index
     where = [rank_along(index.axes, c, mesh.axes) for c in coordinates(mesh.axes)]
     mine = {
@@ -135,9 +192,7 @@ def _in_buckets(tree: Buckets, side: Callable[[str, Tensor], tuple[int, int]] | 
                 continue
             found = [o.get(slot.leaves[0]) for o in of]
             runs = tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
-            like = torch.empty(item.whole, device="meta")
-            beside = (1, 1) if side is None else side(item.path, like)
-            spread = Spread(item.layout, item.tiled, item.whole, runs, beside, index.axes)
+            spread = Spread(item.layout, item.tiled, item.whole, runs, cut=index.axes)
             keys = [(slot.leaves[0], i) for i in range(len(played(mesh)))]
             given = [mine[key] if key in mine else empty for key in keys]  # noqa: SIM401
             out.append(Laid(item.path, spread, mesh, given))

@@ -20,7 +20,16 @@ from torch import Tensor
 from shardlib.errors import Unsupported
 from shardlib.optim.groups import of_matrices
 from shardlib.optim.owned import Kind, Owned
-from shardlib.optim.owners import Laid, Spread, deal, laid, only_matrices, through_owners
+from shardlib.optim.owners import (
+    Laid,
+    Patterns,
+    Spread,
+    deal,
+    laid,
+    listed,
+    only_matrices,
+    through_owners,
+)
 from shardlib.optim.ranges import COUNT, POSITIVE, ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
@@ -59,6 +68,7 @@ def soap(
     most: float = 10000,
     rest: Transform | None = None,
     matrices: Mask = None,
+    kernels: Patterns | None = None,
 ) -> Transform:
     """Update by Adam in the eigenbasis of running means of G G^T and G^T G, on any layout.
 
@@ -68,6 +78,7 @@ def soap(
     ``rest``      what updates everything that ``matrices`` does not mean.
     ``matrices``  globs of paths, a tree of bools, or a function of the tree; see
                   ``recipes.matrices(model)``.  Leaves of three dimensions are stacks of matrices.
+    ``kernels``   as muon's: which leaves are one matrix [out, in x window].
     Holds:  2 m n + 2 m m + 2 n n numbers for a matrix, with its owner alone.
     Moves:  what Muon's owners move: each matrix to its owner and back.
     Raises: Unsupported for a leaf that is no matrix.
@@ -81,8 +92,8 @@ def soap(
     """
 
     def init(params: Any) -> SoapState:
-        only_matrices(params, "soap")
-        items = _live(moments(params))
+        only_matrices(params, "soap", kernels)
+        items = _live(moments(params), kernels)
         plan = deal(tuple(x.spread for x in items), _sizes(items), _work)
         dtype = items[0].runs[0].dtype
         for x in items:
@@ -92,7 +103,7 @@ def soap(
 
     def directed(grads: Any, into: Any, state: SoapState) -> None:
         """Write directions, and what the owners remember of these gradients, in place."""
-        items = _live(grads)
+        items = _live(grads, kernels)
         state.mu.check(items, "soap")
         ranks = range(len(items[0].runs))
         kept = [[x.views(i) for x in state[1:]] for i in ranks]
@@ -103,7 +114,7 @@ def soap(
                 _step(g, mine, state.count, b1, b2, eps, every)
 
         plan, dtype = state.mu.held.plan, state.mu.vector.dtype
-        runs, outs = ([x.runs for x in t] for t in (items, _live(into)))
+        runs, outs = ([x.runs for x in t] for t in (items, _live(into, kernels)))
         through_owners(runs, plan, items[0].mesh, compute, outs, dtype)
 
     def sized(count: int, rate: float) -> tuple[float, float]:
@@ -143,9 +154,11 @@ def soap(
     return of_matrices(core, rest, matrices, "soap", 0.003)
 
 
-def _live(tree: Any) -> list[Laid]:
+def _live(tree: Any, kernels: Patterns | None) -> list[Laid]:
     """List the matrices that have elements, all of one mesh."""
-    items = [x for x in laid(tree) if x.spread.count and math.prod(x.spread.shape)]
+    items = [
+        x for x in laid(tree, None, listed(kernels)) if x.spread.count and math.prod(x.spread.shape)
+    ]
     if not items:
         raise Unsupported("there is no matrix", op="soap", fix="tx = sl.optim.adamw(3e-4)")
     if any(x.mesh is not items[0].mesh for x in items):

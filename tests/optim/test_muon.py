@@ -308,6 +308,107 @@ def test_matrices_without_elements() -> None:
                 close(sl.unshard(got[k]), p, 1e-12)
 
 
+@pytest.mark.parametrize("kind", ["muon", "soap"])
+@pytest.mark.parametrize("way", ["", "gathered", "owners", "blocks"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_convolutions_kernel_is_one_matrix(stage: int, way: str, kind: str) -> None:
+    """[out, in, height, width] as [out, in height width]; named, since a stack looks alike."""
+    if kind == "soap" and way:
+        return
+    whole = {"a": r(8, 4, 3, 3), "b": r(5, 3, 2, 2, seed=1), "c": r(4, 6, 3, seed=2)}
+    flat = {k: p.reshape(len(p), -1) for k, p in whole.items()}
+    make = o.soap if kind == "soap" else o.muon
+    tx, plain = make(0.05, kernels=["a", "b", "c"]), make(0.05)
+    want, state = flat, plain.init(flat)
+    for _ in range(3):
+        updates, state = plain.update(flat, state, want)
+        want = o.apply_updates(want, updates)
+    copies = lambda: {k: p.clone() for k, p in whole.items()}  # noqa: E731
+    got = several(tx, copies(), copies)
+    assert all(torch.equal(got[k].reshape(len(p), -1), p) for k, p in want.items())
+    with sl.simulate(data=2, x=2, y=2), sl.algorithm(muon=way) if way else nullcontext():
+        cut = o.zero(tx, "data", stage=stage) if stage else tx
+        put = lambda t: {  # noqa: E731
+            k: sl.shard(p, "x y" + " ." * (p.ndim - 2), pad=True) for k, p in t.items()
+        }
+        new = lambda: put(whole) if stage < 3 else cut.shard(put(whole))  # noqa: E731
+        params = several(cut, new(), new)
+        found = params if stage < 3 else o.state_dict(params)
+        for k, p in want.items():
+            close(sl.unshard(found[k]).reshape(len(p), -1), p, 1e-12)
+
+
+def several(tx: Any, params: Any, grads: Any) -> Any:
+    """Three steps in place, of gradients made anew for each."""
+    state = tx.init(params)
+    for _ in range(3):
+        params, state, _ = o.step(tx, params, grads(), state)
+    return params
+
+
+def test_what_may_be_a_kernel_or_a_stack_is_not_guessed() -> None:
+    stack = {"e": r(2, 3, 4, 5)}
+    for make in (o.muon, o.soap):
+        with pytest.raises(sl.ShardError, match="kernels= names those that are one matrix") as e:
+            make(0.05).init(stack)
+        names: dict[str, Any] = {"sl": sl}
+        exec(e.value.fix, names)
+        names["tx"].init(stack)
+    one = o.muon(0.05, kernels=[])
+    many = {"e": stack["e"].reshape(6, 4, 5)}
+    want = one.update(many, one.init(many), many)[0]["e"]
+    close(one.update(stack, one.init(stack), stack)[0]["e"].reshape(6, 4, 5), want, 1e-15)
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match="no matrix split in blocks"):
+        w = {"w": sl.shard(r(4, 4, 2, 2), ". . x .")}
+        tx = o.muon(0.05, kernels="w")
+        tx.update(w, tx.init(w), w)
+
+
+PLACES = [  # mesh, stage, layout of a matrix
+    ({"data": 2, "x": 2}, 2, "x ."),
+    ({"data": 1, "x": 2, "y": 2}, 0, "x y"),
+    ({"data": 3}, 3, ". ."),
+    ({"d": 2, "data": 2, "x": 2}, 1, ". x"),
+    ({"data": 1}, 0, ". ."),
+]
+
+
+def test_state_goes_on_on_any_mesh_and_stage() -> None:
+    """With side, stacks, padding and a rest: by name, from each place to the next."""
+    whole = {"q": r(24, 8), "k": r(7, 13, seed=1), "e": r(4, 6, 8, seed=2), "b": r(5, seed=3)}
+    inner = o.muon(0.05, rest=o.adamw(0.05), matrices=["q", "k", "e"], side=[("q", 3)])
+
+    def grads(i: int) -> Any:
+        return {k: r(*p.shape, seed=50 + 9 * i + j) for j, (k, p) in enumerate(whole.items())}
+
+    want, state = whole, inner.init(whole)
+    for i in range(2 * len(PLACES)):
+        updates, state = inner.update(grads(i), state, want)
+        want = o.apply_updates(want, updates)
+    params, kept, i = whole, None, 0
+    for mesh, stage, layout in PLACES:
+        with sl.simulate(**mesh):
+            tx = o.zero(inner, "data", stage=stage, bucket_mb=1e-3) if stage else inner
+            put = lambda t, at=layout: {  # noqa: E731
+                k: sl.shard(p, ". " * (p.ndim - 2) + at if p.ndim > 1 else "...", pad=True)
+                for k, p in t.items()
+            }
+            cut = put if stage < 3 else (lambda t, tx=tx, put=put: tx.shard(put(t)))
+            mine = cut(params)
+            now = tx.init(mine) if kept is None else o.load_state_dict(tx.init(mine), kept)
+            for _ in range(2):
+                mine, now, _ = o.step(tx, mine, cut(grads(i)), now)
+                i += 1
+            found = mine if stage < 3 else o.state_dict(mine)
+            params = {k: sl.unshard(p).clone() for k, p in found.items()}
+            kept = {
+                k: sl.unshard(x).clone() if isinstance(x, sl.ShardedTensor) else x
+                for k, x in o.state_dict(now).items()
+            }
+    for k, p in want.items():
+        close(params[k], p, 1e-12)
+
+
 def run_once(params: Any) -> Any:
     return TX.update(params, TX.init(params), params)[0]
 
