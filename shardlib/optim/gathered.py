@@ -170,7 +170,7 @@ class Reading:
             flat, finish = self.coming.pop(name)
             finish()
             self.flat[name] = flat
-            self.at[flat.untyped_storage().data_ptr()] = name
+            self.at[flat.untyped_storage()._cdata] = name
             if not self.index.keep:
                 for old in list(self.flat)[:-2]:
                     self._drop(old)
@@ -178,7 +178,7 @@ class Reading:
 
     def _drop(self, name: str) -> None:
         flat = self.flat.pop(name)
-        self.at.pop(flat.untyped_storage().data_ptr(), None)
+        self.at.pop(flat.untyped_storage()._cdata, None)
         self.blocks.pop(name, None)
 
     def end_forward(self) -> None:
@@ -203,7 +203,7 @@ class Reading:
         """Return what autograd keeps of a saved tensor: of a gathered weight, where it stood."""
         if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
             return x
-        name = self.at.get(x.untyped_storage().data_ptr())
+        name = self.at.get(x.untyped_storage()._cdata)
         return x if name is None else (name, x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, kept: Any) -> Tensor:

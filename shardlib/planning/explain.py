@@ -23,6 +23,7 @@ from shardlib.mesh import MeshLike, record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
@@ -242,7 +243,8 @@ def explain(
                   read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
-    ``tx``        an optimizer's transform, whose state is then part of the peak.
+    ``tx``        an optimizer's transform, whose state is then part of the peak.  Of ``zero`` at
+                  stage 3 give it with ``tx.shard(params)``; before, gradients count whole.
 
     Raises: what ``apply`` would raise, for example UnevenSplit at another size; Unsupported, with
     the submodule, where a module's own code raises on shapes alone.
@@ -318,7 +320,20 @@ def _papers(tree: Any, paper: Any, known: Known) -> Any:
             known.tell(y, x)
         return y
 
-    return optree.tree_map(on_paper, tree, none_is_leaf=True)
+    def one(x: Any) -> Any:
+        if not isinstance(x, Buckets):
+            return on_paper(x)
+        if dict(x.mesh.axes) != dict(paper.axes):
+            raise Unsupported(
+                "parts of buckets are cut for one mesh",
+                op="explain",
+                mesh=x.mesh,
+                fix="sl.explain(apply, params, inputs, tx=tx)",
+            )
+        return type(x)({n: on_paper(v) for n, v in x.items()}, x.index, paper)
+
+    buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
+    return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)
 
 
 def _explained(

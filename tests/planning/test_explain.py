@@ -10,6 +10,7 @@ from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from shardlib.live import Live
 
 CONFIG = GPTConfig(vocab=32, ctx=8, layers=2, heads=4, embed=16)
 IDS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -246,3 +247,28 @@ def test_a_forward_that_does_not_run_on_paper_is_told_by_its_module(how: str, sa
         else:
             with pytest.raises(KeyError):
                 exec(line, names)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("policy", ["all", "full"])
+def test_parts_of_stage_3_are_gathered_on_paper_as_in_a_run(policy: str, keep: bool) -> None:
+    blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+    model = nn.Sequential(*blocks)
+    x = torch.zeros(1024, 16)
+    with sl.simulate(data=4):
+        apply, params = sl.parallelize(
+            model, [("*", "...")], inputs={"input": "data ."}, remat=[("*", policy)]
+        )
+        tx = sl.optim.zero(sl.optim.adamw(1e-2), "data", 3, keep=keep)
+        parts, f = tx.shard(params), lambda p, x: apply(p, x).square().mean()
+        plan, step = sl.explain(f, parts, x, tx=tx), sl.value_and_grad(f)
+        rows = sl.shard(x, "data .")
+        with Live() as live:
+            step(parts, rows)
+        with sl.trace() as t:
+            step(parts, rows)
+        assert plan.forward.bytes + plan.backward.bytes == t.bytes
+        assert plan.forward.messages + plan.backward.messages == t.messages
+        assert abs(live.peak / 4 / plan.transient - 1) < (0.1 if keep else 0.05)
+        with pytest.raises(sl.ShardError, match="cut for one mesh"):
+            sl.explain(f, parts, x, mesh={"data": 8}, tx=tx)
