@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
     Step,
     Transform,
@@ -178,11 +179,11 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
             return MixedState((), _to(run_in_place(tx, grads, inner, params, step), how.state))
         before = exact(params, state.master)
         inner = run_in_place(tx, _widened(grads), inner, before, step)
-        high, low = apart(before, params)
-        for old, now in ((_half(params), high), (state.master, low)):
-            for o, n in zip(*pieces(old, now), strict=True):
-                if o is not n:
-                    o.copy_(n)
+        for p, kept, exactly in spans(*pieces(_half(params), state.master, before)):
+            high, low = halves(exactly) if rest else (exactly, exactly)
+            p.copy_(high)
+            if rest:
+                kept.copy_(low)
         return MixedState(state.master, _to(inner, how.state))
 
     return Transform(init, update, tx.trait, donate, groups=tx.groups, sink=tx.sink)

@@ -35,7 +35,8 @@ from shardlib.optim.gathered import Parts
 from shardlib.optim.memory import Memory
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.sink import Sink, Summed
-from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
+from shardlib.optim.spans import spans
+from shardlib.optim.transform import Step, Transform, check_transform, run_in_place, runs
 from shardlib.optim.trees import given_for
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -957,10 +958,11 @@ def _with_master(
         return ZeroState(inner, state.master)
     raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
     full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})
-    for p, rest, m in zip(mine.pieces, state.master.pieces, full.pieces, strict=True):
+    rows = runs(mine, state.master, full)
+    for p, rest, m in spans(*rows):
         m.copy_(joined(p, rest))
     inner = run_in_place(tx, parts, state.inner, full, step)
-    for p, rest, m in zip(mine.pieces, state.master.pieces, full.pieces, strict=True):
+    for p, rest, m in spans(*rows):
         high, low = halves(m)
         p.copy_(high)
         rest.copy_(low)

@@ -1,5 +1,7 @@
 """A step in place: what is given up is overwritten, what comes back is the optimizer's step."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -8,6 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import BadArgument
+from shardlib.optim.spans import SPAN
 from tests.ops.cases import r
 
 o = sl.optim
@@ -173,3 +176,73 @@ def test_what_is_no_transform_is_refused_by_all_that_take_one() -> None:
         for odd in (o.adamw, torch.optim.AdamW, None, o.sgd(0.1)._replace(trait="fast")):
             with pytest.raises(BadArgument, match=r"a transform is expected|no trait 'fast'"):
                 take(odd)
+
+
+TX = {
+    "adamw": (lambda: sl.optim.adamw(0.1), 0),
+    "adam": (lambda: sl.optim.adam(0.1), 0),
+    "sgd": (lambda: sl.optim.sgd(0.1), 0),
+    "momentum": (lambda: sl.optim.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1), 0),
+    "adagrad": (lambda: sl.optim.adagrad(0.1), 0),
+    "lion": (lambda: sl.optim.lion(0.1, weight_decay=0.1), 2),
+    "rmsprop": (lambda: sl.optim.rmsprop(0.1, momentum=0.9, centered=True, weight_decay=0.1), 4),
+    "masked": (lambda: sl.optim.adamw(0.1, mask=lambda t: {k: k == "w" for k in t}), 0),
+}
+FORMS: list[Any] = [
+    (None, {}),
+    (3, {}),
+    (3, {"master": "fp32"}),
+    (3, {"master": "bf16+rem"}),
+]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", TX)
+def test_a_step_in_place_needs_no_memory_of_the_parameters_size(
+    name: str, clip: bool, tmp_path: Path
+) -> None:
+    """At most some spans, of the largest temporaries; the fused kernels need nothing."""
+    make, most = TX[name]
+    for stage, how in FORMS:
+        tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), make()) if clip else make()
+        tx = tx if stage is None else sl.optim.zero(tx, "data", stage, **how)
+        dtype = torch.bfloat16 if how else torch.float32
+        with sl.simulate(data=1):
+            shapes = {"w": (8, SPAN), "b": (SPAN // 100,)}
+            params: Any = {
+                k: sl.shard(torch.ones(s, dtype=dtype), "...") for k, s in shapes.items()
+            }
+            params = tx.shard(params)
+            state = tx.init(params)
+            for turn in range(2):
+                grads = given(params, stage)
+                if turn:
+                    with torch.profiler.profile(
+                        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+                    ) as profile:
+                        sl.optim.step(tx, params, grads, state)
+                else:
+                    params, state, _ = sl.optim.step(tx, params, grads, state)
+        profile.export_chrome_trace(str(tmp_path / "trace.json"))
+        spans = max(most, 4 if clip else 0, 5 if how.get("master") == "bf16+rem" else 0)
+        assert peak(tmp_path / "trace.json") <= spans * 4 * SPAN + 4096, (stage, how)
+
+
+def given(params: Any, stage: int | None) -> Any:
+    """Gradients as a backward gives them."""
+    if stage == 3:
+        made = {
+            k: x.becomes(torch.ones_like(x.raw, dtype=torch.float32)) for k, x in params.items()
+        }
+        return params.like(made)
+    return {k: x.becomes(torch.ones_like(x.raw)) for k, x in params.items()}
+
+
+def peak(trace: Path) -> int:
+    """The most bytes that were allocated at a time beyond those at the beginning."""
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        now += event["args"]["Bytes"]
+        most = max(most, now)
+    return most
