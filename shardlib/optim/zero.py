@@ -173,8 +173,8 @@ def zero(
     def init(params: Any) -> Any:
         if stage == 3:
             return begun(_own(_parted(params)))
-        leaves, *_ = _flat(params)
-        where, mesh = seen.index(params, leaves)
+        leaves, held, tree = _flat(params)
+        where, mesh = seen.index(params, leaves, held, tree)
         if all(unread(x) for x in leaves):  # a graph would go on with the old blocks
             adopt(leaves, where, mesh)  # a copy of all is least while nothing else is alive
         return begun(_parts(leaves, where, mesh))
@@ -218,7 +218,7 @@ def zero(
             updates, state = tx.update(given, state, mine)
             return _with_frozen(params, updates), state
         leaves, held, tree = _flat(params)
-        where, mesh = seen.index(params, leaves, state)
+        where, mesh = seen.index(params, leaves, held, tree, state)
         given = _given(grads, leaves, held, tree)
         with torch.no_grad():
             state, where = followed(given, state, leaves, where, mesh)
@@ -255,7 +255,7 @@ def zero(
         if stage == 3:
             return step_on_parts(grads, state, params, step)
         leaves, held, tree = seen.flat(params)
-        where, mesh = seen.index(params, leaves, state)
+        where, mesh = seen.index(params, leaves, held, tree, state)
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
         parts = reduced(given, where, mesh, memory)
@@ -298,8 +298,8 @@ def zero(
         if stage == 3:  # the gradient of a part is reduced where the part was gathered
             _parted(params)
             return None
-        leaves, *_ = seen.flat(params)
-        where, mesh = seen.index(params, leaves)
+        leaves, held, tree = seen.flat(params)
+        where, mesh = seen.index(params, leaves, held, tree)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
             dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
@@ -319,11 +319,11 @@ def zero(
     def shard(params: Any) -> Any:
         if stage < 3 or isinstance(params, Parts):
             return params
-        leaves = optree.tree_leaves(params)
+        leaves, tree = optree.tree_flatten(params)
         held = frozen(leaves)
         asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
         every = optree.tree_map(lambda x: x.detach() if any(held) else x, params)
-        where, mesh = apart.index(every, optree.tree_leaves(every), None, held)
+        where, mesh = apart.index(every, optree.tree_leaves(every), held, tree)
         out = Parts(dict(_parts(optree.tree_leaves(every), where, mesh)), where, mesh)
         for bucket in where.buckets:
             flags = {asked[i] for s in bucket.slots for i in s.leaves}
@@ -387,26 +387,29 @@ class _Seen:
         return leaves, held, tree
 
     def index(
-        self, params: Any, leaves: list[Any], state: Any = None, held: Sequence[bool] = ()
+        self, params: Any, leaves: list[Any], held: list[bool], tree: Any, state: Any = None
     ) -> tuple[Index, Mesh]:
         """Return the index of these leaves; ``state``'s own, which must be one of them.
 
+        ``held``, ``tree``  as ``_flat`` gives them; where ``leaves`` are all, frozen ones too, those
+                            lie in buckets of their own.
         Gradients arrive about in the opposite order of the modules, until their order was heard.
         """
         theirs = _index_of(state)
-        if self.last and (theirs is None or theirs is self.last[2]):
-            before, mesh, where = self.last
+        if self.last and (theirs is None or theirs is self.last[-1]):
+            before, *same, mesh, where = self.last
             try:
                 places = list(map(_PLACE, leaves))
             except AttributeError:  # a plain one, which is refused below
                 places = []
-            if len(places) == len(before) and all(map(operator.is_, places, before)):
+            alike = len(places) == len(before) and same == [held, tree]
+            if alike and all(map(operator.is_, places, before)):
                 return where, mesh
         paths, order, words = _named(params, self.groups)
         if self.apart:
             names = _groups(paths, order)
             words = [f"{n} {w}".strip() for n, w in zip(names, words, strict=True)]
-        if any(held):
+        if any(held) and len(held) == len(leaves):
             words = [f"{w} frozen" if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.axes)
         if theirs is not None:
@@ -420,7 +423,7 @@ class _Seen:
                 made = replace(made, hops=self.hops, keep=self.keep)
             self.found[items] = made
         where = self.found[items] if theirs is None else theirs
-        self.last = [p.place for p in leaves], mesh, where
+        self.last = [p.place for p in leaves], held, tree, mesh, where
         return where, mesh
 
     def hears(

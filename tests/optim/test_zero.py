@@ -291,3 +291,34 @@ def narrow(how: Any, stage: int) -> tuple[float, Fraction, float]:
         apart = max(apart, float((high - sl.unshard(p)).abs().max()))
     gap = max(float((sl.unshard(ends[0][k]) - sl.unshard(ends[1][k])).abs().max()) for k in PARAMS)
     return gap, Fraction(moved[1], moved[0]), apart
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_state_is_not_taken_for_that_of_parameters_of_other_names_or_others_frozen(
+    stage: int,
+) -> None:
+    """Though they lie at the very same places."""
+    with sl.simulate(data=2):
+        params = {k: sl.shard(torch.ones(4, 6), "...") for k in "abc"}
+        tx = sl.optim.zero(sl.optim.adamw(0.1), "data", stage)
+        state = tx.init(params)
+        grads = {k: sl.shard(torch.ones(4, 6), "...") for k in "abc"}
+        params, state, _ = sl.optim.step(tx, params, grads, state)
+        same = {k: x.at(params["a"].place) for k, x in params.items()}
+        one = {k: x.becomes(torch.ones_like(x.raw)) for k, x in same.items()}
+        same, state, _ = sl.optim.step(tx, same, one, state)
+        for x in same.values():
+            x.requires_grad_()
+        grads = {k: sl.shard(torch.ones(4, 6), "...") for k in "abc"}
+        other = {f"z{k}": x for k, x in same.items()}
+        with pytest.raises(sl.ShardError, match="without a, b, c; with za, zb, zc"):
+            sl.optim.step(tx, other, {f"z{k}": g for k, g in grads.items()}, state)
+        nested = {"a": {"b": same["a"], "c": same["b"]}, "d": same["c"]}
+        with pytest.raises(sl.ShardError, match="made for other parameters"):
+            sl.optim.step(tx, nested, {"a": {k: grads[k] for k in "bc"}, "d": grads["a"]}, state)
+        same["b"].requires_grad_(False)
+        with pytest.raises(sl.ShardError, match="without b"):
+            sl.optim.step(tx, same, grads | {"b": None}, state)
+        same["b"].requires_grad_()
+        same, state, _ = sl.optim.step(tx, same, grads, state)
+        assert state.count == 3
