@@ -272,7 +272,7 @@ def residue(given: dict[str, Any], alone: list[dict[str, Tensor]]) -> list[dict[
         start = [p.detach().clone() for p in one.parameters()]
         _trained_by_torch(args, draw, one, parts=False)
         _trained_by_torch(args, draw, DistributedDataParallel(plain), parts=True)
-        theirs = dict(one.named_parameters())
+        theirs: dict[str, Tensor] = dict(one.named_parameters())
         moved = sum(
             float((a - b).detach().abs().sum()) for a, b in zip(theirs.values(), start, strict=True)
         )
