@@ -428,3 +428,26 @@ def outliving() -> bool:
     before = [g.raw.clone() for g in grads.values()]
     y.raw.sum().backward()
     return all(torch.equal(g.raw, b) for g, b in zip(grads.values(), before, strict=True))
+
+
+def test_a_cycle_that_has_begun_goes_over_to_better_buckets() -> None:
+    """The order of arrival is heard in the first step, in the middle of a cycle of two."""
+    ends, orders = [], []
+    for mb in (0.001, 25.0):
+        with sl.simulate(data=2, x=1):
+            tx = sl.optim.zero(
+                sl.optim.multi_steps(sl.optim.adamw(0.1), 2), "data", 2, bucket_mb=mb
+            )
+            params = params_of(torch.float32)
+            state, seen = tx.init(params), []
+            for t in range(4):
+                sink = tx.sink(params)  # type: ignore[misc]
+                for i in ORDER:
+                    raw = list(params.values())[i].raw
+                    sink.take(i, (r(*raw.shape, seed=10 * t + i).float() * 16).round() / 16)
+                seen.append(sink.index)
+                params, state, _ = sl.optim.step(tx, params, sink.finish(), state)
+            ends.append({k: sl.unshard(p) for k, p in params.items()})
+            orders.append(seen)
+    assert orders[0][0] != orders[0][1] == orders[0][3]
+    assert all(torch.equal(ends[0][k], p) for k, p in ends[1].items())
