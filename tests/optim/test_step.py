@@ -218,7 +218,9 @@ def test_a_step_in_place_needs_no_memory_of_the_parameters_size(
                 grads = given(params, stage)
                 if turn:
                     with torch.profiler.profile(
-                        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+                        activities=[torch.profiler.ProfilerActivity.CPU],
+                        profile_memory=True,
+                        acc_events=True,  # else torch 2.11 warns
                     ) as profile:
                         sl.optim.step(tx, params, grads, state)
                 else:
