@@ -167,12 +167,30 @@ def psum(
     wire: torch.dtype | None = None,
 ) -> Finish:
     if out is None:
+        g = group(mesh, axes)
+        wide = x.dtype in (torch.float32, torch.float64)
+        if g.size == 2 and wide and not g.native and x.nbytes >= _LARGE:
+            return _sum_of_two(x, g)
         return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
     p = mesh.axis_size(axes)
     scattered = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % p)), mesh, axes, 0, wire)
 
     def finish() -> Tensor:
         return all_gather(scattered().to(out), mesh, axes, 0)()[: x.numel()].view(x.shape)
+
+    return finish
+
+
+def _sum_of_two(x: Tensor, g: _Group) -> Finish:
+    """Send all to the other rank and add what comes: the bytes of an all-reduce, in half its steps."""
+    x, tag, other = x.contiguous(), next(g.turns), g.places[1 - g.index]
+    out = torch.empty_like(x)
+    works = [g.handle.recv([out], other, tag), g.handle.send([x], other, tag)]
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return out.add_(x)
 
     return finish
 

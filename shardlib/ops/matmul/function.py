@@ -146,7 +146,7 @@ def linear_of_blocks(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor
     into = w.__dict__.get("into")
     if into is None or any_autocast() or not torch.is_grad_enabled():
         return F.linear(x, w, bias)
-    if x.ndim < 2 or x.is_complex() or not x.is_contiguous():
+    if x.ndim < 2 or not x.numel() or x.is_complex() or not x.is_contiguous():
         return F.linear(x, w, bias)
     return _IntoBucket.apply(x, w, bias, into)  # type: ignore[return-value]
 
