@@ -21,7 +21,7 @@ class TakesGradients(Protocol):
 
     @property
     def sink(self) -> Callable[[Any], Any] | None:
-        """Parameters -> a ``Sink`` of optim/sink.py: ``pending`` axes, ``take``, ``finish``."""
+        """Parameters -> an object with ``pending`` axes, ``take(leaf, gradient)``, ``finish()``."""
         ...
 
 
@@ -148,12 +148,8 @@ def value_and_grad(
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
         with ExitStack() as stack:
-            together, takers = None, []  # who takes gradients of the backward that runs
-            if sink is not None:
-                for i, r in enumerate(wanted):  # a product may write to a bucket itself
-                    r.into = takers, i  # type: ignore[attr-defined]
-                stack.callback(lambda: [r.__dict__.pop("into", None) for r in wanted])
-            elif not inside:
+            together = None
+            if sink is None and not inside:
                 together = stack.enter_context(Together(wanted))
             with torch.enable_grad(), within(differentiated=True):
                 out: Any = f(*inner, **kwargs)
@@ -169,9 +165,6 @@ def value_and_grad(
             if sink is not None:
                 hooks = [r.register_hook(partial(sink.take, i)) for i, r in enumerate(wanted)]
                 stack.callback(lambda: [hook.remove() for hook in hooks])
-                stack.callback(takers.clear)
-                if all(len(r._backward_hooks or ()) == 1 for r in wanted):
-                    takers.append(sink)
             if together is not None:
                 together.open = True
             found: Sequence[Tensor | None] = (

@@ -1,10 +1,10 @@
 """Gradients on their way into buckets, while backward runs.
 
 A gradient is copied into its bucket as soon as autograd has made it, while it is in the cache, and
-autograd keeps one element in its place; the product of a linear layer writes it there itself.  A
-bucket that is full is reduce-scattered at once.  Buckets are posted in their fixed order, whatever
-order their gradients arrive in, so that every rank posts the same collectives in the same order;
-what no gradient reached is posted at the end, as zeros.
+autograd keeps one element in its place.  A bucket that is full is reduce-scattered at once.
+Buckets are posted in their fixed order, whatever order their gradients arrive in, so that every
+rank posts the same collectives in the same order; what no gradient reached is posted at the end, as
+zeros.
 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 """
@@ -39,21 +39,12 @@ class Lies:
         self.slots = [slot_of(flat, s.offset, s.shape) for s in bucket.slots]
         self.gaps = [flat[..., start:stop] for start, stop in bucket.gaps]
         self.stand: list[Tensor | None] = [None] * len(self.slots)
-        self.zeros: list[Tensor | None] = [None] * len(self.slots)
 
     def stands_for(self, n: int, g: Tensor) -> Tensor:
         """Return one element in the shape and dtype of a gradient that lies in slot ``n``."""
         found = self.stand[n]
         if found is None or found.dtype is not g.dtype or found.shape != g.shape:
             found = self.stand[n] = g.new_empty(()).expand(g.shape)
-        return found
-
-    def zeros_for(self, n: int) -> Tensor:
-        """Return zeros that take the memory of one, in the shape of slot ``n``."""
-        found = self.zeros[n]
-        if found is None:
-            slot = self.slots[n]
-            found = self.zeros[n] = slot.new_zeros(()).expand(slot.shape)
         return found
 
 
@@ -101,7 +92,6 @@ class Sink:
         self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
         self.order: list[int] = []
-        self.written: set[tuple[int, int]] = set()
         self.begun: list[Tensor | None] = [None] * len(self.left)
         self.lies: list[Lies | None] = [None] * len(self.left)
         self.flying: list[tuple[int, Tensor, Callable[[], Tensor]]] = []
@@ -119,37 +109,16 @@ class Sink:
         b, n = self.number[leaf]
         g = g.detach() if g.requires_grad else g
         lies, left = self.lies[b] or self._lies(b), self.left[b]
-        if n not in left:  # a tied leaf's second gradient
-            lies.slots[n].add_(g)
-        else:
-            if (b, n) not in self.written:
-                lies.slots[n].copy_(g)
-            elif g.data_ptr() != lies.zeros_for(n).data_ptr():  # other uses' too
-                lies.slots[n].add_(g)
+        if n in left:
+            lies.slots[n].copy_(g)
             left.remove(n)
             self.order.append(leaf)
+        else:  # a tied leaf's second gradient
+            lies.slots[n].add_(g)
         if not left and b == self.next:
             with torch.no_grad():
                 self._post_full()
         return lies.stands_for(n, g)
-
-    def take_product(self, leaf: int, a: Tensor, b: Tensor) -> Tensor | None:
-        """Write ``a @ b``, a leaf's gradient or part of it, into its bucket.
-
-        Return zeros that autograd may add others to and hands to ``take``; None where the bucket is
-        of another dtype.
-        """
-        at, n = self.number[leaf]
-        if not a.dtype == b.dtype == self.dtypes[at][0]:
-            return None
-        lies = self.lies[at] or self._lies(at)
-        slot = lies.slots[n]
-        if n in self.left[at] and (at, n) not in self.written:
-            torch.mm(a, b, out=slot)
-            self.written.add((at, n))
-        else:
-            slot.add_(a @ b)
-        return lies.zeros_for(n)
 
     def finish(self) -> Buckets:
         """Post what is left, wait for all, and return the gradients."""

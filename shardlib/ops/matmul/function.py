@@ -8,15 +8,14 @@ what is saved, which gradients are wanted, and second derivatives.
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local, any_autocast, owned
+from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
 
-__all__ = ["NOWHERE", "Axes", "Gradients", "Product", "Schedule", "linear_of_blocks"]
+__all__ = ["NOWHERE", "Axes", "Gradients", "Product", "Schedule"]
 
 Axes = tuple[str, ...]
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -135,48 +134,6 @@ def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, 
     """Return what backward shall see of X and of W, where Y is there already."""
     blocks = getattr(schedule, "blocks", None)
     return (x, w) if blocks is None else blocks(x, w)
-
-
-def linear_of_blocks(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute torch's linear of blocks, of which nothing moves.
-
-    A weight whose gradient goes into a bucket has it written there by the product itself: it is
-    not written to new memory first, and copied.
-    """
-    into = w.__dict__.get("into")
-    if into is None or any_autocast() or not torch.is_grad_enabled():
-        return F.linear(x, w, bias)
-    if x.ndim < 2 or not x.numel() or x.is_complex() or not x.is_contiguous():
-        return F.linear(x, w, bias)
-    return _IntoBucket.apply(x, w, bias, into)  # type: ignore[return-value]
-
-
-class _IntoBucket(Local):
-    """apply(x, w, bias, into): torch's linear.
-
-    ``into``  a list of the sink that takes w's gradient, empty but while that backward runs, and
-              w's number there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, into: Any) -> Tensor:
-        ctx.into = into
-        ctx.save_for_backward(x, w)
-        return owned(F.linear(x, w, bias))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        need_x, need_w, need_bias, _ = ctx.needs_input_grad
-        rows, dy = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, w.shape[0])
-        dx = (dy @ w).view(x.shape) if need_x else None
-        dw = None
-        if need_w:
-            takers, leaf = ctx.into
-            if takers and not torch.is_grad_enabled():
-                dw = takers[0].take_product(leaf, dy.mT, rows)
-            dw = dy.mT @ rows if dw is None else dw
-        return dx, dw, dy.sum(0) if need_bias else None, None
 
 
 def _recorded(

@@ -21,7 +21,7 @@ from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case
 from shardlib.ops.matmul.cuts import cut_for, whole_rows
-from shardlib.ops.matmul.function import Axes, Product, linear_of_blocks
+from shardlib.ops.matmul.function import Axes, Product
 from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.panels import rounded
 from shardlib.ops.padding import masked, padded_to
@@ -269,7 +269,7 @@ def product_of(
     if (watcher := now.watcher) is not None:
         watcher.chose(match, product=True)
     if own and call is not None and now.region is None:
-        return blockwise(*call, place, linear_of_blocks if call[0] is F.linear else torch.matmul)
+        return blockwise(*call, place, None if call[0] is F.linear else torch.matmul)
     if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
         w, over = ShardedTensor(marked, of_w), (over[0], ())
     added, own = None, False
