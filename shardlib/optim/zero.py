@@ -340,7 +340,7 @@ _WORTH = 0.05
 """By how much more of the gradients must still be to come, for buckets to be made anew."""
 
 # asked of every leaf at every step
-_RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "raw.requires_grad"))
+_RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
 
 
 class _Seen:
@@ -375,7 +375,7 @@ class _Seen:
         if type(params) is dict and chosen is not None and list(params) == names:
             every = list(chosen(params))
             try:
-                asks = list(map(_ASKS, every))
+                asks = list(map(_ASKS, map(_RAW, every)))
             except AttributeError:  # it holds other trees now, or plain tensors
                 return _flat(params)
             if all(asks) or True not in asks:
