@@ -196,12 +196,14 @@ def scatter(
     if rest:
         mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
     room = flat.shape if ahead or wire is not None else (min(flat.numel(), _ROOM),)
-    land = memory.take(room, wire or flat.dtype, flat.device)
+    pair = inner == 2 and wire is None and mid.dtype == flat.dtype  # what comes lands in ``mid``
+    land = None if pair else memory.take(room, wire or flat.dtype, flat.device)
     finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land, ahead=ahead)
 
     def finish() -> Tensor:
         finish_first()
-        memory.give(land)
+        if land is not None:
+            memory.give(land)
         if rest:
             scatter_into(mid, out, mesh, rest[0], wire=wire)()
             memory.give(mid)

@@ -309,6 +309,8 @@ def psum_scatter_into(
     alike = wire is None and not half and out.dtype == x.dtype
     if alike and not (ahead or g.native) and g.size > 2 and parts[0].nbytes >= _LARGE:
         return _round_sum(parts, g, out, land)
+    if alike and not g.native and g.size == 2 and parts[0].nbytes >= _LARGE:
+        return _sum_of_halves(parts, g, out)
     own = parts[g.index]
     parts = parts if g.order is None else parts[_inverse(g.order)]
     sent = parts if wire is None else parts.to(wire)
@@ -329,6 +331,19 @@ def psum_scatter_into(
         for b in blocks[2:]:
             out.add_(b)
         return out
+
+    return finish
+
+
+def _sum_of_halves(parts: Tensor, g: _Group, out: Tensor) -> Finish:
+    """Reduce and scatter between two ranks: what comes lands in ``out``."""
+    tag, me, other = next(g.turns), g.index, g.places[1 - g.index]
+    works = [g.handle.recv([out], other, tag), g.handle.send([parts[1 - me]], other, tag)]
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return out.add_(parts[me])
 
     return finish
 
