@@ -566,6 +566,7 @@ def _forked() -> None:
     It holds the rank's connections, and what it sent would be taken for the rank's.
     """
     atexit.unregister(_leave)
+    atexit.unregister(_let_go)
     for mesh in list(_VIEWS.values()):
         if mesh.size > 1:
             mesh.kind = "forked"
@@ -578,9 +579,10 @@ if hasattr(os, "register_at_fork"):
 
 def _leave() -> None:
     """Leave the job that ``make_mesh`` joined."""
+    _let_go()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _let_go()
+    gc.collect()
 
 
 def _again(axes: dict[str, int], kind: Kind) -> Mesh:

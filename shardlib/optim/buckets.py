@@ -4,7 +4,8 @@ The index is a pure value made of sizes and names.  Blocks share a bucket if the
 and are split over the same mesh axes, so that all of a bucket is replicated alike.  Slots begin at
 multiples of ``ALIGN`` elements and a bucket's length is one of ``ALIGN`` times the ranks it is cut
 for, so that no cut falls inside a vector of a kernel: torch's fused kernels round the elements
-after the last whole vector of a call otherwise than the others.
+after the last whole vector of a call otherwise than the others, and run here on whole vectors alone,
+up to the end of a slot's room.
 """
 
 import hashlib
@@ -307,8 +308,9 @@ class Pieces(list[Tensor]):
     """Plain tensors to run a kernel on, and what is asked of all of them at every step.
 
     ``roots``  tensors whose versions are those of all pieces.
-    ``runs``   (first, behind the last) of pieces that follow one another in memory, each but the
-               last in whole vectors of any kernel; None where none do.
+    ``runs``   (first, behind the last) of pieces that follow one another in memory, each up to a
+               whole vector of any kernel: the room behind it is nobody's.  None where that is not
+               known.
     """
 
     def __init__(
@@ -319,7 +321,7 @@ class Pieces(list[Tensor]):
     ) -> None:
         super().__init__(pieces)
         self.roots = list(self if roots is None else roots)
-        self.runs = None if runs is None or len(runs) == len(self) else tuple(runs)
+        self.runs = None if runs is None else tuple(runs)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -351,18 +353,19 @@ class Pieces(list[Tensor]):
         return found
 
     def joined(self) -> list[Tensor]:
-        """Return each run as one vector, in the same memory."""
+        """Return each run as one vector, in the same memory, with the room behind its pieces."""
         out = []
-        for first, end in self.runs or ((i, i + 1) for i in range(len(self))):
-            n = sum(t.numel() for t in self[first:end])
-            out.append(self[first].as_strided((n,), (1,)) if end > first + 1 else self[first])
+        for first, end in self.runs or ():
+            one, last = self[first], self[end - 1]
+            n = last.storage_offset() - one.storage_offset() + _rounded(last.numel())
+            out.append(one.as_strided((n,), (1,)))
         return out
 
 
 class Beside(NamedTuple):
     """Lists of pieces that a kernel runs on, and what is asked of all of them at every step.
 
-    ``runs``   the lists with each run as one vector; None where no pieces follow one another.
+    ``runs``   the lists with each run as one vector; None where they are not known.
     ``count``  for each vector a tensor of the steps taken, which is one and the same.
     """
 
@@ -477,14 +480,18 @@ def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
     ]
 
 
+def _rounded(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN
+
+
 def _runs(held: Sequence[tuple[Bucket, int, Part]]) -> list[tuple[int, int]]:
-    """List (first, behind the last) of pieces that follow one another in whole vectors."""
+    """List (first, behind the last) of pieces that follow one another, each in whole vectors."""
     out: list[tuple[int, int]] = []
     for k, (bucket, i, part) in enumerate(held):
         before = held[k - 1] if k else None
         if before is not None and before[0] is bucket and before[1] == i:
             last = before[2]
-            if last.start + last.length == part.start and last.length % ALIGN == 0:
+            if last.start + _rounded(last.length) == part.start:
                 out[-1] = (out[-1][0], k + 1)
                 continue
         out.append((k, k + 1))

@@ -21,7 +21,7 @@ from shardlib._compat import below_autograd, fused_step
 from shardlib.collectives import blocks
 from shardlib.errors import BadArgument, ShardError
 from shardlib.kernels.active import checked, use
-from shardlib.optim.buckets import Buckets, Pieces
+from shardlib.optim.buckets import ALIGN, Buckets, Pieces
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
@@ -264,9 +264,13 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     elif scale is not None:
         for g in used[1]:
             g.div_(scale.to(g.device, g.dtype))
+    cut = _in_vectors(used) if found.runs is None and rows[0][0].is_cpu else None
+    lists = used if cut is None else cut.lists
     found.count[0].fill_(count)
     with below_autograd():
-        kernel(used, found.count, **how)
+        kernel(lists, found.count[:1] * len(lists[0]), **how)
+    if cut is not None:
+        cut.give_back()
     for row, made in zip(rows, used, strict=True) if not found.contiguous else ():
         if made is not row:
             for t, m in zip(row, made, strict=True):
@@ -274,6 +278,46 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     # the kernel leaves the versions as they are, and an older graph would run on the new values
     torch.autograd.graph.increment_version(found.roots)
     return True
+
+
+class _Cut(NamedTuple):
+    """Lists whose vectors are all whole; the last ones, of less, are copied to memory of their own.
+
+    ``ends``    for each list the ends of its tensors; ``copies``  what was made of them.
+    """
+
+    lists: list[list[Tensor]]
+    ends: list[list[Tensor]]
+    copies: list[list[Tensor]]
+
+    def give_back(self) -> None:
+        """Write the results where they belong; gradients have none."""
+        for i, (ends, copies) in enumerate(zip(self.ends, self.copies, strict=True)):
+            if i != 1:
+                torch._foreach_copy_(ends, copies)
+
+
+def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
+    """Cut tensors so that a kernel rounds each element alike; None where they are whole vectors.
+
+    A kernel on a CPU rounds the last elements, which fill no vector, otherwise than the others.
+    Which elements these are would hang on where a layout cuts a tensor.
+    """
+    odd = [i for i, t in enumerate(lists[0]) if t.numel() % ALIGN]
+    if not odd:
+        return None
+    cut = _Cut([], [], [])
+    for row in lists:
+        flat = [t.view(-1) for t in row]
+        room = flat[0].new_zeros(len(odd) * ALIGN)
+        ends = [flat[i][flat[i].numel() // ALIGN * ALIGN :] for i in odd]
+        copies = [room[k * ALIGN : k * ALIGN + t.numel()] for k, t in enumerate(ends)]
+        torch._foreach_copy_(copies, ends)
+        bodies = [t[: t.numel() // ALIGN * ALIGN] for t in flat if t.numel() >= ALIGN]
+        cut.lists.append([*bodies, room])
+        cut.ends.append(ends)
+        cut.copies.append(copies)
+    return cut
 
 
 def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:

@@ -1,6 +1,5 @@
 import math
 import pickle
-from itertools import accumulate, pairwise
 
 import optree
 import torch
@@ -93,22 +92,24 @@ def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
     st.integers(1, 3),
 )
 def test_pieces_that_follow_one_another_are_one_vector_for_a_kernel(sizes: list, ways: int) -> None:
-    """Only whole vectors are joined, so that no element is rounded otherwise."""
+    """Each with the room behind it, so that no element is rounded otherwise than the others."""
     with sl.simulate(data=ways):
         params = {str(i): sl.shard(torch.randn(n), "...") for i, n in enumerate(sizes)}
         parts = sl.optim.zero(sl.optim.sgd(0.1), "data", 3).shard(params)
         rows = parts.pieces
-        runs = rows.beside(parts.like(dict(parts)).pieces).runs or [list(rows)]
-        ends = set(accumulate(len(t) for t in runs[0]))
-        at = list(accumulate(len(t) for t in rows))
-        for (x, y), end, one, two in zip(
-            pairwise(rows), at, parts.held, parts.held[1:], strict=False
-        ):
-            follow = x.data_ptr() + x.nbytes == y.data_ptr() and one[:2] == two[:2]
-            assert (end not in ends) == (follow and len(x) % ALIGN == 0)
-        assert all(torch.equal(torch.cat(joined), torch.cat(rows)) for joined in runs)
-        runs[0][-1][-1] = 7.0
-        assert rows[-1][-1] == 7.0
+        runs = rows.beside(parts.like(dict(parts)).pieces).runs
+        assert runs is not None and all(len(t) % ALIGN == 0 for t in runs[0])
+        ranks = [place[:2] for place in parts.held]
+        assert len(runs[0]) == len({(bucket.name, i) for bucket, i in ranks})
+        for joined in runs:  # each piece is in its rank's run, where it lay
+            for run, rank in zip(joined, dict.fromkeys(ranks), strict=True):
+                mine = [t for t, place in zip(rows, ranks, strict=True) if place == rank]
+                for t in mine:
+                    at = t.storage_offset() - run.storage_offset()
+                    assert torch.equal(run[at : at + len(t)], t)
+                assert len(run) == sum(-(-len(t) // ALIGN) * ALIGN for t in mine)
+        rows[-1][-1] = 7.0
+        assert runs[0][-1][len(runs[0][-1]) - ALIGN :].eq(7.0).sum() >= 1
 
 
 def test_what_is_remembered_of_lists_is_that_of_these_very_lists() -> None:
