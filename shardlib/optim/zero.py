@@ -254,7 +254,7 @@ def zero(
             )
         if stage == 3:
             return step_on_parts(grads, state, params, step)
-        leaves, held, tree = seen.flat(params)
+        leaves, held, tree, raws = seen.flat(params)
         where, mesh = seen.index(params, leaves, held, tree, state)
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
@@ -262,7 +262,7 @@ def zero(
         seen.keep_pieces(parts)
         if step.ask:
             step.norm = global_norm(parts)
-        flats = seen.adopt(leaves, where, mesh)
+        flats = seen.adopt(leaves, where, mesh, raws)
         mine = seen.own(flats, where, mesh)
         if master is None:
             state = run_in_place(tx, parts, state, mine, step)
@@ -298,7 +298,7 @@ def zero(
         if stage == 3:  # the gradient of a part is reduced where the part was gathered
             _parted(params)
             return None
-        leaves, held, tree = seen.flat(params)
+        leaves, held, tree, _ = seen.flat(params)
         where, mesh = seen.index(params, leaves, held, tree)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
@@ -369,22 +369,27 @@ class _Seen:
         self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
         self.names: tuple[list[str], Any, Any] = ([], None, None)
 
-    def flat(self, params: Any) -> tuple[list[Any], list[bool], Any]:
-        """Return what ``_flat`` does; a dict of last time's names is not looked through again."""
+    def flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
+        """Return what ``_flat`` does, and the leaves' blocks where they were looked at.
+
+        A dict of last time's names is not looked through again.
+        """
         names, chosen, tree = self.names
         if type(params) is dict and chosen is not None and list(params) == names:
             every = list(chosen(params))
             try:
-                asks = list(map(_ASKS, map(_RAW, every)))
+                raws = list(map(_RAW, every))
             except AttributeError:  # it holds other trees now, or plain tensors
-                return _flat(params)
+                return *_flat(params), None
+            asks = list(map(_ASKS, raws))
             if all(asks) or True not in asks:
-                return every, [False] * len(asks), tree
-            return list(itertools.compress(every, asks)), [not a for a in asks], tree
+                return every, [False] * len(asks), tree, raws
+            some, kept = (list(itertools.compress(x, asks)) for x in (every, raws))
+            return some, [not a for a in asks], tree, kept
         leaves, held, tree = _flat(params)
         if type(params) is dict and len(held) == len(params) > 1:
             self.names = list(params), operator.itemgetter(*tree.entries()), tree
-        return leaves, held, tree
+        return leaves, held, tree, None
 
     def index(
         self, params: Any, leaves: list[Any], held: list[bool], tree: Any, state: Any = None
@@ -462,9 +467,11 @@ class _Seen:
     def take(self, where: Index) -> None:
         self.found[where.items], self.last = where, ()
 
-    def adopt(self, leaves: list[Any], where: Index, mesh: Mesh) -> list[Tensor]:
+    def adopt(
+        self, leaves: list[Any], where: Index, mesh: Mesh, raws: list[Tensor] | None = None
+    ) -> list[Tensor]:
         """Return what ``adopt`` does, without asking again about the very blocks that it gave."""
-        raws = list(map(_RAW, leaves))
+        raws = list(map(_RAW, leaves)) if raws is None else raws
         index, before, flats = self.held
         if index is where and all(map(operator.is_, raws, before)):
             return flats
