@@ -15,6 +15,7 @@ from shardlib.optim.groups import masked, partition, set_to_zero
 from shardlib.optim.guard import loss_scale, skip_nonfinite
 from shardlib.optim.interop import as_torch, from_torch
 from shardlib.optim.lamb import lamb
+from shardlib.optim.masters import ZeroState
 from shardlib.optim.momentum import lion, sgd
 from shardlib.optim.muon import muon
 from shardlib.optim.names import load_state_dict, state_dict
@@ -25,7 +26,7 @@ from shardlib.optim.step import Info, step
 from shardlib.optim.transform import Transform
 from shardlib.optim.trees import apply_updates
 from shardlib.optim.wrap import averaged, ema, inject_hyperparams, multi_steps
-from shardlib.optim.zero import ZeroState, zero
+from shardlib.optim.zero import zero
 
 __all__ = [
     "Info", "Precision", "Transform", "ZeroState", "adafactor", "adagrad", "adam", "adam8bit",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.halves import halves, joined
 from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
     Step,
@@ -24,7 +25,6 @@ from shardlib.optim.transform import (
     run_in_place,
 )
 from shardlib.optim.trees import HALF, each, need, trainable, wide
-from shardlib.optim.zero import halves, joined
 
 __all__ = ["Precision", "mixed"]
 

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import below_autograd, fused_step
+from shardlib._compat import below_autograd, copy_all, fused_step
 from shardlib.collectives import blocks
 from shardlib.errors import BadArgument, ShardError
 from shardlib.kernels.active import checked, use
@@ -281,9 +281,9 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
 
 
 class _Cut(NamedTuple):
-    """Lists whose vectors are all whole; the last ones, of less, are copied to memory of their own.
+    """Lists of whole vectors; what is left of each tensor stands in a vector with the others' ends.
 
-    ``ends``    for each list the ends of its tensors; ``copies``  what was made of them.
+    ``ends``    for each list the ends of its tensors; ``copies``  where they stand now.
     """
 
     lists: list[list[Tensor]]
@@ -294,7 +294,7 @@ class _Cut(NamedTuple):
         """Write the results where they belong; gradients have none."""
         for i, (ends, copies) in enumerate(zip(self.ends, self.copies, strict=True)):
             if i != 1:
-                torch._foreach_copy_(ends, copies)
+                copy_all(ends, copies)
 
 
 def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
@@ -307,16 +307,16 @@ def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
     if not odd:
         return None
     cut = _Cut([], [], [])
+    sizes = [lists[0][i].numel() % ALIGN for i in odd]
+    room = lists[0][0].new_zeros(-sum(sizes) % ALIGN)
     for row in lists:
         flat = [t.view(-1) for t in row]
-        room = flat[0].new_zeros(len(odd) * ALIGN)
-        ends = [flat[i][flat[i].numel() // ALIGN * ALIGN :] for i in odd]
-        copies = [room[k * ALIGN : k * ALIGN + t.numel()] for k, t in enumerate(ends)]
-        torch._foreach_copy_(copies, ends)
+        ends = [flat[i][-n:] for i, n in zip(odd, sizes, strict=True)]
+        together = torch.cat([*ends, room])
         bodies = [t[: t.numel() // ALIGN * ALIGN] for t in flat if t.numel() >= ALIGN]
-        cut.lists.append([*bodies, room])
+        cut.lists.append([*bodies, together])
         cut.ends.append(ends)
-        cut.copies.append(copies)
+        cut.copies.append(list(together.split([*sizes, room.numel()])[:-1]))
     return cut
 
 

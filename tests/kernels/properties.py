@@ -418,13 +418,13 @@ def adamw(seed: int) -> None:
 
 
 def cut_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    from shardlib.optim.zero import halves
+    from shardlib.optim.halves import halves
 
     return halves(x)
 
 
 def glued(high: Tensor, low: Tensor) -> Tensor:
-    from shardlib.optim.zero import joined
+    from shardlib.optim.halves import joined
 
     return joined(high, low)
 

@@ -1,0 +1,97 @@
+"""Masters of half precision parameters: what a step needs to be exact, in parts of buckets."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from shardlib.errors import ShardError
+from shardlib.kernels import active
+from shardlib.optim.buckets import Buckets
+from shardlib.optim.halves import halves, joined
+from shardlib.optim.memory import Memory
+from shardlib.optim.spans import spans
+from shardlib.optim.transform import Step, Transform, run_in_place, runs
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["Master", "ZeroState", "cast", "only_bf16", "with_master"]
+
+Master = Literal["fp32", "bf16+rem"]
+
+
+class ZeroState(NamedTuple):
+    """The state of the inner transform, and what makes half precision parameters exact.
+
+    ``master``  the parameters' parts in fp32, or 16 bits that the parameters lack of them.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     w = {"w": sl.shard(torch.zeros(4, dtype=torch.bfloat16), "...")}
+    ...     tx = sl.optim.zero(sl.optim.adamw(1e-3), axis="data", master="fp32")
+    ...     state = tx.init(w)
+    >>> [sl.typeof(bucket) for bucket in state.master.values()]  # a half of each on every rank
+    ['f32[128@data]']
+    """
+
+    inner: Any
+    master: Buckets
+
+
+def cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
+    """Copy to another dtype."""
+    made = {
+        name: ShardedTensor(
+            torch.zeros_like(x.raw, dtype=dtype) if zeros else x.raw.to(dtype, copy=True), x.place
+        )
+        for name, x in parts.items()
+    }
+    return parts.like(made)
+
+
+def only_bf16(parts: Buckets, where: str | tuple[str, ...]) -> None:
+    odd = next((x for x in parts.values() if x.raw.dtype != torch.bfloat16), None)
+    if odd is not None:
+        raise ShardError(
+            f"the remainder of {odd.raw.dtype} parameters is not 16 bits",
+            op="zero",
+            operands={"parameters": typeof(odd)},
+            mesh=odd.mesh,
+            fix=f'tx = sl.optim.zero(tx, axis={where!r}, master="fp32")',
+        )
+
+
+def with_master(
+    tx: Transform,
+    parts: Buckets,
+    state: ZeroState,
+    mine: Buckets,
+    step: Step,
+    master: Master,
+    memory: Memory,
+) -> ZeroState:
+    """Step the parameters in fp32, and write their rounded values into ``mine``."""
+    if master == "fp32":
+        step.beside = state.master, mine
+        inner = run_in_place(tx, parts, state.inner, state.master, step)
+        if step.beside is not None:
+            step.beside = None
+            for p, m in zip(mine.pieces, state.master.pieces, strict=True):
+                p.copy_(m)
+        return ZeroState(inner, state.master)
+    first = next(iter(mine.values())).raw
+    if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
+        step.beside = mine, state.master
+        inner = run_in_place(tx, parts, state.inner, mine, step)
+        step.beside = None  # where the step was passed over it is still there
+        return ZeroState(inner, state.master)
+    raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
+    full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})
+    rows = runs(mine, state.master, full)
+    for p, rest, m in spans(*rows):
+        m.copy_(joined(p, rest))
+    inner = run_in_place(tx, parts, state.inner, full, step)
+    for p, rest, m in spans(*rows):
+        high, low = halves(m)
+        p.copy_(high)
+        rest.copy_(low)
+    memory.give(*raws.values())
+    return ZeroState(inner, state.master)

@@ -1,0 +1,343 @@
+"""What zero found out about the trees that it was given: their index, and lists of views.
+
+An index is found anew where a tree has changed; else a step pays for a comparison of its leaves.
+"""
+
+import itertools
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from shardlib.collectives import agreed, lead
+from shardlib.errors import PlainTensor, ShardError
+from shardlib.grad import frozen
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh
+from shardlib.optim.buckets import Buckets, Index, Item, index, overlap
+from shardlib.optim.flat import Hops, adopt, own
+from shardlib.tensor import ShardedTensor, typeof
+
+__all__ = ["MOST", "Seen", "changed", "flat", "index_of"]
+
+MOST = 25 << 20
+"""Bytes of a bucket, where none are asked for."""
+
+_WORTH = 0.05
+"""By how much more of the gradients must still be to come, for buckets to be made anew."""
+
+# asked of every leaf at every step
+_RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
+
+
+class Seen:
+    """The findings of zero about the trees that it saw: their index, and lists of views."""
+
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        most_bytes: int,
+        groups: Any,
+        apart: bool = False,
+        hops: Hops = (),
+        keep: bool = False,
+    ) -> None:
+        self.axes = axes
+        self.most_bytes = most_bytes
+        self.groups = groups
+        self.apart = apart
+        self.hops = hops
+        self.keep = keep
+        self.found: dict[tuple[Item, ...], Index] = {}
+        self.heard: dict[int, Index] = {}
+        self.waiting: dict[int, Index] = {}
+        self.last: tuple[Any, ...] = ()
+        self.lists: dict[str, tuple[Any, Any]] = {}
+        self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
+        self.names: tuple[list[str], Any, Any] = ([], None, None)
+
+    def flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
+        """Return what the function ``flat`` does, and the leaves' blocks where they were looked at.
+
+        A dict of last time's names is not looked through again.
+        """
+        names, chosen, tree = self.names
+        if type(params) is dict and chosen is not None and list(params) == names:
+            every = list(chosen(params))
+            try:
+                raws = list(map(_RAW, every))
+            except AttributeError:  # it holds other trees now, or plain tensors
+                return *flat(params), None
+            asks = list(map(_ASKS, raws))
+            if all(asks) or True not in asks:
+                return every, [False] * len(asks), tree, raws
+            some, kept = (list(itertools.compress(x, asks)) for x in (every, raws))
+            return some, [not a for a in asks], tree, kept
+        leaves, held, tree = flat(params)
+        if type(params) is dict and len(held) == len(params) > 1:
+            self.names = list(params), operator.itemgetter(*tree.entries()), tree
+        return leaves, held, tree, None
+
+    def index(
+        self, params: Any, leaves: list[Any], held: list[bool], tree: Any, state: Any = None
+    ) -> tuple[Index, Mesh]:
+        """Return the index of these leaves; ``state``'s own, which must be one of them.
+
+        ``held``, ``tree``  as ``flat`` gives them; where ``leaves`` are all, frozen ones too, those
+                            lie in buckets of their own.
+        Gradients arrive about in the opposite order of the modules, until their order was heard.
+        """
+        theirs = index_of(state)
+        if self.last and (theirs is None or theirs is self.last[-1]):
+            before, *same, mesh, where = self.last
+            try:
+                places = list(map(_PLACE, leaves))
+            except AttributeError:  # a plain one, which is refused below
+                places = []
+            alike = len(places) == len(before) and same == [held, tree]
+            if alike and all(map(operator.is_, places, before)):
+                return where, mesh
+        paths, order, words = _named(params, self.groups)
+        if self.apart:
+            names = _groups(paths, order)
+            words = [f"{n} {w}".strip() for n, w in zip(names, words, strict=True)]
+        if any(held) and len(held) == len(leaves):
+            words = [f"{w} frozen" if f else w for w, f in zip(words, held, strict=True)]
+        mesh, items = _items(leaves, paths, words, self.axes)
+        if theirs is not None:
+            if theirs.items != items:
+                raise changed(theirs.items, items, mesh)
+            self.found.setdefault(items, theirs)
+        if items not in self.found:
+            ways, arrive = mesh.axis_size(self.axes), order[::-1]
+            made = index(items, self.axes, ways, self.most_bytes, arrive)
+            if self.hops:
+                made = replace(made, hops=self.hops, keep=self.keep)
+            self.found[items] = made
+        where = self.found[items] if theirs is None else theirs
+        self.last = [p.place for p in leaves], held, tree, mesh, where
+        return where, mesh
+
+    def hears(
+        self, where: Index, mesh: Mesh, at_once: bool = False
+    ) -> Callable[[list[int]], object] | None:
+        """Return a listener for the order of the first backward's gradients.
+
+        Better buckets are made of it, and used from the next step on, for gradients that are still
+        to be added up lie in the old ones; ``at_once`` where nothing else lies in them.
+        """
+        if id(where) in self.heard or len(where.buckets) < 2:
+            return None
+
+        def hear(order: list[int]) -> None:
+            self.heard[id(where)] = where
+            said = agreed("arrival of gradients", mesh, order)
+            if said is None:
+                return
+            rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
+            every = tuple(dict.fromkeys((*said, *rest)))
+            made = index(where.items, where.axes, where.ways, self.most_bytes, every)
+            if overlap(made, said) < overlap(where, said) + _WORTH:
+                return
+            self.heard[id(made)] = made
+            if at_once:
+                self.take(made)
+            else:
+                self.waiting[id(where)] = made
+
+        return hear
+
+    def better(self, where: Index) -> Index | None:
+        """Return the re-ordered buckets, if there are any."""
+        return self.waiting.pop(id(where), None) if self.waiting else None
+
+    def take(self, where: Index) -> None:
+        self.found[where.items], self.last = where, ()
+
+    def adopt(
+        self, leaves: list[Any], where: Index, mesh: Mesh, raws: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return what ``adopt`` does, without asking again about the very blocks that it gave."""
+        raws = list(map(_RAW, leaves)) if raws is None else raws
+        index, before, flats = self.held
+        if index is where and all(map(operator.is_, raws, before)):
+            return flats
+        flats = adopt(leaves, where, mesh)
+        self.held = where, [x.raw for x in leaves], flats
+        return flats
+
+    def keep_pieces(self, parts: Buckets) -> None:
+        """Give the gradients the views that were made last time, where they lie in that memory."""
+        key = (parts.index, [x.raw.data_ptr() for x in parts.values()])
+        at, found = self.lists.get("grads", (None, None))
+        if at == key:
+            parts.__dict__["pieces"] = found
+        else:
+            self.lists["grads"] = (key, parts.pieces)
+
+    def own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
+        """Return each rank's own part of the parameters."""
+        key = (where, [f.data_ptr() for f in flats])
+        at, found = self.lists.get("own", (None, None))
+        if at == key and not lead(mesh):  # under simulate there are copies in it
+            return found
+        made = own(flats, where, mesh)
+        self.lists["own"] = (key, made)
+        return made
+
+
+def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
+    """Return the leaves that are trained, which of all are frozen, and the tree."""
+    every, tree = optree.tree_flatten(params)
+    held = frozen(every)
+    if True in held:
+        return [x for x, f in zip(every, held, strict=True) if not f], held, tree
+    return every, held, tree
+
+
+def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[str]]:
+    """Return the trained leaves' paths, numbers in the order of the tree as made, and groups.
+
+    optree sorts dicts by key; the order in which they were made is that of the modules.
+    """
+    paths, leaves, tree = optree.tree_flatten_with_path(params)
+    kept = [i for i, f in enumerate(frozen(leaves)) if not f]
+    number = {at: i for i, at in enumerate(kept)}
+    made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
+    names = [".".join(map(str, path)) for path in paths]
+    words = [""] * len(leaves)
+    if groups is not None:
+        every = optree.tree_leaves(params, none_is_leaf=True)
+        found = zip(every, groups(params), strict=True)
+        words = [word for x, word in found if x is not None]
+    order = tuple(number[at] for at in made if at in number)
+    return [names[i] for i in kept], order, [words[i] for i in kept]
+
+
+def _as_made(tree: Any, numbers: Any) -> list[int]:
+    """List the leaves' numbers, dicts in the order in which they were filled."""
+    if type(tree) is dict:
+        return [n for key in tree for n in _as_made(tree[key], numbers[key])]
+    if type(tree) in (list, tuple):
+        pairs = zip(tree, numbers, strict=True)
+        return [n for one, number in pairs for n in _as_made(one, number)]
+    return optree.tree_leaves(numbers)  # type: ignore[return-value]
+
+
+def index_of(state: Any) -> Index | None:
+    """Return the index that a state was made for."""
+    found = _first(state)
+    return None if found is None else found.index.whole or found.index
+
+
+def _first(state: Any) -> Buckets | None:
+    """Return the first buckets of a state."""
+    if isinstance(state, Buckets):
+        return state
+    if isinstance(state, tuple | list):
+        return next((b for x in state if (b := _first(x)) is not None), None)
+    if state is None or isinstance(state, int | float | Tensor):
+        return None
+    found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
+    return next((x for x in found if isinstance(x, Buckets)), None)
+
+
+def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
+    """Group the parameters that are gathered together.
+
+    Those of one block of the module are, which its path counts; and those between blocks.
+
+    ``order``  numbers of the paths in the order of the modules.
+
+    >>> paths = ["wte.weight", "wpe.weight", "h.0.attn.weight", "h.0.mlp.bias", "ln_f.weight"]
+    >>> _groups(paths, range(5))
+    ['at 0', 'at 0', 'h.0', 'h.0', 'at 3']
+    """
+    out = [""] * len(paths)
+    between = 0
+    for place, i in enumerate(order):
+        found = re.match(r"(.*?\.\d+|\d+)(\.|$)", paths[i])
+        if found:
+            out[i], between = found.group(1), place
+        else:
+            out[i] = f"at {between}"
+    return out
+
+
+def _items(
+    leaves: list[Any], paths: list[str], words: list[str], cut: tuple[str, ...]
+) -> tuple[Mesh, tuple[Item, ...]]:
+    items: list[Item] = []
+    values: dict[int, int] = {}
+    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
+        if not isinstance(p, ShardedTensor):
+            raise PlainTensor(
+                "zero splits sharded parameters; this one is plain",
+                op="zero",
+                operands={"parameter": typeof(p)},
+                fix="params = sl.shard(params, '...')",
+            )
+        p.mesh.axis_size(cut, "zero", "tx = sl.optim.zero(tx, axis={})")
+        for axis in cut:
+            if axis in p.sharding.axes:
+                other = tuple(Dim() if axis in d.axes else d for d in p.dims)
+                raise ShardError(
+                    f"parameter {path!r} is split over {axis!r} already, which zero is to split",
+                    op="zero",
+                    operands={"x": typeof(p)},
+                    mesh=p.mesh,
+                    fix=f"sl.reshard(x, {str(Layout(other))!r})",
+                )
+        # an axis of one rank splits nothing, and must not make a bucket of its own
+        axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
+        shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
+        place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
+        value = values.setdefault(id(p.raw), i)
+        whole, tiled = tuple(p.shape), tuple(p.padded_shape)
+        layout = p.sharding.bare
+        items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
+    if not leaves:
+        raise ShardError(
+            "there are no parameters",
+            op="zero",
+            fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
+        )
+    return leaves[0].mesh, tuple(items)
+
+
+def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
+    """Make the error for a state that was made for other parameters."""
+    before, now = {i.path: i for i in old}, {i.path: i for i in new}
+    gone = [p for p in before if p not in now]
+    come = [p for p in now if p not in before]
+    other = [
+        p for p in now if p in before and replace(now[p], value=0) != replace(before[p], value=0)
+    ]
+    kept = not (gone or come) and all(
+        (now[p].whole, now[p].dtype) == (before[p].whole, before[p].dtype) for p in other
+    )
+    told = [
+        f"{what} {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for what, names in (("without", gone), ("with", come), ("and otherwise", other))
+        if names
+    ]
+    operands = {}
+    if other:
+        one, two = before[other[0]], now[other[0]]
+        operands = {
+            "when made": f"{other[0]} {list(one.shape)} {one.dtype} {one.place}",
+            "now": f"{other[0]} {list(two.shape)} {two.dtype} {two.place}",
+        }
+    return ShardError(
+        f"the state was made for other parameters: they are {'; '.join(told)}",
+        op="zero",
+        operands=operands,
+        mesh=mesh,
+        fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
+        if kept
+        else "state = tx.init(params)",
+    )
