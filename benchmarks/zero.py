@@ -326,8 +326,8 @@ def alone(repeats: int) -> None:
     gpt = [tuple(p.shape) for p in GPT(4, 256, 256).parameters()]
     sets = {
         "4 of 4 MiB": [(1024, 1024)] * 4,
-        "200 small": [(64,), (16, 16)] * 100,  # which follow one another in whole vectors
-        "200 of 500": [(500,)] * 200,  # which do not: a kernel's last elements round otherwise
+        "200 small": [(64,), (16, 16)] * 100,  # which fill whole vectors of a kernel
+        "200 of 500": [(500,)] * 200,  # which do not
         "a GPT": gpt,
     }
     print(f"{'':<14}{'parts of buckets':>26}{'whole parameters':>26}   of torch's fused AdamW")

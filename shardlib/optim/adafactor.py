@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
-from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import Buckets
@@ -27,7 +26,7 @@ from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import merged, named, one_each, only
 from shardlib.optim.spans import SPAN, spans, writable
 from shardlib.optim.sums import norms, scale_in_place, scaled
-from shardlib.optim.transform import Step, Transform, divide, keep, pieces
+from shardlib.optim.transform import Step, Transform, divide, keep, of_others, pieces
 from shardlib.optim.trees import each, moments, need, ready, trainable, wide, zeros_like
 from shardlib.tensor import ShardedTensor
 
@@ -153,11 +152,7 @@ def _check_state(grads: Any, flat: Any, state: FactoredState) -> None:
     kept = {path: (rows.shape[1], state.cols[path].shape[1]) for path, rows in state.rows.items()}
     other = [path for path, size in sizes.items() if size[-2:] != kept.get(path)]
     if other:
-        raise ShardError(
-            f"the state was made for other parameters: {', '.join(sorted(other)[:4])}",
-            op="adafactor",
-            fix="state = tx.init(params)",
-        )
+        raise of_others(", ".join(sorted(other)[:4]), op="adafactor")
 
 
 def _is_matrix(x: Any) -> bool:

@@ -26,7 +26,7 @@ from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
     "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
-    "kept_whole", "one_block", "pieces", "run_in_place", "runs", "trait_of",
+    "kept_whole", "of_others", "one_block", "pieces", "run_in_place", "runs", "trait_of",
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
@@ -186,7 +186,7 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
     odd = next((tree for _, tree in flat if tree != flat[0][1]), None)
     if odd is not None:
         names = {".".join(map(str, p)) for p in set(flat[0][1].paths()) ^ set(odd.paths())}
-        raise _of_others(f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}")
+        raise of_others(f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}")
     out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
     for row in zip(*leaves, strict=True):
         if not all(isinstance(x, Tensor) for x in row):
@@ -217,7 +217,7 @@ def one_block(first: Tensor, *others: Tensor) -> None:
                 continue
         elif where is None and first.shape == x.shape:
             continue
-        raise _of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
+        raise of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
 
 
 def _alike(p: Place, q: Place) -> bool:
@@ -225,10 +225,13 @@ def _alike(p: Place, q: Place) -> bool:
     return p[1:4] == q[1:4] and (p.dims, p.layout.skew) == (q.dims, q.layout.skew)
 
 
-def _of_others(how: str, operands: dict[str, str] | None = None) -> ShardError:
+def of_others(
+    how: str, operands: dict[str, str] | None = None, op: str = "optim.step"
+) -> ShardError:
+    """Make the error for a state that was made for other parameters."""
     return ShardError(
         f"the state was made for other parameters: {how}",
-        op="optim.step",
+        op=op,
         operands=operands or {},
         fix="state = tx.init(params)",
     )

@@ -170,7 +170,8 @@ def psum(
         g = group(mesh, axes)
         wide = x.dtype in (torch.float32, torch.float64)
         if g.size == 2 and wide and not g.native and x.nbytes >= _LARGE:
-            return _sum_of_two(x, g)
+            x = x.contiguous()
+            return _sum_of_two(x, x, torch.empty_like(x), g)
         return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
     p = mesh.axis_size(axes)
     scattered = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % p)), mesh, axes, 0, wire)
@@ -181,16 +182,18 @@ def psum(
     return finish
 
 
-def _sum_of_two(x: Tensor, g: _Group) -> Finish:
-    """Send all to the other rank and add what comes: the bytes of an all-reduce, in half its steps."""
-    x, tag, other = x.contiguous(), next(g.turns), g.places[1 - g.index]
-    out = torch.empty_like(x)
-    works = [g.handle.recv([out], other, tag), g.handle.send([x], other, tag)]
+def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
+    """Send to the other of two ranks, and write what comes from it and ``mine`` together to ``out``.
+
+    Of a whole vector these are the bytes of an all-reduce, in half its steps.
+    """
+    tag, other = next(g.turns), g.places[1 - g.index]
+    works = [g.handle.recv([out], other, tag), g.handle.send([sent], other, tag)]
 
     def finish() -> Tensor:
         for work in works:
             work.wait()
-        return out.add_(x)
+        return out.add_(mine)
 
     return finish
 
@@ -310,7 +313,7 @@ def psum_scatter_into(
     if alike and not (ahead or g.native) and g.size > 2 and parts[0].nbytes >= _LARGE:
         return _round_sum(parts, g, out, land)
     if alike and not g.native and g.size == 2 and parts[0].nbytes >= _LARGE:
-        return _sum_of_halves(parts, g, out)
+        return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
     own = parts[g.index]
     parts = parts if g.order is None else parts[_inverse(g.order)]
     sent = parts if wire is None else parts.to(wire)
@@ -331,19 +334,6 @@ def psum_scatter_into(
         for b in blocks[2:]:
             out.add_(b)
         return out
-
-    return finish
-
-
-def _sum_of_halves(parts: Tensor, g: _Group, out: Tensor) -> Finish:
-    """Reduce and scatter between two ranks: what comes lands in ``out``."""
-    tag, me, other = next(g.turns), g.index, g.places[1 - g.index]
-    works = [g.handle.recv([out], other, tag), g.handle.send([parts[1 - me]], other, tag)]
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return out.add_(parts[me])
 
     return finish
 
