@@ -1,6 +1,7 @@
 # make demo: train a GPT on 8 local processes.  make test, make lint, make bench; nightly: make fuzz,
 # make operators, make fixes (runs the fix line of every error), make memcheck (no declaration lets a
-# kernel read past a block), make kernels (cuda/ against fp64), make faults (ranks that part ways).
+# kernel read past a block), make kernels (cuda/ against fp64), make faults (ranks that part ways),
+# make jobs (drawn trainings against dense).
 # Each makes .venv on a fresh machine.  TORCH chooses the build: make test TORCH=torch==2.11.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +14,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz fixes operators memcheck kernels faults lint bench docs notebooks clean
+.PHONY: copies demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench docs notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -45,6 +46,14 @@ fixes: $(VENV)/test.stamp
 kills: $(VENV)/test.stamp
 	$(PY) -m tests.checkpoint.kill --count 60 $(ARGS)
 
+# Whatever may stand where something is written: nothing of it is lost.
+targets: $(VENV)/test.stamp
+	$(PY) -m tests.checkpoint.targets --count 200 $(ARGS)
+
+# Copies of sharded models against the same copies of plain ones, drawn.
+copies: $(VENV)/test.stamp
+	$(PY) -m tests.copies --count 500 $(ARGS)
+
 operators: $(VENV)/test.stamp
 	$(PY) -m tests.database $(ARGS)
 
@@ -59,6 +68,14 @@ kernels: $(VENV)/test.stamp
 # Ranks that part ways, on real processes: what the others say, and how soon.
 faults: $(VENV)/test.stamp
 	$(PY) -m tests.faults $(ARGS)
+
+# Exceptions in the middle of algorithms, caught by all ranks: nothing stays posted, the next step is right.
+raising: $(VENV)/test.stamp
+	$(PY) -m tests.collectives.raising $(ARGS)
+
+# Whole trainings, drawn: stages, meshes, groups, ties; parameters, states and files equal dense's.
+jobs: $(VENV)/test.stamp
+	$(PY) -m tests.optim.jobs $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .

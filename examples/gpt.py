@@ -99,7 +99,10 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        wide = torch.promote_types(
+            logits.dtype, torch.float32
+        )  # bf16 has steps of 1/32 at a loss of 5
+        return F.cross_entropy(logits.to(wide).view(-1, logits.size(-1)), targets.view(-1))
 
 
 def gpt(

@@ -63,6 +63,7 @@ from shardlib.layouts import (
     Layout3D,
     Layout25D,
     LayoutLike,
+    P,
     Partial,
     Replicated,
     Ring,
@@ -71,9 +72,12 @@ from shardlib.layouts import (
 from shardlib.mesh import (
     Mesh,
     MeshLike,
+    auto_mesh,
     current_mesh,
     launch,
     make_mesh,
+    process_index,
+    rank0_print,
     record,
     simulate,
     use_mesh,
@@ -89,21 +93,22 @@ from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.planning import choose, probe
 from shardlib.planning.explain import explain
 from shardlib.seeing import summary, visualize
-from shardlib.sequence import shard_sequence
+from shardlib.sequence import pack, shard_sequence
 from shardlib.shard_map import shard_map
-from shardlib.tensor import ShardedTensor, layout_of, typeof
+from shardlib.tensor import ShardedTensor, constants, layout_of, typeof
 
 __version__ = "0.1.0"
 
 __all__ = [
     # placing values
-    "shard", "unshard", "reshard", "constrain", "from_local", "data", "shard_sequence", "typeof",
+    "shard", "unshard", "reshard", "constrain", "from_local", "data", "pack", "shard_sequence", "typeof",
     "layout_of", "ShardedTensor",
     # layouts
     "Layout", "Row", "Col", "Layout2D", "Layout25D", "Layout3D", "Ring", "Replicated", "Partial",
-    "LayoutLike",
+    "P", "LayoutLike",
     # meshes
     "Mesh", "MeshLike", "make_mesh", "simulate", "record", "use_mesh", "current_mesh", "launch",
+    "auto_mesh", "process_index", "rank0_print",
     # local code
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
@@ -111,7 +116,7 @@ __all__ = [
     "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
     "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
-    "algorithm", "saving", "implicit", "why", "explain", "trace", "expect_comm", "check",
+    "algorithm", "saving", "implicit", "constants", "why", "explain", "trace", "expect_comm", "check",
     "check_model", "choose", "probe", "visualize", "summary",
     # errors, and the modules
     "ShardError", "attention", "checkpoint", "collectives", "dtensor", "errors", "extend", "kernels", "masks",

@@ -42,6 +42,7 @@ __all__ = [
     "below_autograd",
     "copy_all",
     "fused_step",
+    "group_timeout",
     "is_dtensor",
     "is_strided",
     "no_redistribution",
@@ -51,6 +52,7 @@ __all__ = [
     "seeded",
     "set_timeout",
     "tensor_users",
+    "transform_called",
     "watched",
 ]
 
@@ -351,6 +353,16 @@ def set_timeout(group: Any, seconds: float) -> None:
     found(timedelta(seconds=seconds), group)
 
 
+def group_timeout(group: Any) -> float:
+    """Give how many seconds a transfer of this group may take.
+
+    Seen in 2.11 to 2.15 as ``options._timeout`` of a backend.  When it goes: torch's own default.
+    """
+    found = [group._get_backend(device) for device in group._device_types]
+    waits = [b.options._timeout.total_seconds() for b in found if hasattr(b, "options")]
+    return max(waits, default=1800.0)
+
+
 # ---------------------------------------------------------------- autograd.Function
 
 
@@ -419,8 +431,27 @@ amp_unscale: Callable[..., Any] | None = getattr(
 # in 2.11 to 2.15.
 may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
 
+# What torch.export and fake tensors ask first of a tensor that they describe.  Seen in 2.11 to 2.15.
+# When it goes: whatever they then ask first.
+describes_memory: Callable[..., Any] = torch.Tensor._is_view
+
 # What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 to 2.15.
 begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
+
+
+def transform_called() -> str:
+    """Name the function of torch.func that a caller entered first ("vmap", "jacrev", "hessian"...).
+
+    Read from the call stack, for the text of an error alone; "" where there is none.
+
+    ``torch._functorch`` seen in 2.11 to 2.15.  When it goes: errors say "torch.func's transforms".
+    """
+    name, frame = "", inspect.currentframe()
+    while frame is not None:
+        if "_functorch" in frame.f_code.co_filename:
+            name = frame.f_code.co_qualname.partition(".")[0].strip("_")
+        frame = frame.f_back
+    return name.partition("_with_argnums")[0].removesuffix("_impl")
 
 
 def under_transform(x: torch.Tensor | None = None) -> str:
@@ -622,6 +653,30 @@ def intercept_inputs(
     return {}
 
 
+def intercept_proxies(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Have ``begin(mode)`` and ``end(mode)`` surround each trace of torch's make_fx.
+
+    ``ProxyTorchDispatchMode`` is what make_fx, and torch.export after it, run the traced function
+    in; operators on wrappers' blocks would pass it by as constants.  Importing torch imports it.
+    Seen in 2.11 to 2.15.  When it goes: ``__torch_function__`` asks whether a trace is on.
+    """
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as Mode
+
+    enter, leave = Mode.__enter__, Mode.__exit__
+
+    def entered(self: Any) -> Any:
+        begin(self)
+        return enter(self)
+
+    def left(self: Any, *args: Any) -> Any:
+        try:
+            return leave(self, *args)
+        finally:
+            end(self)
+
+    Mode.__enter__, Mode.__exit__ = entered, left  # type: ignore[method-assign]
+
+
 class _Untraced(MetaPathFinder):
     """torch.compile runs the library's code as it is: its frames are neither compiled nor inlined.
 
@@ -700,13 +755,29 @@ def tensor_users(x: torch.Tensor) -> int | None:
     return None if count is None else int(count())
 
 
-def after_backward(run: Callable[[], None]) -> None:
-    """Have ``run`` called when this thread's backward pass is through; not if it fails.
+class _AtEnd:
+    """A callback of a backward pass, which the engine drops uncalled where the pass fails."""
+
+    def __init__(self, run: Callable[[], object], failed: Callable[[], object] | None) -> None:
+        self.run, self.failed = run, failed
+
+    def __call__(self) -> None:
+        self.failed = None
+        self.run()
+
+    def __del__(self) -> None:
+        if self.failed is not None:
+            self.failed()
+
+
+def after_backward(run: Callable[[], object], failed: Callable[[], object] | None = None) -> None:
+    """Have ``run`` called when this thread's backward pass is through; ``failed`` if it raises.
 
     ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.15, where torch's FSDP
-    uses it.  When it goes: what was prefetched and not taken is waited for at the next call.
+    uses it; a pass that raises frees its callbacks before the exception reaches its caller.
+    When it goes: what was prefetched and not taken is waited for at the next call.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(run)
+    torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(run, failed))
 
 
 def backward_now() -> int:

@@ -16,16 +16,21 @@ from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
 
 __all__ = [
-    "LINKS", "WRITERS", "alike", "link", "refuse_overlap", "refuse_write", "same_memory", "writes",
-    "written",
+    "LINKS", "WRITERS", "alike", "link", "one_storage", "refuse_overlap", "refuse_write",
+    "same_memory", "writes", "written",
 ]  # fmt: skip
 
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
 """Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
 
 
+def one_storage(a: Tensor, b: Tensor) -> bool:
+    """Say whether ``a`` and ``b`` have one storage, which on the meta device holds nothing."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    return not a.is_meta and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return not a.is_meta and one_storage(a, b)
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

@@ -17,9 +17,8 @@ from shardlib.collectives import (
     storage,
 )
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
-from shardlib.layouts import Layout, as_layout, is_layout
+from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
 from shardlib.mesh import Mesh, MeshLike, as_mesh, within
-from shardlib.placing import LayoutTree
 from shardlib.random import branch, mixed
 from shardlib.tensor import Place, ShardedTensor
 
@@ -86,23 +85,9 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
             mesh=m,
             fix="sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank",
         )
-    layouts = _per_leaf(spec, len(leaves), layout, "from_local")
+    layouts = per_leaf(layout, parts[0], "from_local", "sl.from_local(local, {})")
     made = [_joined([blocks[i] for blocks, _ in flat], layouts[i], m) for i in range(len(leaves))]
     return optree.tree_unflatten(spec, made)
-
-
-def _per_leaf(spec: Any, count: int, layout: Any, op: str) -> list[Any]:
-    """Return a layout for each tensor.  Raises: BadArgument."""
-    if is_layout(layout) or callable(layout):
-        return [layout] * count
-    try:
-        return spec.flatten_up_to(layout)
-    except ValueError as e:
-        raise BadArgument(
-            f"the layouts are no tree like that of the tensors: {e}",
-            op=op,
-            fix="layout = 'data ...'",
-        ) from None
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:
@@ -327,8 +312,8 @@ class Batches:
                 mesh=self.mesh,
                 fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
             )
-        given = _per_leaf(spec, len(leaves), self.layout, "data")
         fix = "sl.data(dataset, 32, {})"
+        given = per_leaf(self.layout, tree, "data", fix)
         found = [
             as_layout(g, "data", fix, shape=x.shape, mesh=self.mesh).resolve(x.ndim)
             for g, x in zip(given, leaves, strict=True)
@@ -337,11 +322,14 @@ class Batches:
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
         """List the rows of a batch that a rank reads: those of any of its fields."""
-        one = is_layout(self.layout)
-        given = [self.layout] if one else optree.tree_leaves(self.layout) or ["..."]
+        fix = "sl.data(dataset, 32, {})"
+        given = [self.layout]
+        if not is_layout(self.layout):  # how the fields of a row nest says what a tuple means
+            row = (self.collate or _together)([self.dataset[0]])
+            given = per_leaf(self.layout, row, "data", fix) or ["..."]
         held: set[int] = set()
-        for text in dict.fromkeys(given):
-            lay = as_layout(text, "data", "sl.data(dataset, 32, {})", mesh=self.mesh)
+        for one in given:
+            lay = as_layout(one, "data", fix, mesh=self.mesh)
             dims = lay.dims[:1] if lay.ellipsis != 0 else ()
             rows = Layout(dims or Layout.parse(".").dims)
             rows.check((self.batch,), self.mesh, op="data")

@@ -4,6 +4,8 @@ An error is built from fields and the text is made here alone: what failed, with
 operands, on which mesh, at which line of the user's code, and one line that fixes it.
 """
 
+import difflib
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,7 +46,8 @@ class ShardError(ValueError):
     """Base of every error here.
 
     Fields: ``op`` the public verb that failed, ``operands`` label -> text of each operand's
-    type, ``mesh`` the mesh (or its text), ``fix`` one line of code that would succeed.
+    type, ``mesh`` the mesh (or its text), ``fix`` one line of code that would succeed, ``line``
+    of the user's code where it began, if not where it is raised.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -64,16 +67,16 @@ class ShardError(ValueError):
         operands: Mapping[str, object] | None = None,
         mesh: object = None,
         fix: str = "",
+        line: str = "",
     ) -> None:
-        self.message, self.op, self.fix = message, op, fix
+        self.message, self.op, self.fix = clipped(message), op, fix
         self.operands = {k: str(v) for k, v in (operands or {}).items()}
         self.mesh = mesh
-        self.line = user_line()
+        self.line = line or user_line()
         super().__init__(self.text())
 
     def text(self) -> str:
         """Write what failed, with which operands, on which mesh, where, and the fix."""
-        head = f"{self.op}: {self.message}" if self.op else self.message
         rows = dict(self.operands)
         if self.mesh is not None:
             rows["mesh"] = mesh_text(self.mesh)
@@ -81,8 +84,18 @@ class ShardError(ValueError):
             rows["at"] = self.line
         if self.fix:
             rows["fix"] = self.fix
-        width = max((len(k) for k in rows), default=0)
-        return "\n".join([head, *(f"  {k:<{width}}  {v}" for k, v in rows.items())])
+        last = dict([*rows.items()][-_ROWS // 2 :])
+        more = len(rows) - _ROWS
+        if more > 0:
+            rows = dict([*rows.items()][: _ROWS // 2]) | {"...": f"and {more} more"} | last
+        width = min(max((len(k) for k in rows), default=0), 40)
+        lines = [f"{self.op}: {self.message}" if self.op else self.message]
+        for label, value in rows.items():
+            value = clipped(value) if label == "fix" else clipped(value).replace("\n", r"\n")
+            lines.append(f"  {clipped(label, 80):<{width}}  {value}")
+        return "\n".join(
+            clipped(line, most) for line, most in zip(lines, _shares(lines), strict=True)
+        )
 
 
 class UnknownAxis(ShardError):
@@ -326,6 +339,76 @@ def _stepping() -> dict[str, Any]:
     return {"fix": "with sl.implicit(): optimizer.step(closure)"} if frame is not None else {}
 
 
+MOST = 2000
+"""Bytes that the text of an error has at most."""
+
+_ROWS = 12
+"""How many lines of an error may say what took part."""
+
+
+def clipped(text: str, most: int = MOST) -> str:
+    r"""Escape what a terminal would obey, and cut the middle out of more than ``most`` bytes.
+
+    >>> clipped("\x1b[2Jname"), clipped("0123456789" * 1000, 70)
+    ('\\x1b[2Jname', '01234567890123456789 ... of 10,000 characters ... 01234567890123456789')
+    """
+    short = len(text) <= 2 * most
+    ends = (text,) if short else (text[:most], text[-most:])
+    head, *tail = (_escaped(end) for end in ends)
+    raw = head.encode() + b"".join(t.encode() for t in tail)
+    if short and len(raw) <= most:
+        return head
+    note = f" ... of {len(text):,} characters ... "
+    half = max((most - len(note)) // 2, 8)
+    return raw[:half].decode(errors="ignore") + note + raw[-half:].decode(errors="ignore")
+
+
+def apart(a: str, b: str, most: int = 400) -> tuple[str, str]:
+    """Cut two texts that are longer than ``most`` around the first place where they differ.
+
+    >>> apart("x" * 99 + "1", "x" * 99 + "23", 20)
+    ('...xxxxxxxxxx1', '...xxxxxxxxxx23')
+    """
+    if max(len(a), len(b)) <= most:
+        return a, b
+    same = sum(1 for _ in itertools.takewhile(lambda c: c[0] == c[1], zip(a, b, strict=False)))
+    begin = max(0, same - most // 2)
+    cut = [
+        "..." * (begin > 0) + t[begin : begin + most] + "..." * (len(t) > begin + most)
+        for t in (a, b)
+    ]
+    return cut[0], cut[1]
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _shares(lines: list[str]) -> list[int]:
+    """Give the bytes that each line may have: the short ones as they are, the long ones alike."""
+    sizes = [len(line.encode()) for line in lines]
+    left, out = MOST - len(lines), [0] * len(lines)
+    for n, i in enumerate(sorted(range(len(lines)), key=lambda i: sizes[i])):
+        out[i] = min(max(sizes[i], 1), left // (len(lines) - n))
+        left -= out[i]
+    return out
+
+
+def similar(word: str, options: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """List the options closest to a word, of which the first 200 characters count.
+
+    >>> similar("rnig", ["ring", "zigzag"])
+    ['ring']
+    """
+    whole = {option[:200]: option for option in options}
+    found = difflib.get_close_matches(word[:200], list(whole), most, cutoff)
+    return [whole[f] for f in found]
+
+
 def lettered(values: Iterable[T]) -> dict[str, T]:
     """Name operands as an error and its fix call them: x, y, z, u, v, w, a, ..., h, x1, x2, ...
 
@@ -356,7 +439,7 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
     while frame is not None:
         name = frame.f_code.co_filename
         inside = name.startswith((_HERE, "<")) or any(
-            part in name for part in ("/torch/", "/optree/", "contextlib")
+            part in name for part in ("/torch/", "/optree/", "/contextlib.py", "/threading.py")
         )
         if not inside:
             file = "cell" if "ipykernel_" in name else Path(name).name  # of a notebook

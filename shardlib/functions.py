@@ -21,7 +21,7 @@ from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, gradient_of, promoting, replicated, settle, typeof
+from shardlib.tensor import ShardedTensor, gradient_place, promoting, replicated, settle, typeof
 
 __all__ = ["STANDINS", "Node"]
 
@@ -63,7 +63,7 @@ class _Whole(_Form):
 
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
-        self.like = x.becomes(x.raw.detach())
+        self.place = x.place  # alone: what autograd saved may be moved elsewhere by its hooks
 
     @staticmethod
     def raw(x: Any) -> Tensor:
@@ -71,31 +71,31 @@ class _Whole(_Form):
 
     def value(self, raw: Tensor) -> Tensor:
         """Return what was saved; used once more in backward, its gradient is not deferred."""
-        return self.given(raw if not self.like.deferred else settle(self.like.becomes(raw)).raw)
+        return self.given(settle(self.output(raw)).raw if self.place.deferred else raw)
 
     def given(self, raw: Tensor) -> Tensor:
-        return ShardedTensor(raw, self.like.place._replace(deferred=frozenset()))
+        return ShardedTensor(raw, self.place._replace(deferred=frozenset()))
 
-    def output(self, raw: Tensor) -> Tensor:
-        return self.like.becomes(raw)
+    def output(self, raw: Tensor) -> ShardedTensor:
+        return ShardedTensor(raw, self.place)
 
     def cotangent(self, raw: Tensor) -> Tensor:
-        return gradient_of(self.like, raw)
+        return ShardedTensor(raw, gradient_place(self.place))
 
     def gradient(self, g: Tensor, op: str) -> Tensor:
-        want = gradient_of(self.like, self.like.raw)
         if not isinstance(g, ShardedTensor):
             g = replicated(g, self.mesh)
         if g.shape != self.shape:
+            like = self.output(g.raw.new_empty((), dtype=self.dtype))
             raise ShardError(
                 f"backward returned a gradient of shape {list(g.shape)} for an input of shape "
                 f"{list(self.shape)}",
-                op=op, operands={"input": typeof(self.like), "grad": typeof(g)}, mesh=self.mesh,
+                op=op, operands={"input": typeof(like), "grad": typeof(g)}, mesh=self.mesh,
                 fix="return grad."
                 f"{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
                 f"{tuple(self.shape)}",
             )  # fmt: skip
-        return reshard(g, want.sharding).raw  # type: ignore[no-any-return]
+        return reshard(g, gradient_place(self.place).layout).raw  # type: ignore[no-any-return]
 
 
 class _Block(_Form):

@@ -148,6 +148,7 @@ def value_and_grad(
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
         with ExitStack() as stack:
+            stack.enter_context(within())  # an exception of backward leaves nothing posted
             together = None
             if sink is None and not inside:
                 together = stack.enter_context(Together(wanted))
@@ -174,9 +175,10 @@ def value_and_grad(
             )
             if together is not None:
                 found = _with_sums(found, together.finish())
+            into_buckets = None if sink is None else sink.finish()
         value = loss if inside else loss.detach()
         if sink is not None:
-            return ((value, aux) if has_aux else value), sink.finish()
+            return ((value, aux) if has_aux else value), into_buckets
         each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
         grads = [None if f else next(each) for f in frozen_at]
         by_argument = optree.tree_unflatten(tree, grads)

@@ -14,6 +14,9 @@ __all__ = ["Live"]
 class Live(DispatchMode):  # type: ignore[misc, valid-type]
     """Bytes of storages made within it and still alive, and their peak; tables of integers aside.
 
+    ``paper``  blocks are on the meta device and count as if they were elsewhere; by default what
+               is on the meta device, as a module's skeleton, takes no memory.
+
     >>> import torch
     >>> with Live() as live:
     ...     x = torch.empty(4)
@@ -23,8 +26,9 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
     (32, 48)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paper: bool = False) -> None:
         super().__init__()
+        self.paper = paper
         self.now = self.peak = 0
         self.known: dict[int, Any] = {}
 
@@ -42,7 +46,8 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
         if key in self.known:
             return
         table = x.ndim == 1 and x.dtype == torch.int64  # of positions or rows: made once, and kept
-        nbytes = storage.nbytes() if new and not table else 0
+        holds = new and not table and (self.paper or not x.is_meta)
+        nbytes = storage.nbytes() if holds else 0
         self.known[key] = weakref.finalize(storage, self._free, key, nbytes)
         self.now += nbytes
         self.peak = max(self.peak, self.now)

@@ -1,14 +1,17 @@
 """Placing data: shard, unshard, reshard."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import optree
 import torch
 from torch import Tensor
 
 from shardlib._compat import Local, is_dtensor
+from shardlib.aliases import one_storage
 from shardlib.border import as_dtensor, from_dtensor
+from shardlib.capacity import LARGE, refuse_beyond
 from shardlib.collectives import (
     all_gather,
     all_to_all,
@@ -30,17 +33,19 @@ from shardlib.collectives import (
     verify,
     wrap,
 )
-from shardlib.errors import LayoutSyntax, MeshError, PlainTensor, ShardError, Unsupported
+from shardlib.errors import MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.pack import copy_box, packable
-from shardlib.layouts import Exchange, Layout, LayoutLike, Step, as_layout, is_layout
-from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along, scope
+from shardlib.layouts import Exchange, Layout, LayoutLike, LayoutTree, Step, as_layout, per_leaf
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along, scope, uploaded
 from shardlib.tensor import (
     Place,
     ShardedTensor,
     _First,
     heard,
     implements,
+    no_tensor,
+    refuse_trace,
     replicated,
     settle,
     typeof,
@@ -51,7 +56,6 @@ __all__ = ["constrain", "reshard", "shard", "unshard"]
 
 Key = TypeVar("Key")
 Tree = TypeVar("Tree")
-LayoutTree: TypeAlias = LayoutLike | Mapping[str, "LayoutTree"] | Sequence["LayoutTree"] | None
 
 
 @overload
@@ -91,7 +95,8 @@ def shard(
 ) -> object:
     """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
 
-    ``layout``  a Layout, its text, or a pytree of them that matches x.
+    ``layout``  a Layout, its text, a tuple as JAX's P, DTensor's placements; of a pytree one for
+                all its tensors, or a tree of them like x or its upper part.
     ``src``     0: rank 0's values count and the others' are ignored (they give shape and dtype).
                 Without it the ranks verify, once for each line, that copies are the same.
     In a pytree numbers and None, such as an optimizer's step count, stay as they are.
@@ -113,10 +118,10 @@ def shard(
     if not isinstance(x, Tensor):
         given: Any = x
         leaves, tree = optree.tree_flatten(given)
-        single = is_layout(layout) or layout is None or callable(layout)
-        if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            _no_tensors(x, leaves, "shard", layout if isinstance(layout, Layout | str) else "...")
-        layouts = [layout] * len(leaves) if single else _per_leaf(tree, layout)
+        listed = isinstance(x, list | tuple) and leaves
+        if not any(isinstance(leaf, Tensor) for leaf in leaves) and (listed or tree.is_leaf()):
+            raise no_tensor(x, "shard", str(layout) if isinstance(layout, Layout | str) else "...")
+        layouts = per_leaf(layout, x, "shard", "sl.shard(x, {})")
         return optree.tree_unflatten(
             tree,
             [
@@ -139,6 +144,7 @@ def shard(
             fix="sl.reshard(x, "
             f"{str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
+    refuse_trace()
     lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
     placed = place_whole(x, lay, m, src=src, pad=pad)
     if src is None and spans_processes(m):
@@ -165,37 +171,36 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
     return ShardedTensor(raw, Place(lay, size, m, x.shape if size != x.shape else None))
 
 
-def _per_leaf(tree: Any, layouts: Any) -> list[Any]:
-    """Return a layout for every leaf of a pytree."""
-    try:
-        return tree.flatten_up_to(layouts)
-    except ValueError as e:
-        raise LayoutSyntax(
-            f"{layouts!r} is no layout, and no tree of layouts like that of the tensors",
-            op="shard",
-            fix="sl.shard(x, '...')",
-        ) from e
+def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """Place a tensor of these sizes, plain or sharded on any mesh, as ``like`` lies.
+
+    Plain ones are the same on every rank, which is not verified here.
+    """
+    if is_dtensor(x):
+        x = from_dtensor(x)
+    if isinstance(x, ShardedTensor):
+        if x.mesh is like.mesh and x.padded_shape == like.padded_shape:
+            return x if x.place == like.place else reshard(x, like.sharding).at(like.place)
+        x = unshard(x)
+    placed = place_whole(x, like.sharding, like.mesh, src=None, pad=like.is_padded)
+    return placed.at(like.place)
 
 
-def _each(f: Any, leaf: Any, *args: Any, **kwargs: Any) -> Any:
+def _each(f: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``f`` on a pytree's leaf; what is no tensor stays."""
-    if isinstance(leaf, Tensor):
-        return f(leaf, *args, **kwargs)
-    if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
-        _no_tensors(leaf, [leaf], f.__name__, "...")
-    return leaf
+    if isinstance(x, Tensor):
+        return f(x, *args, **kwargs)
+    if getattr(x, "ndim", 0) and hasattr(x, "__array__"):
+        raise no_tensor(x, f.__name__)
+    return x
 
 
-def _no_tensors(x: Any, leaves: list[Any], op: str, layout: Any) -> None:
-    """Refuse what looks like data: an array, a number, a list of numbers."""
-    array = bool(getattr(x, "ndim", 0)) and hasattr(x, "__array__")
-    if array or (type(x) in (list, tuple) and leaves) or isinstance(x, int | float | complex):
-        text = "'...'" if layout is None else repr(str(layout))
-        raise PlainTensor(
-            f"{type(x).__name__} is no tensor",
-            op=op,
-            fix=f"sl.shard(torch.as_tensor(x), {text})",
-        )
+def _flat(x: Any, op: str) -> tuple[list[Any], Any]:
+    """Flatten a tree of values; one that is no tensor and no number is no tree."""
+    leaves, spec = optree.tree_flatten(x)
+    if spec.is_leaf() and not isinstance(x, int | float | complex):
+        raise no_tensor(x, op)
+    return leaves, spec
 
 
 def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
@@ -230,8 +235,11 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
         raise MeshError(
             "this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)"
         )
+    if x.nbytes > LARGE and not x.is_meta:
+        sizes = layout.local_shape(shape, m)
+        refuse_beyond(math.prod(sizes) * x.element_size() * (m.size if lead(m) else 1), m, "shard")
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
-    return raw.to(m.device) if spans_processes(m) else raw
+    return raw if raw.is_meta else raw.to(m.device)
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
@@ -240,8 +248,8 @@ def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
         if isinstance(index, slice) and index.step == 1:
             x = x.narrow(d, index.start, index.stop - index.start)
         else:
-            where = list(range(*index.indices(x.shape[d]))) if isinstance(index, slice) else index
-            x = x.index_select(d, torch.tensor(where, dtype=torch.int64, device=x.device))
+            where = range(*index.indices(x.shape[d])) if isinstance(index, slice) else tuple(index)
+            x = x.index_select(d, uploaded(where, x.device))
     return torch.zeros_like(x) if first else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -355,11 +363,13 @@ class _Reshard(Local):
 @overload
 def reshard(x: ShardedTensor, layout: LayoutLike) -> ShardedTensor: ...
 @overload
-def reshard(x: Tree, layout: LayoutLike) -> Tree: ...
-def reshard(x: object, layout: LayoutLike) -> object:
+def reshard(x: Tree, layout: LayoutTree) -> Tree: ...
+def reshard(x: object, layout: LayoutTree) -> object:
     """Move a sharded tensor (or each of a pytree) to another layout, by the cheapest plan.
 
-    A DTensor comes back as a DTensor.
+    ``layout``  of a pytree one for all its tensors, or a tree of them like x or its upper part.
+    A DTensor comes back as a DTensor.  What lies there already comes back itself, and blocks that
+    need not move are shared, as by ``Tensor.to``: ``unshard`` and ``clone`` copy.
 
     Differentiable; ``layout_of(x) >> layout`` shows the steps and bytes.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, PlainTensor.
@@ -371,8 +381,11 @@ def reshard(x: object, layout: LayoutLike) -> object:
     'f32[4, 2@x]'
     """
     if not isinstance(x, Tensor):
-        tree: Any = x
-        return optree.tree_map(lambda leaf: _each(reshard, leaf, layout), tree)
+        leaves, spec = _flat(x, "reshard")
+        layouts = per_leaf(layout, x, "reshard", "sl.reshard(x, {})")
+        return optree.tree_unflatten(
+            spec, [_each(reshard, a, lay) for a, lay in zip(leaves, layouts, strict=True)]
+        )
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor) and scope().promoting and scope().mesh is not None:
@@ -411,7 +424,7 @@ def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
     return x.becomes(raw, target)
 
 
-def constrain(x: Tree, layout: LayoutLike) -> Tree:
+def constrain(x: Tree, layout: LayoutTree) -> Tree:
     """Have the value and its gradient lie in ``layout`` from here on.
 
     ``jax.lax.with_sharding_constraint``; moves what ``reshard`` moves.
@@ -453,9 +466,10 @@ def unshard(x: Mapping[Key, Tensor]) -> dict[Key, Tensor]: ...
 @overload
 def unshard(x: Tree) -> Tree: ...
 def unshard(x: object) -> object:
-    """Give the full tensor on every rank (or each tensor of a pytree).
+    """Give the full tensor on every rank (or each tensor of a pytree), in memory of its own.
 
     Gathers along every axis that splits it, and sums where a sum is pending.  Differentiable.
+    What is written to the result changes no block, on simulated and on real ranks alike.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -463,8 +477,8 @@ def unshard(x: object) -> object:
     tensor([0, 1, 2, 3])
     """
     if not isinstance(x, Tensor):
-        tree: Any = x
-        return optree.tree_map(lambda leaf: _each(unshard, leaf), tree)
+        leaves, spec = _flat(x, "unshard")
+        return optree.tree_unflatten(spec, [_each(unshard, leaf) for leaf in leaves])
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
@@ -477,10 +491,11 @@ def unshard(x: object) -> object:
 
 
 def _whole(x: ShardedTensor) -> Tensor:
+    block = x.raw
     whole = settle(reshard(x, "..."))
     if lead(x.mesh):
         return _First.apply(whole.raw)
-    return whole.raw if whole is not x else whole.raw.view_as(whole.raw)
+    return whole.raw.clone() if one_storage(whole.raw, block) else whole.raw
 
 
 @implements(Tensor.cpu, Tensor.cuda, padded=True)

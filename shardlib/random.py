@@ -7,8 +7,9 @@ rank draws from torch's own generator, for a log line or a shuffle, changes noth
 The seed is the one given to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and at
 the first draw after each ``torch.manual_seed``, the ranks agree on it through the job's store.
 They may seed differently (``torch.manual_seed(seed + rank)``); every one of them must seed, or
-none.  Where some seed and others do not, those that did wait, and raise: ranks that go on with
-different keys would hold different copies of one value.
+none.  Where some seed and others do not, those that did wait for the others as long as a transfer
+may take, and all raise: ranks that go on with different keys would hold different copies of one
+value.
 ``seed(n)`` gives the seed outright, and torch's is no longer followed.
 
 ``torch.set_rng_state`` and ``fork_rng`` do not concern the key;
@@ -22,14 +23,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardlib._compat import SEEDED, job_store
+from shardlib._compat import SEEDED
 from shardlib.collectives import (
     all_gather,
     holds_values,
@@ -41,12 +40,9 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, scope, within
+from shardlib.mesh import Job, Mesh, MeshLike, as_mesh, bind, join_job, scope, within
 
 __all__ = ["get_state", "seed", "set_state"]
-
-WAIT = timedelta(minutes=10)
-"""How long a rank that was seeded waits for the others to be."""
 
 _WORD = (1 << 64) - 1
 
@@ -55,11 +51,12 @@ _WORD = (1 << 64) - 1
 class _Seed:
     """One seeding: what this rank was given, and what the ranks agreed on.
 
-    ``exact``  all must give the same.
+    ``exact``  all must give the same; ``after``  how many draws came since the seeding before.
     """
 
     given: int
     exact: bool = False
+    after: int = 0
     agreed: int | None = None
 
 
@@ -72,30 +69,28 @@ class _Stream:
         self.count = 0
         # how many seedings, torch's and ours, were followed
         self.heard: tuple[int, int] | None = None
-        # the stream that this one stands for: it counts the agreements of its ranks
-        self.base = self
-        self.agreements = 0
         self.lock = threading.Lock()  # two threads that draw at once have two keys
 
     def at(self, seed: "_Seed", count: int) -> "_Stream":
         """Return another stream of these ranks, that stands elsewhere."""
         other = _Stream(self.ranks)
         other.seed, other.first, other.count = seed, self.first, count
-        other.heard, other.base = (SEEDED.calls, _TOLD.calls), self.base
+        other.heard = SEEDED.calls, _TOLD.calls
         return other
 
     def follow(self) -> _Seed:
         """Return the seed as of now; nothing is sent."""
-        told = SEEDED.calls, _TOLD.calls
-        if self.heard == told:
+        calls = SEEDED.calls, _TOLD.calls
+        if self.heard == calls:
             return self.seed
-        before, self.heard = self.heard, told
-        if before is None or before[1] != told[1]:
+        before, self.heard = self.heard, calls
+        if before is None or before[1] != calls[1]:
+            told = _TOLD.seed
             new = _Seed(
-                torch.initial_seed() if _TOLD.seed is None else _TOLD.seed, _TOLD.seed is not None
+                torch.initial_seed() if told is None else told, told is not None, self.count
             )
         elif _TOLD.seed is None and SEEDED.holds():
-            new = _Seed(torch.initial_seed())
+            new = _Seed(torch.initial_seed(), after=self.count)
         else:
             return self.seed
         if before is None:
@@ -107,41 +102,30 @@ class _Stream:
         """Return the seed that all ranks draw from."""
         new = self.follow()
         if new.agreed is None:
-            new.agreed = new.given if len(self.ranks) == 1 else self._ask(new)
+            job = join_job() if len(self.ranks) > 1 else None
+            new.agreed = new.given if job is None else self._agree(job, new)
         return new.agreed
 
-    def _ask(self, mine: _Seed) -> int:
-        store, me = job_store(), dist.get_rank()
-        where = f"shardlib/seed/{'-'.join(map(str, self.ranks))}"
-        names = {r: f"{where}/{self.base.agreements}/{r}" for r in self.ranks}
-        store.set(names[me], f"{mine.given} {self.count} {int(mine.exact)}")
-        try:
-            store.wait(list(names.values()), WAIT)
-        except RuntimeError:
-            late = [str(r) for r, n in names.items() if not store.check([n])]
+    def _agree(self, job: Job, mine: _Seed) -> int:
+        fix = "torch.manual_seed(0)  # on every rank, or on none"
+        where = f"seed/{'-'.join(map(str, self.ranks))}"
+        word = [mine.given, self.count, mine.after]
+        found = job.meet(where, self.ranks, word, "random", "its first draw since a seeding", fix)
+        if len({after for _, _, after in found}) > 1:
+            places = dict.fromkeys(after for _, _, after in found)
             raise ShardError(
-                f"this rank was seeded since its last draw, and rank {', '.join(late)} was not: "
-                "all draw from one key",
+                f"the ranks were seeded after different numbers of draws, {', '.join(map(str, places))}",
                 op="random",
-                fix="sl.random.seed(0)  "
-                "# on every rank; torch.manual_seed is not followed from then on",
-            ) from None
-        found = {
-            r: store.get(n).decode().split()
-            for r, n in names.items()
-            if r == self.ranks[0] or mine.exact
-        }
-        if mine.exact and len({tuple(v) for v in found.values()}) > 1:
-            keys = sorted({f"{v[0]} ({v[1]} draws)" for v in found.values()})
+                fix=fix,
+            )
+        if mine.exact and len({(given, count) for given, count, _ in found}) > 1:
+            keys = sorted({f"{given} ({count} draws)" for given, count, _ in found})
             raise ShardError(
                 f"the ranks were given different keys, {', '.join(keys)}",
                 op="random",
                 fix="sl.random.seed(0)  # the same number on every rank",
             )
-        self.base.agreements += 1
-        if self.base.agreements > 1:  # all have read what came before the last
-            store.delete_key(f"{where}/{self.base.agreements - 2}/{me}")
-        return int(found[self.ranks[0]][0])
+        return found[0][0]
 
 
 class _Told:

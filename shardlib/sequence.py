@@ -1,13 +1,14 @@
-"""A batch of sequences, ready for a split sequence: labels shifted before anything is cut."""
+"""Batches of sequences: documents packed into rows, labels shifted before anything is cut."""
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.errors import ShardError
+from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.layouts.dims import axis_sizes
 from shardlib.layouts.fit import check_axes
@@ -15,7 +16,7 @@ from shardlib.mesh import MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["shard_sequence"]
+__all__ = ["pack", "shard_sequence"]
 
 
 @overload
@@ -81,6 +82,55 @@ def shard_sequence(
     return _split(batch, layout, mesh, labels, documents, fill, ignore_index)
 
 
+def pack(
+    documents: Iterable[Tensor | Sequence[int]],
+    length: int,
+    *,
+    fill: int = 0,
+    ignore_index: int = -100,
+) -> list[dict[str, Tensor]]:
+    """Pack documents of token numbers into rows of one length: a dataset for ``sl.data``.
+
+    Each row is {"input_ids", "labels", "position_ids"}, int64 [length]: labels are the next tokens
+    of the same document, positions begin anew with each, by which a decoder of transformers keeps
+    documents apart where it has no mask and no cache.  Longer documents are cut.  What is left of a
+    row holds ``fill``, with labels ``ignore_index``.  Rows are filled by the longest document that
+    still fits.
+
+    >>> pack([[1, 2, 3], [4, 5], [6]], 4)[0]["input_ids"]
+    tensor([1, 2, 3, 6])
+    >>> pack([[1, 2, 3], [4, 5], [6]], 4)[0]["labels"]
+    tensor([   2,    3, -100, -100])
+    """
+    if length < 1:
+        raise BadArgument(
+            f"rows of {length} tokens hold nothing", op="pack", fix="sl.pack(documents, 1024)"
+        )
+    numbers = (torch.as_tensor(d, dtype=torch.int64).flatten() for d in documents)
+    pieces = sorted((x for d in numbers for x in d.split(length)), key=len, reverse=True)
+    rows: list[list[Tensor]] = []
+    room: list[tuple[int, int]] = []  # what is free in which row, in order
+    for piece in filter(len, pieces):
+        at = bisect.bisect_left(room, (len(piece), -1))
+        free, row = room.pop(at) if at < len(room) else (length, len(rows))
+        rows += [[]] * (row == len(rows))
+        rows[row] = [*rows[row], piece]
+        bisect.insort(room, (free - len(piece), row))
+    left = {row: free for free, row in room}
+    return [_row(row, left[i], fill, ignore_index) for i, row in enumerate(rows)]
+
+
+def _row(pieces: Sequence[Tensor], left: int, fill: int, ignore_index: int) -> dict[str, Tensor]:
+    filler = torch.full((left,), fill)
+    ends = torch.tensor([ignore_index])
+    labels = [torch.cat([x[1:], ends]) for x in pieces] + [torch.full((left,), ignore_index)]
+    return {
+        "input_ids": torch.cat([*pieces, filler]),
+        "labels": torch.cat(labels),
+        "position_ids": torch.cat([torch.arange(len(x)) for x in (*pieces, filler)]),
+    }
+
+
 def _split(
     batch: Mapping[str, Tensor],
     layout: Any,
@@ -108,7 +158,7 @@ def _split(
             mesh=m,
             fix=f"sl.shard_sequence(batch, layout, documents=(0, {length}))",
         )
-    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length))
+    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
     check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
     token = lay.resolve(2).dims[1]
     room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(

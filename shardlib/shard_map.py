@@ -7,9 +7,10 @@ shared among its copies.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, overload
 
 import optree
 import torch
@@ -26,118 +27,235 @@ from shardlib.collectives import (
     verify,
     wrap,
 )
-from shardlib.errors import RankMismatch, ShardError, WrongAxes, lettered
-from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout
-from shardlib.mesh import MeshLike, as_mesh, bind, simulate, within
+from shardlib.errors import BadArgument, LayoutSyntax, RankMismatch, ShardError, WrongAxes, lettered
+from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
+from shardlib.mesh import POSTED, MeshLike, as_mesh, bind, refuse_posted, simulate, within
 from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
 
-Layouts = LayoutLike | Sequence[LayoutLike]
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
 
 
+@overload
 def shard_map(
-    f: Callable[..., Any],
+    f: Callable[Given, Returned],
     *,
-    in_layouts: Layouts,
-    out_layouts: Layouts,
+    in_layouts: LayoutTree,
+    out_layouts: LayoutTree,
+    mesh: MeshLike | None = None,
+) -> Callable[Given, Returned]: ...
+@overload
+def shard_map(
+    f: None = None,
+    *,
+    in_layouts: LayoutTree,
+    out_layouts: LayoutTree,
+    mesh: MeshLike | None = None,
+) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]: ...
+def shard_map(
+    f: Callable[..., object] | None = None,
+    *,
+    in_layouts: LayoutTree,
+    out_layouts: LayoutTree,
     mesh: MeshLike | None = None,
 ) -> Callable[..., Any]:
-    """Run ``f`` on each rank's blocks.
+    """Run ``f`` on each rank's blocks; without ``f``, decorate a function so.
 
-    ``in_layouts``   one layout per argument; an operand laid out otherwise is refused.
-    ``out_layouts``  one layout, or one per output if ``f`` returns a tuple.
-    Raises: ShardError where an operand or result does not have the stated layout.
+    ``in_layouts``   one layout for every operand, or a tuple of one per operand; of an operand that
+                     is a tree, one for all its tensors or a tree of them like it or its upper part.
+                     An operand laid out otherwise is refused; numbers and None pass as they are.
+    ``out_layouts``  the same of what ``f`` returns; ``()`` of a tensor that is whole on every rank.
+    ``mesh``         where no operand is sharded; else that of the operands, or the one in scope.
+    Raises: ShardError where an operand or result does not have the stated layout, or ``f`` writes
+    into an operand.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
     ...     total = sl.shard_map(lambda v: sl.psum(v.sum(), "x"), in_layouts="x", out_layouts="")
     ...     sl.unshard(total(sl.shard(torch.arange(6.0), "x")))
     tensor(15.)
+    >>> @sl.shard_map(in_layouts=({"w": ". x", "b": "x"}, "..."), out_layouts=(". x", "..."))
+    ... def layer(params, v):
+    ...     y = v @ params["w"] + params["b"]
+    ...     return y, sl.psum(y.sum(), "x")
+    >>> with sl.simulate(x=2):
+    ...     w, b = sl.shard(torch.ones(3, 4), ". x"), sl.shard(torch.zeros(4), "x")
+    ...     y, total = layer({"w": w, "b": b}, sl.shard(torch.ones(2, 3), "..."))
+    ...     sl.typeof((y, total)), sl.unshard(total).item()
+    (('f32[2, 4@x]', 'f32[]'), 24.0)
     """
-    ins = _each(in_layouts, "in_layouts")
+    if f is None:
+        return partial(shard_map, in_layouts=in_layouts, out_layouts=out_layouts, mesh=mesh)  # type: ignore[return-value]
+    if not callable(f):
+        raise BadArgument(
+            f"the body is a function of blocks, not {f!r}",
+            op="shard_map",
+            fix="sl.shard_map(lambda x: x + 1, in_layouts='...', out_layouts='...')",
+        )
+    body = f
 
-    result = _each(out_layouts, "out_layouts")
+    @wraps(body)
+    def mapped(*args: Any) -> Any:
+        return heard(run, shard_map, *args)
 
-    def mapped(*args: Tensor) -> Any:
-        return heard(run, mapped, *args)
-
-    def run(*args: Tensor) -> Any:
-        m = next((a.mesh for a in args if isinstance(a, ShardedTensor)), None) or as_mesh(mesh)
-        if len(args) != len(ins):
-            raise ShardError(
-                f"{len(args)} operands and {len(ins)} layouts",
-                op="shard_map",
-                operands=_operands(args),
-                mesh=m,
-                fix=_line([getattr(a, "sharding", "...") for a in args], result, args),
-            )
-        blocks = []
-        for i, (x, layout) in enumerate(zip(args, ins, strict=True)):
-            x = lift(x, m, "shard_map")
-            want = layout.resolve(len(x.padded_shape))
-            if x.sharding != want:
-                raise ShardError(
-                    f"operand {i} is laid out {x.sharding}, not {want}",
-                    op="shard_map",
-                    operands={[*lettered(args)][i]: typeof(x)},
-                    mesh=m,
-                    fix=f"sl.reshard({[*lettered(args)][i]}, {str(want)!r})",
-                )
-            others = tuple(
-                a
-                for a in m.names
-                if a not in want.axes and a not in want.partial and a not in x.deferred
-            )
-            block = wrap(vary(x.raw, m, others), m)
-            if type(block) is Stacked:
-                block.varies = Varies(real(m, (*want.axes, *want.partial)))
-            blocks.append(block)
+    def run(*args: Any) -> Any:
+        call = _Call(args, mesh, in_layouts)
+        m = call.mesh
         if not lead(m) and checking() is not None:
-            _rehearse(f, ins, result, blocks, m, args)
+            _rehearse(body, call, out_layouts)
+        under_way = len(POSTED)
         with bind(m):
-            out = f(*blocks)
-        single = isinstance(out, Tensor)
+            out: Any = body(*call.bound(call.blocks))
+        refuse_posted("shard_map", under_way)
+        call.refuse_writes()
         leaves, tree = optree.tree_flatten(out)
-        outs = result * len(leaves) if is_layout(out_layouts) else result
-        if len(outs) != len(leaves) or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
-            raise ShardError(
-                f"the body returned ({kinds}), and out_layouts are for {len(outs)} tensors",
-                op="shard_map",
-                operands=_operands(args),
-                mesh=m,
-                fix=_line(ins, [*outs, *["..."] * len(leaves)][: len(leaves)], args)
-                if all(isinstance(leaf, Tensor) for leaf in leaves)
-                else "return torch.as_tensor(result)",
-            )
+        outs = call.outs(out, leaves, tree, out_layouts)
+        whole = [any(leaf is b for b in call.blocks) for leaf in leaves]  # an operand as it was
+        leaves = [x.clone() if same else x for x, same in zip(leaves, whole, strict=True)]
 
         def line(i: int, layout: object) -> str:
-            return _line(ins, [*outs[:i], layout, *outs[i + 1 :]], args)
+            return call.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
 
-        values = [
-            _result(leaf, o, m, i, partial(line, i))
-            for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
-        ]
-        return values[0] if single else optree.tree_unflatten(tree, values)
+        return optree.tree_unflatten(
+            tree,
+            [
+                _result(leaf, o, m, i, partial(line, i))
+                for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
+            ],
+        )
 
-    mapped.__name__ = "shard_map"
     return mapped
 
 
-def _each(layouts: Layouts, name: str) -> list[Layout]:
-    """Return one layout, or one per tensor."""
-    several: Sequence[LayoutLike] = [layouts] if is_layout(layouts) else layouts  # type: ignore[assignment]
-    return [as_layout(one, "shard_map", f"{name} = {{}}") for one in several]
+class _Call:
+    """Operands of one call: their tensors, the layout of each and its block on this rank."""
+
+    def __init__(self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any) -> None:
+        self.args: Any = args
+        self.leaves, self.tree = optree.tree_flatten(self.args)
+        sharded = (a.mesh for a in self.leaves if isinstance(a, ShardedTensor))
+        self.mesh = m = next(sharded, None) or as_mesh(mesh)
+        if isinstance(layouts, Mapping) and len(args) == 1:
+            layouts = (layouts,)
+        if (
+            isinstance(layouts, tuple | list)
+            and not is_layout(layouts)
+            and len(layouts) != len(args)
+        ):
+            raise ShardError(
+                f"{len(args)} operands and {len(layouts)} layouts"
+                + (": sl.P(...) is one layout for all" if isinstance(layouts, tuple) else ""),
+                op="shard_map",
+                operands=_operands(args),
+                mesh=m,
+                fix=f"in_layouts = {_text(self.bound([_laid(a) for a in self.leaves]))}",
+            )
+        flat = len(args) == len(self.leaves) and all(map(operator.is_, args, self.leaves))
+        each: Any = (
+            layouts if isinstance(layouts, tuple | list) and not is_layout(layouts) else None
+        )
+        if flat and each is not None and all(map(is_layout, each)):
+            given: list[Any] = list(each)
+        else:
+            given = per_leaf(layouts, args, "shard_map", "in_layouts = {}")
+        self.at = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
+        self.layouts: list[Any] = [None] * len(given)
+        self.blocks = list(self.leaves)
+        for i in self.at:
+            self.blocks[i], self.layouts[i] = self._block(i, given[i])
+        self.versions = [self._version(i) for i in self.at]
+
+    def _block(self, i: int, given: Any) -> tuple[Tensor, Layout]:
+        """Cut an operand; refuse one that is laid out otherwise."""
+        m = self.mesh
+        x = lift(self.leaves[i], m, "shard_map")
+        found = as_layout(given, "shard_map", "in_layouts = {}", shape=x.padded_shape, mesh=m)
+        want = found.resolve(len(x.padded_shape))
+        if x.sharding != want:
+            name = self.name(i)
+            raise ShardError(
+                f"operand {name} is laid out {x.sharding}, not {want}",
+                op="shard_map",
+                operands={name: typeof(x)},
+                mesh=m,
+                fix=f"sl.reshard({name}, {str(want)!r})",
+            )
+        used = {*want.axes, *want.partial, *x.deferred}
+        block = wrap(vary(x.raw, m, tuple(a for a in m.names if a not in used)), m)
+        if type(block) is Stacked:
+            block.varies = Varies(real(m, (*want.axes, *want.partial)))
+        return block, want
+
+    def bound(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Put leaves in the operands' places."""
+        return optree.tree_unflatten(self.tree, leaves)  # type: ignore[return-value]
+
+    def name(self, i: int) -> str:
+        """Write an operand as the fix calls it: ``x``, or ``x['w']`` in a tree."""
+        place = self.tree.accessors()[i]
+        return place[1:].codify([*lettered(self.args)][place[0].entry])
+
+    def _version(self, i: int) -> int | None:
+        raw = getattr(self.leaves[i], "raw", self.leaves[i])
+        return None if raw.is_inference() else raw._version
+
+    def refuse_writes(self) -> None:
+        """Refuse a body that wrote into its operands: a function of values has none but its own."""
+        for i, before in zip(self.at, self.versions, strict=True):
+            if self._version(i) != before:
+                name = self.name(i)
+                raise ShardError(
+                    f"the body wrote into operand {name}, whose values are those now",
+                    op="shard_map",
+                    operands={name: typeof(self.leaves[i])},
+                    mesh=self.mesh,
+                    fix=f"{name} = {name}.clone()  # in the body, before it is written to",
+                )
+
+    def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
+        """Read the layout of each result.  Raises: ShardError for another number of them."""
+        tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
+        try:
+            found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
+        except LayoutSyntax:
+            found = None
+        if tensors and found is not None:
+            fix = "out_layouts = {}"
+            return [as_layout(o, "shard_map", fix, mesh=self.mesh) for o in found]
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
+        flat = isinstance(given, tuple | list) and all(map(is_layout, given))
+        several = [*given] if flat and not is_layout(given) else []
+        meant = [*several, *["..."] * len(leaves)][: len(leaves)]
+        raise ShardError(
+            f"the body returned ({kinds}), and out_layouts are {_text(given)}",
+            op="shard_map",
+            operands=_operands(self.args),
+            mesh=self.mesh,
+            fix=self.line(optree.tree_unflatten(tree, meant))
+            if tensors
+            else "return torch.as_tensor(result)",
+        )
+
+    def line(self, outs: Any) -> str:
+        """Write the call with these layouts of what it returns."""
+        given = self.bound(self.layouts)
+        first = _text(given[0] if len(given) == 1 and is_layout(given[0]) else given)
+        names = ", ".join(lettered(self.args))
+        return f"sl.shard_map(f, in_layouts={first}, out_layouts={_text(outs)})({names})"
 
 
-def _line(ins: Sequence[object], outs: Sequence[object], args: Sequence[Tensor]) -> str:
-    """Write the call with these layouts."""
-    first, last = (
-        repr(str(given[0])) if len(given) == 1 else repr(tuple(map(str, given)))
-        for given in (ins, outs)
+def _laid(x: Any) -> str:
+    return str(x.sharding) if isinstance(x, ShardedTensor) else "..."
+
+
+def _text(layouts: Any) -> str:
+    """Write a tree of layouts, each as its text."""
+    tree: Any = layouts
+    return repr(
+        optree.tree_map(lambda o: str(o) if isinstance(o, Layout) else o, tree, none_is_leaf=True)
     )
-    return f"sl.shard_map(f, in_layouts={first}, out_layouts={last})({', '.join(lettered(args))})"
 
 
 def _operands(args: Sequence[Any]) -> dict[str, str]:
@@ -186,37 +304,32 @@ def _result(
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 
-def _rehearse(
-    f: Callable[..., Any],
-    ins: Sequence[Layout],
-    outs: Sequence[Layout],
-    blocks: Any,
-    mesh: Any,
-    args: Sequence[Tensor],
-) -> None:
+def _rehearse(f: Callable[..., Any], call: _Call, out_layouts: Any) -> None:
     """Run a body of real ranks on the shapes of simulated ones, where what varies is followed.
 
     Raises: WrongAxes.  A body that needs values cannot be judged so, and is not.
     """
-    stage, state = simulate(**mesh.axes), torch.random.get_rng_state()
-    given = []
-    for block, layout in zip(blocks, ins, strict=True):
+    axes: Any = call.mesh.axes
+    stage, state = simulate(**axes), torch.random.get_rng_state()
+    given = list(call.blocks)
+    for i in call.at:
+        block, layout = call.blocks[i], call.layouts[i]
         raw = torch.empty((stage.size, *block.shape), dtype=block.dtype, device="meta")
-        seen = wrap(raw, stage)
+        given[i] = seen = wrap(raw, stage)
         seen.varies = Varies(real(stage, (*layout.axes, *layout.partial)))  # type: ignore[attr-defined]
-        given.append(seen)
     try:
         with bind(stage), within(traces=(), watcher=None), torch.no_grad():
-            leaves = optree.tree_leaves(f(*given))
-        outs = list(outs) * len(leaves) if len(outs) == 1 else outs
-        for i, (leaf, layout) in enumerate(zip(leaves, outs, strict=False)):
+            out = f(*call.bound(given))
+        leaves, tree = optree.tree_flatten(out)
+        outs = call.outs(out, leaves, tree, out_layouts)
+        for i, (leaf, layout) in enumerate(zip(leaves, outs, strict=True)):
             layout = layout.resolve(leaf.ndim)
             copied = [a for a in stage.names if a not in layout.axes and a not in layout.partial]
-            other = [*outs[:i], None, *outs[i + 1 :]]
             _check_axes(
                 leaf, layout, stage, copied, i,
-                lambda right, other=other: _line(
-                    ins, [right if o is None else o for o in other], args),
+                lambda right, i=i: call.line(
+                    optree.tree_unflatten(tree, [*outs[:i], right, *outs[i + 1 :]])
+                ),
             )  # fmt: skip
     except WrongAxes:
         raise

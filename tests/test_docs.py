@@ -10,18 +10,15 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardlib as sl
+from tests.test_pages import named
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = [
-    (name, block)
-    for name in ("layouts.md", "seeing.md")
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
-]
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 
 
@@ -74,29 +71,6 @@ def test_notebooks_are_pages_with_their_pictures(site: Path) -> None:
         assert text.count("data:image/png;base64") == pictures
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_a_block_of_a_page_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    name, block = BLOCKS[number]
-    if ".png" in block:
-        pytest.importorskip("matplotlib", reason="the block draws with matplotlib, an extra")
-    exec(compile(block, name, "exec"), {})
-    assert capsys.readouterr().out.strip()
-
-
-def resolved(dotted: str) -> Any:
-    value: Any = sl
-    for part in dotted.split(".")[1:]:
-        value = getattr(value, part)
-    return value
-
-
-def test_what_the_tables_name_exists() -> None:
-    names = set(re.findall(r"\bsl(?:\.\w+)+", COMING))
-    assert len(names) > 40
-    for name in names:
-        resolved(name)
-
-
 def calls() -> list[ast.Call]:
     """Calls of the library in the tables, as far as they are Python."""
     found = []
@@ -112,10 +86,45 @@ def calls() -> list[ast.Call]:
 def test_the_arguments_that_the_tables_name_exist() -> None:
     assert len(calls()) > 25
     for call in calls():
-        takes = inspect.signature(resolved(ast.unparse(call.func))).parameters
+        takes = inspect.signature(named(ast.unparse(call.func))).parameters
         free = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         for word in call.keywords:
             assert free or word.arg in takes, ast.unparse(call)
+
+
+def test_rows_about_layouts_and_local_code_say_what_happens() -> None:
+    """What a row gives for JAX's and DTensor's words is what those words give here."""
+    x = torch.arange(16.0).reshape(4, 4)
+    with sl.simulate(x=2, y=2) as mesh:
+        for jax, ours in (
+            (sl.P("x", None), "x ."),
+            (("x", None), "x ."),
+            (sl.P(("x", "y")), "(x y) ..."),
+            (sl.P(), "..."),
+            ([Shard(0), Replicate()], "x ..."),
+            ([Replicate(), Shard(1)], ". y"),
+            ([Replicate(), Partial()], "... + sum(y)"),
+        ):
+            assert sl.layout_of(sl.shard(x, jax)) == sl.layout_of(sl.shard(x, ours))
+        a = sl.shard(x, "x ...")
+        assert sl.typeof(sl.constrain(a, "x y")) == sl.typeof(sl.reshard(a, "x y"))
+        assert torch.equal(sl.unshard(a), x) and a.local.ranks.shape == (4, 2, 4)  # type: ignore[attr-defined]
+        assert "| 0,1" in sl.visualize(a) and sl.typeof(a) == "f32[4@x, 4]"
+        block = sl.from_local(lambda: x[:2, :2], "x y")
+        assert sl.typeof(block) == "f32[4@x, 4@y]"
+
+        @sl.shard_map(in_layouts="x ...", out_layouts=())
+        def total(v: torch.Tensor) -> torch.Tensor:
+            return sl.psum(v.sum(), "x")
+
+        assert sl.unshard(total(a)).item() == x.sum().item()
+        with sl.constants():
+            assert torch.equal(sl.unshard(a * torch.arange(4.0)), x * torch.arange(4.0))
+        _, g = sl.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": a})
+        assert sl.typeof(g) == {"w": "f32[4@x, 4]"} and mesh.size == 4
+        with sl.expect_comm(psum=1):
+            a.sum()
+    assert sl.auto_mesh(x=2, y=4).kind == "stacked" and sl.process_index() == 0
 
 
 def test_what_the_forge_runs_is_what_make_runs() -> None:
@@ -128,5 +137,5 @@ def test_what_the_forge_runs_is_what_make_runs() -> None:
     }
     assert all(r.startswith("make ") for r in runs)
     assert all(f"\n{t}:" in makefile for t in targets - {"runs"})
-    for torch in re.findall(r"torch==([\d.]+)", text):
-        assert torch.split(".")[:2] >= ["2", "11"]
+    for version in re.findall(r"torch==([\d.]+)", text):
+        assert version.split(".")[:2] >= ["2", "11"]

@@ -1,12 +1,15 @@
 """Bad input gets an error that names the culprit and a fix that runs, and changes nothing."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardlib as sl
 from tests.fixes import fault
@@ -29,9 +32,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("rank mismatch", lambda: s("rows y", 4), "RankMismatch", "2 dimensions, the tensor 1", {}),
     ("uneven split", lambda: s("rows y", 4, 5), "UnevenSplit", "dimension 1 of size 5 does not divide over mesh axis 'y' (size 2, remainder 1)", {"x": lambda: torch.ones(4, 5)}),
     ("no layout at all", lambda: sl.shard(torch.ones(4, 4), None), "LayoutSyntax", "None is no layout", {"x": lambda: torch.ones(4, 4)}),
-    ("a PartitionSpec", lambda: sl.shard(torch.ones(4, 4), ("rows", None)), "LayoutSyntax", "is no layout", {"x": lambda: torch.ones(4, 4)}),
-    ("placements of a DTensor", lambda: sl.shard(torch.ones(4, 4), [Shard(1), Shard(1)]), "LayoutSyntax", "is no layout", {"x": lambda: torch.ones(4, 4)}),
-    ("placements in reshard", lambda: sl.reshard(s("rows .", 4, 4), [Replicate(), Shard(0)]), "LayoutSyntax", "is no layout", {"x": lambda: s("rows .", 4, 4)}),
+    ("a tuple of a text's tokens", lambda: sl.shard(torch.ones(4, 4), ("rows", ".")), "LayoutSyntax", "is no layout", {"x": lambda: torch.ones(4, 4)}),
+    ("placements for another mesh", lambda: sl.shard(torch.ones(4, 4), [Shard(1)]), "LayoutSyntax", "one for each axis of the mesh, in order: 1 given, the mesh has rows, y", {"x": lambda: torch.ones(4, 4)}),
+    ("an average as a placement", lambda: sl.shard(torch.ones(4, 4), [Shard(1), Partial("avg")]), "NotExpressible", "a pending avg over axis 'y'", {"x": lambda: torch.ones(4, 4)}),
+    ("placements in reshard", lambda: sl.reshard(s("rows .", 4, 4), [Replicate(), Shard(0), Shard(1)]), "LayoutSyntax", "3 given", {"x": lambda: s("rows .", 4, 4)}),
+    ("a tree of layouts unlike the tensors'", lambda: sl.shard({"a": torch.ones(4)}, {"b": "rows"}), "LayoutSyntax", "no tree of layouts like {'a'}", {"x": lambda: torch.ones(4)}),
+    ("a tuple of layouts for a longer list", lambda: sl.reshard({"a": [s(".", 4)] * 3}, {"a": ("rows", "y")}), "LayoutSyntax", "like list of 3 at a", {"x": lambda: s(".", 4)}),
+    ("P of tokens", lambda: sl.P("rows y"), "LayoutSyntax", "each dimension has a mesh axis", {}),
     ("a list of numbers", lambda: sl.shard([1.0, 2.0], "rows"), "PlainTensor", "list is no tensor", {"x": lambda: [1.0, 2.0]}),
     ("an array", lambda: sl.shard(torch.ones(4).numpy(), "rows"), "PlainTensor", "ndarray is no tensor", {"x": lambda: torch.ones(4).numpy()}),
     ("an array in a tree", lambda: sl.shard({"a": torch.ones(4), "b": torch.ones(4).numpy()}, "rows"), "PlainTensor", "ndarray is no tensor", {"x": lambda: torch.ones(4).numpy()}),
@@ -181,3 +188,47 @@ def test_every_field_is_on_the_error() -> None:
         and "pad=True" in e.fix
     )
     assert str(e).splitlines()[0].startswith("shard: dimension 0 of size 5")
+
+
+# ---------------------------------------------------------------- size, and what a terminal obeys
+
+HUGE = "x\x1b[2J" * (262_000_000 // 5)
+
+
+def test_a_message_of_any_size_is_two_kilobytes_with_both_ends() -> None:
+    began = time.process_time()
+    rows = {str(i): "é" * 4000 for i in range(1000)} | {HUGE: HUGE}
+    error = sl.ShardError(HUGE + "end", op="save", operands=rows, mesh=HUGE, fix="fix " + HUGE)
+    text = str(error)
+    assert time.process_time() - began < 5.0
+    assert 1000 < len(text.encode()) <= 2000 and len(error.message) <= 2000
+    assert text.startswith(r"save: x\x1b[2J") and "of 262,000,003 characters" in error.message
+    assert error.message.endswith("end") and "fix" in text.splitlines()[-1]
+    assert all(c.isprintable() or c == "\n" for c in text)
+
+
+@given(st.text(), st.dictionaries(st.text(), st.text(max_size=3000), max_size=30), st.text())
+def test_no_text_reaches_a_terminal_that_obeys_it(
+    message: str, operands: dict[str, str], fix: str
+) -> None:
+    text = str(sl.ShardError(message, op="save", operands=operands, fix=fix))
+    assert len(text.encode()) <= 2000
+    assert all(c.isprintable() or c == "\n" for c in text)
+
+
+@pytest.mark.parametrize("text", ["a" * 10**6, "a " * 10**6, "(" * 10**6, "\x1b[2J" * 10**6])
+def test_a_hostile_text_is_refused_at_once(text: str) -> None:
+    with sl.simulate(x=2):
+        calls: list[Callable[[], Any]] = [
+            lambda: sl.shard(torch.ones(4), text),
+            lambda: sl.psum(torch.ones(4), text),
+            lambda: sl.load(text),
+            lambda: sl.algorithm(matmul=text).__enter__(),
+            lambda: sl.simulate(**{text + "-": 2}),
+        ]
+        for call in calls:
+            began = time.process_time()
+            with pytest.raises(sl.ShardError) as e:
+                call()
+            assert time.process_time() - began < 2.0
+            assert len(str(e.value).encode()) <= 2000 and "\x1b" not in str(e.value)

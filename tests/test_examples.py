@@ -8,7 +8,10 @@ import torch
 import shardlib as sl
 from examples.corpus import batches, load, split
 from examples.gpt import GPT, GPTConfig, generate
+from shardlib.command.config import read
 from shardlib.command.main import _parser
+from shardlib.command.train import start
+from tests.tiny import language_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -160,3 +163,53 @@ def test_four_processes_hold_what_one_cannot() -> None:
     ring = sl.launch(train, length, length, 1, 24.0, *shape, s=4)[0]
     (dense,) = sl.launch(train, length, length, 1, None, *shape, s=1)
     assert isinstance(ring, list) and abs(ring[0] - dense[0]) < 1e-5
+
+
+CODE = (ROOT / "examples" / "finetune.py").read_text().split('"""')[2]
+
+
+def test_a_fine_tune_takes_thirty_lines() -> None:
+    assert sum(bool(line.strip()) for line in CODE.splitlines()) <= 30
+
+
+def finetuned(folder: str) -> tuple[float, str]:
+    from examples.finetune import finetune
+
+    return finetune(f"{folder}/model", f"{folder}/texts.txt", f"{folder}/out")
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_model_is_fine_tuned_saved_with_its_tokenizer_and_generates(
+    real: bool, tmp_path: Path, pool: Any
+) -> None:
+    """In a script, simulated and on 4 processes, and by the command: the same losses."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    language_model(tmp_path)
+    if real:
+        judged, said = pool.run(finetuned, str(tmp_path), x=2, y=2)[0]
+    else:
+        with sl.simulate(x=2, y=2):
+            judged, said = finetuned(str(tmp_path))
+    assert judged < 5 and "ring" in said
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert words("ring 3").input_ids == words(words.decode(words("ring 3").input_ids)).input_ids
+    assert model(**words("ring 3", return_tensors="pt")).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_model_is_fine_tuned_by_one_file(
+    simulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    language_model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    report = start(read(ROOT / "examples" / "finetune.toml"), simulated=simulated)
+    assert list(report.evaluations) == [4, 8] and report.export == "out/model"
+    assert report.evaluations[8] < report.evaluations[4] < 5.7
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "model").eos_token == "<end>"
+    )
+    again = start(read(ROOT / "examples" / "finetune.toml"), simulated=True)
+    assert again.losses == {} and again.export == report.export  # written once more, nothing lost

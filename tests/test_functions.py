@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
+from shardlib._compat import StorageWeakRef
 
 F64 = torch.float64
 
@@ -392,3 +394,76 @@ def test_module_backward_hooks_see_and_change_the_dense_gradients(pool: Any) -> 
     with sl.simulate(data=2, x=2):
         assert module_hooks() == []
     assert pool.run(module_hooks, data=2, x=2) == [[]] * 4
+
+
+def left_behind(wrap: Any) -> int:
+    """Bytes that a graph keeps of tensors which its saved-tensor hooks have moved elsewhere."""
+    moved = []
+
+    def pack(x: torch.Tensor) -> Any:
+        if isinstance(x, sl.ShardedTensor):
+            return x.becomes(pack(x.raw))
+        moved.append((StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()))
+        return x.clone()
+
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(8, 8).double() for _ in range(3)]
+    net = torch.nn.Module()
+    net.h = torch.nn.ModuleList(blocks)
+
+    def forward(x: Any) -> Any:
+        for block in net.h:
+            x = wrap(block, torch.tanh(x) * 1.0)
+        return x
+
+    net.forward = forward
+    apply, params = sl.parallelize(net, [("*", "...")], inputs={"x": "data ."})
+    given = {k: p.requires_grad_() for k, p in params.items()}
+    own = {p.raw.untyped_storage()._cdata for p in given.values()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = apply(given, torch.randn(4, 8).double())
+    at = out.raw.untyped_storage()._cdata
+    kept = sum(n for ref, n in moved if not ref.expired() and ref.cdata not in {*own, at})
+    out.square().sum().backward()
+    assert moved and all(p.grad is not None for p in given.values())
+    return kept
+
+
+class Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, block: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (2.0 + 0.0 * x), None
+
+
+def heard(block: Any, x: Any) -> Any:
+    y = block(x)
+    y.register_hook(lambda g: g * 1.0)
+    return y
+
+
+WRAPS = {
+    "remat": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "function": lambda block, x: block(Held.apply(x, None)),
+    "hook": heard,
+    "plain": lambda block, x: block(x),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_what_a_graph_saved_stays_nowhere_else(name: str, pool: Any) -> None:
+    """So hooks that move it to another memory free it: ``torch.autograd.graph.save_on_cpu``."""
+    with sl.simulate(data=2):
+        assert left_behind(WRAPS[name]) == 0
+    if name == "remat":
+        assert pool.run(behind_remat, data=4) == [0] * 4
+
+
+def behind_remat() -> int:
+    return left_behind(WRAPS["remat"])

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 ELSEWHERE = {  # tests that hold several modules to one law -> those that have no file of their own
     "layouts/test_layout.py": "layouts/fit layouts/placements layouts/text layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
+    "layouts/test_spec.py": "layouts/partition",
     "modules/test_parallelize.py": "modules/patterns",  # rules match names
     "modules/test_dimensions.py": "modules/atoms",  # atoms are what the dimensions of a module are made of
     "planning/test_grids.py": "cost planning/bounds planning/links",

@@ -74,6 +74,47 @@ def test_unshard_inverts_shard(case: Any) -> None:
         assert torch.equal(sl.unshard(sl.shard(x, layout)), x)
 
 
+@laws
+@given(placed())
+def test_unshard_gives_a_value_of_its_own(case: Any) -> None:
+    layout, shape, mesh = case
+    x = torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64).reshape(shape)
+    with sl.simulate(**mesh):
+        _unshard_is_apart(x, layout)
+
+
+@pytest.mark.parametrize("axes", [{"x": 4, "y": 1}, {"x": 2, "y": 2}, {"x": 1, "y": 4}])
+def test_unshard_gives_a_value_of_its_own_on_real_ranks(pool: Any, axes: dict[str, int]) -> None:
+    pool.run(_unshard_is_apart_everywhere, **axes)
+
+
+def _unshard_is_apart_everywhere() -> None:
+    x = torch.arange(1.0, 17.0).reshape(4, 4)
+    texts = ["...", "x y", "y x", "y .", ". y", "x .", ". x", ". . + sum(y)", "x . + sum(y)"]
+    for text in texts:
+        _unshard_is_apart(x, text)
+        _unshard_is_apart(x.clone().requires_grad_(), text)
+    _unshard_is_apart(x[:3, :3], "x y", pad=True)
+    a = sl.shard(x, "...")
+    sl.unshard(sl.dtensor.to_dtensor(a)).zero_()
+    assert torch.equal(a.raw, x)
+
+
+def _unshard_is_apart(x: Tensor, layout: Any, **how: Any) -> None:
+    a = sl.shard(x, layout, **how)
+    for value in (a, a.detach(), sl.reshard(a, layout)):
+        whole = sl.unshard(value)
+        assert torch.equal(whole, x) and whole.requires_grad == value.requires_grad
+        with torch.no_grad():
+            whole.zero_()
+        assert torch.equal(sl.unshard(value), x)
+    tree = {"a": [a.detach()], "b": (a.detach(),)}
+    snapshot = sl.unshard(tree)
+    with torch.no_grad():
+        a.zero_()
+    assert torch.equal(snapshot["a"][0], x) and torch.equal(snapshot["b"][0], x)
+
+
 @pytest.mark.parametrize("name", PLACING)
 def test_reshard_is_the_identity_with_its_gradient(name: str) -> None:
     run_on_meshes(name)

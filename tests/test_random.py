@@ -2,7 +2,6 @@
 and is what recomputation draws from again.
 """
 
-import datetime
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib import random
 from shardlib.errors import ShardError
 from tests.workers import Pool
 
@@ -87,15 +85,14 @@ def test_a_part_of_the_job_has_a_stream_of_its_own(pool: Any) -> None:
 
 
 def uneven() -> str:
-    """Only rank 0 seeds: it says so; the others would go on with another key."""
+    """Only rank 0 seeds: all say so; the others would go on with another key."""
     torch.manual_seed(5)
+    sl.make_mesh(x=2, device="cpu", timeout=1.0)
     draw()
-    if dist.get_rank():
-        return ""
-    random.WAIT = datetime.timedelta(seconds=1)
-    torch.manual_seed(6)
+    if not dist.get_rank():
+        torch.manual_seed(6)
     try:
-        draw()
+        sl.psum(draw(), "x")
     except ShardError as e:
         return str(e)
     return "no error"
@@ -114,7 +111,10 @@ def exact() -> str:
 def test_ranks_that_are_seeded_unevenly_are_told() -> None:
     workers = Pool(2)  # their own: two ranks are left waiting or apart
     try:
-        assert "rank 1 was not" in workers.run(uneven, x=2)[0]
+        said = workers.run(uneven, x=2)
+        assert len({text.splitlines()[0].partition(": ")[2] for text in said}) == 1
+        assert all("rank 0 waits in random (its first draw since a seeding)" in t for t in said)
+        assert "torch.manual_seed(0)  # on every rank" in said[0]
     finally:
         workers.close()
     workers = Pool(2)

@@ -1,23 +1,16 @@
-"""Every python block of README.md runs as it stands; its pictures are what the library draws."""
+"""The pictures, commands, versions and figures of README.md are those of the library and its pages."""
 
 import re
+import tomllib
 from pathlib import Path
 
-import pytest
 import torch
 
 import shardlib as sl
+from tests.torchrun import torchrun
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-
-
-@pytest.mark.parametrize(
-    "block", BLOCKS, ids=[b.split("\n")[0] + str(i) for i, b in enumerate(BLOCKS)]
-)
-def test_blocks_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_picture_is_what_visualize_draws() -> None:
@@ -26,6 +19,44 @@ def test_the_picture_is_what_visualize_draws() -> None:
 
 
 def test_the_commands_are_in_the_makefile() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     for command in re.findall(r"make (\w+)", README):
         assert f"\n{command}:" in makefile
+
+
+def test_the_ten_lines_run_on_four_processes_as_they_are(tmp_path: Path) -> None:
+    """Under torchrun ``make_mesh`` stands for ``simulate``, every process is seeded alike, and that is all."""
+    block = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    program = tmp_path / "ten_lines.py"
+    program.write_text(
+        block.replace("\nwith", "\ntorch.manual_seed(0)\nwith", 1).replace(
+            "simulate(", "make_mesh("
+        )
+    )
+    printed, errors = torchrun(4, program)
+    assert len(printed) == 4 and len(set(printed)) == 1, (printed, errors[-3000:])
+    assert re.search(r"moved \d+ bytes per rank, gradient \S+", printed[0]), printed
+
+
+def test_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Version {'.'.join(project['version'].split('.')[:2])}," in README
+    pythons = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert f"Python {' and '.join(pythons)}," in README
+    assert any(d == "torch>=2.11" for d in project["dependencies"]) and "torch 2.11" in README
+    forge = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "torch==2.11.0" in forge and all(f'"{python}"' in forge for python in pythons)
+
+
+def test_figures_have_their_command() -> None:
+    """A table of README.md names what measures each row; so does each section of the measurements."""
+    table = README[README.index("| measured on") :].split("\n\n")[0].splitlines()[2:]
+    for row in table:
+        assert re.search(r"`(python -m benchmarks\.\w+|make \w+)`", row), row
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        found = re.findall(r"python -m (benchmarks|tests|shardlib)((?:\.\w+)*)", section)
+        assert found or re.search(r"`make \w+|`shardlib \w+|torchrun|pytest", section), section[:80]
+        for room, name in found:
+            file = ROOT / room / Path(*name.removeprefix(".").split("."))
+            assert room == "shardlib" or file.with_suffix(".py").exists() or file.is_dir(), file

@@ -72,3 +72,35 @@ def test_a_filled_up_sequence_trains_as_the_dense_one() -> None:
         assert abs(got.item() - loss.item()) < 1e-12
         for name, p in model.named_parameters():
             assert (sl.unshard(grads[name]) - p.grad).abs().max() < 1e-12
+
+
+@given(st.lists(st.integers(0, 25), min_size=1, max_size=12), st.integers(1, 10))
+def test_every_token_of_every_document_is_packed_once_with_its_successor(
+    sizes: list[int], length: int
+) -> None:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    documents = [range(end - n + 1, end + 1) for n, end in zip(sizes, ends, strict=True)]
+    rows = sl.pack(documents, length)
+    held = [int(t) for row in rows for t in row["input_ids"] if t]
+    assert sorted(held) == list(range(1, sum(sizes) + 1))
+    owner = {t: d for d, document in enumerate(documents) for t in document}
+    for row in rows:
+        assert {n: (len(x), x.dtype) for n, x in row.items()} == dict.fromkeys(
+            ("input_ids", "labels", "position_ids"), (length, torch.int64)
+        )
+        ids, labels, places = (row[n].tolist() for n in ("input_ids", "labels", "position_ids"))
+        for i, (token, label, place) in enumerate(zip(ids, labels, places, strict=True)):
+            starts = i == 0 or not token or not ids[i - 1] or owner[ids[i - 1]] != owner[token]
+            if token:
+                assert place == (0 if starts else places[i - 1] + 1)
+                follows = i + 1 < length and ids[i + 1] and owner[ids[i + 1]] == owner[token]
+                assert label == (ids[i + 1] if follows else -100)
+            else:
+                assert label == -100
+    least = -(-sum(sizes) // length)
+    assert least <= len(rows) <= 2 * least
+
+
+def test_rows_without_a_length_are_refused() -> None:
+    with pytest.raises(sl.ShardError, match="rows of 0 tokens"):
+        sl.pack([[1, 2]], 0)

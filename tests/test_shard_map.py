@@ -41,7 +41,7 @@ MISTAKES: list[tuple[str, Any, str, str, str]] = [  # name, body, in, out, the a
     ("posted psum of a copy", lambda v: C.start(sl.psum, v, "y").wait(), "x", "x", "'y'"),
     ("a whole value as pending", lambda v: sl.psum(v.sum(), "x"), "x", " + sum(x)", "'x'"),
     ("its place as replicated", lambda v: v * 0 + sl.axis_index("x"), ".", ".", "'x'"),
-    ("its place picked", lambda v: v * C.pick([1, 1], "x"), ".", ".", "'x'"),
+    ("its place picked", lambda v: v * C.pick([1] * sl.axis_size("x"), "x"), ".", ".", "'x'"),
     ("all_to_all as replicated", lambda v: sl.all_to_all(v, "x", 0, 0), "x", ".", "'x'"),
     ("a slice as replicated", lambda v: C.pslice(v, "y"), ".", ".", "'y'"),
     ("a shift as replicated", lambda v: C.shift(v, "x"), "x", ".", "'x'"),
@@ -208,3 +208,111 @@ def _mistaken() -> list[str]:
                     sl.shard_map(right, in_layouts=ins, out_layouts=there)(*given)
     assert torch.equal(state, torch.random.get_rng_state())
     return refused
+
+
+# ---------------------------------------------------------------- trees, as JAX's in_specs
+
+
+def _layer(params: dict[str, Any], v: torch.Tensor, scale: float) -> dict[str, Any]:
+    y = v @ params["w"] + params["b"]
+    return {"y": y * scale, "sums": (sl.psum(y.sum(), "x"), [y.sum(0)]), "none": None}
+
+
+def _trees() -> list[Any]:
+    """A body over trees under every way of writing its layouts, forward and backward."""
+    w = sl.shard(torch.arange(12.0).reshape(3, 4), ". x").requires_grad_()
+    b = sl.shard(torch.ones(4), "x").requires_grad_()
+    v = sl.shard(torch.ones(2, 3), "...").requires_grad_()
+    found = []
+    for ins, outs in (
+        (({"w": ". x", "b": "x"}, "...", None), {"y": ". x", "sums": ("...", "x"), "none": None}),
+        (({"w": (None, "x"), "b": ("x",)}, (), ()), {"y": (None, "x"), "sums": ((), ["x"]), "none": ()}),
+        (({"w": sl.P(None, "x"), "b": sl.P("x")}, sl.P(), sl.P()),
+         {"y": sl.P(None, "x"), "sums": (sl.P(), sl.P("x")), "none": sl.P()}),
+    ):  # fmt: skip
+        w.grad = b.grad = v.grad = None
+        f = sl.shard_map(_layer, in_layouts=ins, out_layouts=outs)
+        out = f({"w": w, "b": b}, v, 2.0)
+        (sl.unshard(out["y"]).square().sum() + sl.unshard(out["sums"][0])).backward()
+        types = [sl.typeof(out), out["none"]]
+        found.append([types, *(sl.unshard(t.grad).tolist() for t in (w, b, v))])
+    return found
+
+
+def test_a_body_takes_trees_with_layouts_for_their_upper_part(pool: Any) -> None:
+    w = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    b, v = torch.ones(4, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    y = v @ w + b
+    ((2 * y).square().sum() + y.sum()).backward()
+    want = [t.grad.tolist() for t in (w, b, v)]
+    types = {"y": "f32[2, 4@x]", "sums": ("f32[]", ["f32[4@x]"]), "none": None}
+    with sl.simulate(x=2, y=2):
+        here = _trees()
+    assert here == [[[types, None], *want]] * 3
+    assert pool.run(_trees, x=2, y=2) == [here] * 4
+
+
+def test_one_layout_serves_every_operand_and_result() -> None:
+    with sl.simulate(x=2, y=2):
+        a, b = (sl.shard(torch.ones(4, 4), "x y") for _ in "ab")
+        for layout in ("x y", sl.P("x", "y"), sl.Layout2D("x", "y")):
+            f = sl.shard_map(
+                lambda u, v: (u + v, {"d": u - v}), in_layouts=layout, out_layouts=layout
+            )
+            total, more = f(a, b)
+            assert sl.typeof((total, more)) == ("f32[4@x, 4@y]", {"d": "f32[4@x, 4@y]"})
+
+
+def test_it_decorates_a_function_and_keeps_its_name() -> None:
+    @sl.shard_map(in_layouts="x", out_layouts=())
+    def mean(v: torch.Tensor) -> torch.Tensor:
+        """Average over all ranks."""
+        return sl.pmean(v.mean(), "x")
+
+    assert (mean.__name__, mean.__doc__) == ("mean", "Average over all ranks.")
+    for ranks in (2, 4):  # the mesh is that of each call
+        with sl.simulate(x=ranks):
+            assert sl.unshard(mean(sl.shard(torch.arange(8.0), "x"))).item() == 3.5
+    mesh = sl.simulate(x=2)
+    made = sl.shard_map(lambda: torch.ones(3), in_layouts=(), out_layouts="x", mesh=mesh)()
+    assert sl.typeof(made) == "f32[6@x]"
+    nothing = sl.shard_map(lambda v: None, in_layouts="x", out_layouts=())
+    assert nothing(sl.shard(torch.ones(2), "x", mesh)) is None
+
+
+def _wrong_operand() -> Any:
+    tree = {"w": sl.shard(torch.ones(4), "...")}
+    return sl.shard_map(lambda t: t["w"], in_layouts=({"w": "x"},), out_layouts="x")(tree)
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("no body", lambda: sl.shard_map(3, in_layouts="x", out_layouts="x"), "the body is a function"),
+    ("P of one operand", lambda: _mapped(("x", None)), r"1 operands and 2 layouts: sl.P\(...\) is one"),
+    ("two for one", lambda: _mapped(["x", "x"]), "1 operands and 2 layouts"),
+    ("another tree", lambda: _mapped(({"a": "x"},)), "no tree of layouts like"),
+    ("None", lambda: _mapped((None,)), "None is no layout"),
+    ("a leaf laid out otherwise", _wrong_operand, r"operand x\['w'\] is laid out ., not x"),
+    ("results unlike the layouts", lambda: _mapped("x", {"a": "x"}), "is no layout"),
+    ("one that is written to", lambda: _mapped("x", "x", lambda v: v.add_(1)), "wrote into operand x"),
+]  # fmt: skip
+
+
+def _mapped(ins: Any, outs: Any = "x", body: Any = lambda v: v) -> Any:
+    tree = {"b": sl.shard(torch.ones(4), "x")}
+    x = tree if isinstance(ins, tuple) and isinstance(ins[0], dict) else tree["b"]
+    return sl.shard_map(body, in_layouts=ins, out_layouts=outs)(x)
+
+
+@pytest.mark.parametrize(("name", "call", "says"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_layouts_that_do_not_fit_are_refused(name: str, call: Any, says: str) -> None:
+    with sl.simulate(x=2), pytest.raises(sl.ShardError, match=says) as e:
+        call()
+    assert e.value.fix
+
+
+def test_a_body_that_returns_its_operand_gives_a_value_of_its_own() -> None:
+    with sl.simulate(x=2):
+        x = sl.shard(torch.arange(4.0), "x")
+        y = sl.shard_map(lambda v: v, in_layouts="x", out_layouts="x")(x)
+        y.add_(1)
+        assert sl.unshard(x).tolist() == [0, 1, 2, 3] and sl.unshard(y).tolist() == [1, 2, 3, 4]

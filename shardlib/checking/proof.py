@@ -1,19 +1,23 @@
 """The dense proof: a module on every mesh against the same module on one device.
 
-Everything runs in this process, in fp64, where rounding leaves no doubt: outputs, the loss, every
-gradient, their norm, the parameters after some optimizer steps, and, where the module draws random
-numbers in training, all of that with them.  Where something differs, each operator of the forward
-is run once more beside torch's own on whole operands, then its gradient, to say where it was made.
+Everything runs in this process, in fp64, where rounding leaves no doubt: every tensor of the output,
+the loss, every gradient, their norm, the parameters after some optimizer steps, and, where the
+module draws random numbers in training, all of that with them.  Casts to fp32 or less inside the
+module, as those of a loss of transformers, are casts to fp64 here.  Where something differs, each
+operator of the forward is run once more beside torch's own on whole operands, then its gradient, to
+say where it was made.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardlib.checking.places import Found, Places
 from shardlib.errors import ModelDiffers, ShardError, mesh_text
@@ -35,9 +39,15 @@ _RATE = 1e-2
 
 @dataclass
 class Proof:
-    """A comparison: mesh -> quantity -> largest difference, relative to its largest value."""
+    """A comparison: mesh -> quantity -> largest difference, relative to its largest value.
+
+    ``left``    parts of the output that hold no tensor that could be compared.
+    ``raised``  calls that make fp32 or less in the module, and made fp64 here.
+    """
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """A table of what was compared in evaluation, and below it one of training."""
@@ -45,7 +55,10 @@ class Proof:
         trains = [n for n in names if n.startswith("train ")]
         plain = [n for n in names if n not in trains]
         tables = (("mesh", plain), ("in training", trains))
-        return "\n".join(self._table(head, some) for head, some in tables if some or head == "mesh")
+        lines = [self._table(head, some) for head, some in tables if some or head == "mesh"]
+        lines += [f"computed in float64 here: {', '.join(self.raised)}"] * bool(self.raised)
+        lines += [f"not compared: {', '.join(self.left)}"] * bool(self.left)
+        return "\n".join(lines)
 
     def _table(self, head: str, names: Sequence[str]) -> str:
         width = max(map(len, [head, *self.errors]))
@@ -75,15 +88,18 @@ def check_model(
     ``batch``   forward's arguments: a mapping by name, a sequence by position, or one tensor.
     ``loss``    of forward's output; by default its ``loss``, itself where it is a scalar, or the
                 mean of y (y + 1) over what it holds.
-    ``inputs``  name or position -> layout; a recipe's ``tokens`` for arguments of as many
-                dimensions, whole otherwise.
+    ``inputs``  name or position -> layout; a recipe's ``labels`` for what is named so and its
+                ``tokens`` for other arguments of as many dimensions, whole otherwise.
     ``steps``   of AdamW, after each of which every parameter is compared.
-    Compared are outputs, loss, every gradient, their norm and these steps with torch's own values
-    in evaluation mode; where the module trains (``module.training``), the same once more with what
-    it draws there, such as dropout's masks, with one simulated rank.
-    The module is copied and cast to fp64; it is left as it was.
+    Compared are every tensor of the output, in whatever objects it stands (mappings, dataclasses,
+    caches), loss, every gradient, their norm and these steps with torch's own values in evaluation
+    mode; where the module trains (``module.training``), the same once more with what it draws
+    there, such as dropout's masks, with one simulated rank.
+    The module is copied and computed in fp64, where it casts to fp32 inside as well; it is left as
+    it was.  ``Proof.left`` names the parts of an output that could not be compared.
     Raises: ModelDiffers, an AssertionError, naming the first tensor that differs by more than
-    ``tolerance`` relative to its largest value, where it was made, and by how much.
+    ``tolerance`` relative to its largest value, where it was made, and by how much; ShardError
+    where the output holds no tensor to compare.
 
     >>> import torch, shardlib as sl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
@@ -95,8 +111,8 @@ def check_model(
     several = [meshes] if isinstance(meshes, Mesh | Mapping) else list(meshes)
     model = copy.deepcopy(module).double()
     given = _doubled(batch)
-    case = _Case(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad)
     proof = Proof()
+    case = _Case(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
     with torch.random.fork_rng():
         for mesh in several:
             mesh = simulate(**mesh) if not isinstance(mesh, Mesh) else as_mesh(mesh)
@@ -121,6 +137,7 @@ class _Case:
     inputs: dict[str | int, LayoutLike]
     steps: int
     pad: bool
+    proof: Proof
     learns: bool = True
     """Whether the loss has a gradient."""
 
@@ -140,12 +157,106 @@ def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(cast(x) for x in batch), {}
 
 
+def _outputs(output: Any, left: list[str]) -> Quantities:
+    """Map "output", with the path, to each tensor of any object; ``left`` takes what holds none."""
+    found: Quantities = {}
+    inside: set[int] = set()
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            found[f"output {path}".rstrip()] = value
+            return
+        items = None if id(value) in inside else _items(value)
+        if items is None:
+            said = f"output {path}".rstrip() + f" ({type(value).__name__})"
+            if said not in left:
+                left.append(said)
+            return
+        inside.add(id(value))
+        for name, one in items:
+            walk(one, f"{path}.{name}".lstrip("."))
+        inside.discard(id(value))
+
+    walk(output, "")
+    return found
+
+
+def _compared(output: Any, left: list[str]) -> Quantities:
+    """List the tensors of an output that are compared.  Raises: ShardError where there is none."""
+    found = _outputs(output, left)
+    if not found:
+        raise ShardError(
+            "the module returns no tensor that can be compared",
+            op="check_model",
+            operands={"output": type(output).__name__, "not compared": ", ".join(left)},
+            fix="return {'logits': logits}  # a tensor, or tensors in a mapping, list or dataclass",
+        )
+    return found
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """List the parts of an object; None where nobody can say what it holds."""
+    if value is None or isinstance(value, _PLAIN):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list | Set):
+        names = getattr(value, "_fields", range(len(value)))
+        return list(zip(names, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    if callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return list(vars(value).items())
+
+
+_PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout)
+
+
 def _floats(output: Any) -> list[Tensor]:
-    """List the tensors that a module returns and that have gradients; of an object its fields."""
-    if not isinstance(output, Tensor | tuple | list | dict):
-        output = dict(output) if isinstance(output, Mapping) else vars(output)
-    tree: Any = output
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+    """List the tensors of an output that may have gradients."""
+    return [x for x in _outputs(output, []).values() if x.is_floating_point()]
+
+
+_LOWER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Doubles(TorchFunctionMode):
+    """Computation in fp64 of what asks for less; ``raised`` names the calls that do."""
+
+    def __init__(self, raised: list[str]) -> None:
+        super().__init__()
+        self.raised = raised
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
+        asked = [x for x in (*args[1:], *kwargs.values()) if _wide(x) is not x]
+        if name in ("float", "half", "bfloat16"):
+            asked, func = [getattr(torch, "float16" if name == "half" else name)], Tensor.double
+            args = args[:1]
+        if asked and name != "view":  # which reads the same bits as another dtype
+            text = f"{name} to {str(asked[0]).removeprefix('torch.')}"
+            self.raised += [text] if text not in self.raised else []
+            args = tuple(_wide(x) for x in args)
+            kwargs = {k: _wide(x) for k, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _LOWER else x
+
+
+@contextmanager
+def _doubles(case: "_Case") -> Iterator[None]:
+    """Compute in fp64 inside the ``with``, constants that say no dtype included."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubles(case.proof.raised):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _loss(output: Any) -> Tensor:
@@ -178,16 +289,19 @@ def _dense(case: _Case) -> Quantities:
     for step in range(max(1, case.steps)):
         optimizer.zero_grad()
         torch.manual_seed(step)
-        output = model(*args, **kwargs)
-        loss = case.loss(output)
+        with _doubles(case):
+            output = model(*args, **kwargs)
+            loss = case.loss(output)
+            if step == 0:
+                outputs = _compared(output, case.proof.left)
+                found |= {name: x.detach().clone() for name, x in outputs.items()}
+                found["loss"] = loss.detach()
+            if not loss.requires_grad:
+                return found
+            loss.backward()
         if step == 0:
-            found |= {f"output {i}": x.detach().clone() for i, x in enumerate(_floats(output))}
-            found["loss"] = loss.detach()
-        if not loss.requires_grad:
-            return found
-        loss.backward()
-        if step == 0:
-            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+            learn = {n: p for n, p in named.items() if p.requires_grad}
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learn.items()}
             found |= {f"gradient of {n}": g.clone() for n, g in grads.items()}
             squares = [g.square().sum() for g in grads.values()]
             found["norm"] = (
@@ -210,11 +324,11 @@ def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
         apply, params = parallelize(case.model, rules, pad=case.pad)
         args, kwargs = _placed(case, rules, mesh)
-        outputs: list[Tensor] = []
+        outputs: Quantities = {}
 
         def run(params: Any) -> Tensor:
             output = apply(params, *args, **kwargs)
-            outputs[:] = _floats(output)
+            outputs.update(_outputs(output, []))
             return case.loss(output)
 
         tx = adamw(_RATE, weight_decay=0.01)
@@ -222,17 +336,24 @@ def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
         for step in range(max(1, case.steps)):
             torch.manual_seed(step)
             if watcher is not None:
-                with within(watcher=watcher):
+                with _doubles(case), within(watcher=watcher):
                     run(params)
                 return found
-            loss, grads = value_and_grad(run)(params) if case.learns else (run(params), {})
+            with _doubles(case):
+                loss, grads = value_and_grad(run)(params) if case.learns else (run(params), {})
             if step == 0:
-                found |= {f"output {i}": _whole(x) for i, x in enumerate(outputs)}
+                found |= {name: _whole(x) for name, x in outputs.items()}
                 found["loss"] = _whole(loss)
             if not case.learns:
                 return found
             if step == 0:
-                found |= {f"gradient of {n}": _whole(g) for n, g in grads.items() if g is not None}
+                learn = {n: p for n, p in params.items() if p.requires_grad}
+                found |= {
+                    f"gradient of {n}": _whole(
+                        torch.zeros_like(p) if grads[n] is None else grads[n]
+                    )
+                    for n, p in learn.items()
+                }
                 found["norm"] = _whole(global_norm(grads))
             if case.steps:
                 updates, state = tx.update(grads, state, params)
@@ -252,9 +373,9 @@ def _placed(case: _Case, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[
         if not isinstance(x, Tensor):
             return x
         layout = case.inputs.get(name)
-        if layout is None and tokens is not None:
-            asked = Layout.parse(str(tokens))
-            layout = tokens if len(asked.dims) == x.ndim else None
+        where = rules.labels if name == "labels" and tokens is not None else tokens
+        if layout is None and where is not None:
+            layout = where if len(Layout.parse(str(where)).dims) == x.ndim else None
         return shard(x, "..." if layout is None else layout, mesh)
 
     args, kwargs = case.batch
@@ -268,9 +389,14 @@ def _compare(
     case: _Case, mesh: Mesh, want: Quantities, row: dict[str, float], tolerance: float, mode: str
 ) -> None:
     got = _sharded(case, mesh)
+    if parted := list(want.keys() ^ got.keys()):
+        raise ModelDiffers(
+            f"{mode}{parted[0]} is on {'one device' if parted[0] in want else 'the mesh'} alone",
+            op="check_model",
+            operands={"on one device": _listed(want), "on the mesh": _listed(got)},
+            mesh=mesh,
+        )
     for name, right in want.items():
-        if name not in got:
-            continue  # frozen: it has no gradient
         mine = got[name]
         off = _off(mine, right)
         kind = mode + name.split(" ")[0 if name.split(" ")[0] in _KINDS else -2]
@@ -289,6 +415,8 @@ def _off(mine: Tensor, right: Tensor) -> float:
     if not right.numel():
         return 0.0
     same = (mine == right) | (mine.isnan() & right.isnan())
+    if not (mine.is_floating_point() or mine.is_complex()):
+        mine, right = mine.double(), right.double()
     apart = torch.where(same, torch.zeros_like(mine), mine - right).abs().max()
     scale = right.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1e-12)
     off = float(apart / scale)
@@ -321,6 +449,10 @@ def _differs(
         operands=rows,
         mesh=mesh,
     )
+
+
+def _listed(found: Quantities) -> str:
+    return ", ".join(n for n in found if n.partition(" ")[0] == "output")
 
 
 def _shown(x: Tensor) -> str:

@@ -7,8 +7,6 @@ time to time (``progress``); only silence counts.
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 import weakref
@@ -17,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlib._compat import job_store
-from shardlib.errors import CheckpointError
+from shardlib.checkpoint.disk import SILENT
+from shardlib.errors import CheckpointError, RankFailed, user_line
+from shardlib.mesh import join_job
 
 __all__ = ["Group"]
 
@@ -26,14 +25,12 @@ __all__ = ["Group"]
 class _Calls:
     """The calls of one job, as far as this rank knows of them.
 
-    ``seen``    rank -> its host and process, as far as it has spoken.
     ``spoken``  number of a call -> how often this rank said something in it, until forgotten.
     ``alive``   the calls that have not ended here; ``others``  the first of them on each rank.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.seen: dict[int, tuple[str, int]] = {}
         self.spoken: dict[int, int] = {}
         self.alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self.others: dict[int, int] = {}
@@ -57,6 +54,7 @@ _OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 class Group:
     """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree.
 
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's if None.
     ``fixes``  (words of a message, the line that mends it), of which the first that fits counts:
                all ranks raise one message, and so one fix.
     """
@@ -64,23 +62,26 @@ class Group:
     def __init__(
         self,
         op: str,
-        timeout: float,
+        timeout: float | None,
         alone: bool = False,
         fixes: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.op = op
-        self.timeout = timeout
         self.fixes = fixes
+        self.line = user_line()  # a thread that writes has none of the user's
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
-        self.beats: dict[int, bytes] = {}
         self.said = time.monotonic()
         self.given_up = ""
-        if self.world > 1:
-            self.store = job_store()
+        self.timeout = SILENT if timeout is None else timeout
+        if self.world > 1 and (job := join_job()) is None:  # a backend without peers
+            self.rank, self.world = 0, 1
+        elif self.world > 1:
+            self.job, self.store = job, job.store
+            self.timeout = job.seconds if timeout is None else timeout
             self.calls = _OF_JOB.setdefault(dist.group.WORLD, _Calls())
             number = self.calls.count + 1
-            while self.store.check([f"{_WHERE}/{number}/gave up"]):  # a call that only some made
+            while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that only some made
                 number += 1
             self.number, self.where = number, f"{_WHERE}/{number}"
             self.calls.begin(number, self)
@@ -90,14 +91,17 @@ class Group:
         """Make the error that every rank raises."""
         own = getattr(cause, "fix", "")
         fix = next((line for words, line in self.fixes if words in message), own)
-        return CheckpointError(message, op=self.op, operands=operands, fix=fix)
+        return CheckpointError(message, op=self.op, operands=operands, fix=fix, line=self.line)
 
     def progress(self) -> None:
         """Say, now and then, that this rank is at work."""
         now = time.monotonic()
-        if self.world > 1 and now - self.said > min(1.0, self.timeout / 4):
+        if now - self.said > min(1.0, self.timeout / 4):
             self.said = now
-            self.store.set(f"{self.where}/at work/{self.rank}", repr(now))
+            if self.world == 1:
+                return
+            with contextlib.suppress(RankFailed):
+                self.store.set(f"{self.where}/at work/{self.rank}", repr(now))
 
     def agree(
         self,
@@ -117,9 +121,21 @@ class Group:
                 except Exception as e:
                     error = e
             raise self.error(_text(error), error) from error
+        try:
+            return self._agree(phase, value, error, decide)
+        except RankFailed as e:
+            raise self.give_up(e.message) from e
+
+    def _agree(
+        self,
+        phase: str,
+        value: Any,
+        error: BaseException | None,
+        decide: Callable[[list[Any]], Any],
+    ) -> Any:
         at = self.calls.spoken[self.number] = self.calls.spoken.get(self.number, 0) + 1
         where = f"{self.where}/{at}"
-        word = {"value": value, "error": _text(error), "at": [socket.gethostname(), os.getpid()]}
+        word = {"value": value, "error": _text(error)}
         word |= {"doing": [self.op, phase], "first": self.calls.first}
         if self.rank:
             self.store.set(f"{where}/{self.rank}", json.dumps(word))
@@ -154,43 +170,31 @@ class Group:
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
         """Wait for what ``rank`` says.
 
-        Raises: CheckpointError when it has ended or stays silent.
+        Raises: CheckpointError when it stays silent; RankFailed when it has ended.  A rank that
+        raised still writes what it has begun to save.
         """
-        look, began = 0.0, time.monotonic()
-        heard = began
-        while not self.store.check([key]):
-            now = time.monotonic()
-            if now > look:
-                look = now + 0.1
-                self.progress()
-                if (beat := self._beat(rank)) != self.beats.get(rank):
-                    self.beats[rank], heard = beat, now
-                if self.store.check([f"{self.where}/gave up"]):
-                    raise self.give_up("")
-                host, pid = self.calls.seen.get(rank, ("", 0))
-                if host == socket.gethostname() and not _runs(pid) and not self.store.check([key]):
-                    raise self.give_up(f"rank {rank} ended during {phase!r}")
-                if now - heard > self.timeout:
-                    raise self.give_up(
-                        f"rank {rank} said nothing during {phase!r} for {self.timeout:g} s"
-                    )
-            time.sleep(min(max(0.0005, 0.05 * (now - began)), 0.01))
-        word = json.loads(self.store.get(key))
-        self.calls.seen[rank] = (word["at"][0], word["at"][1])
+
+        def look() -> bytes | None:
+            self.progress()
+            if self.store.check(f"{self.where}/gave up"):
+                raise self.give_up("")
+            return self.store.get(f"{self.where}/at work/{rank}")
+
+        doing = f"{self.op} ({phase!r})"
+        if not self.job.wait(key, lambda: [rank], doing, self.timeout, look, through=True):
+            raise self.give_up(f"rank {rank} said nothing during {phase!r} for {self.timeout:g} s")
+        word = json.loads(self.store.get(key) or "")
         self.calls.others[rank] = word["first"]
         return word
-
-    def _beat(self, rank: int) -> bytes:
-        key = f"{self.where}/at work/{rank}"
-        return self.store.get(key) if self.store.check([key]) else b""
 
     def give_up(self, message: str) -> CheckpointError:
         """Leave the call; whoever waits in it, or comes later, leaves with the same words."""
         if self.world == 1:
             return self.error(message)
-        text = self.store.compare_set(f"{self.where}/gave up", "", message).decode()
-        self.given_up = text
-        return self.error(text)
+        with contextlib.suppress(RankFailed):  # the store is gone
+            message = self.store.compare_set(f"{self.where}/gave up", "", message)
+        self.given_up = message
+        return self.error(message)
 
     def _forget(self) -> None:
         """Drop what this rank said in calls that have ended, and nobody will ask for."""
@@ -202,28 +206,10 @@ class Group:
                 f"{at + 1}/{key}" for at in range(self.calls.spoken.pop(number)) for key in keys
             ]
             for key in (*said, f"at work/{self.rank}"):
-                with contextlib.suppress(RuntimeError):
-                    self.store.delete_key(f"{_WHERE}/{number}/{key}")
+                self.store.delete(f"{_WHERE}/{number}/{key}")
 
 
 _WHERE = "shardlib/checkpoint"
-
-
-def _runs(pid: int) -> bool:
-    """Say whether a process of this host is there, and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        if os.path.exists("/proc/self/stat"):
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _text(error: BaseException | None) -> str:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Place, chunk, size, whole
+from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, Part, fill
-from shardlib.checkpoint.folder import MANIFEST
-from shardlib.checkpoint.huggingface import Whole, tensors_of, write_hf
+from shardlib.checkpoint.huggingface import Whole, say_dtype, tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
 from shardlib.checkpoint.steps import folder_of, opened_newest
@@ -111,8 +111,8 @@ def to_hf(
     ``subtree``  the part of the tree to write: ``"params"`` for what ``save`` was given as
                  ``{"params": params, ...}``.
     ``names``    a tensor's name in that part -> the name in the files.
-    ``config``   a directory whose configuration and tokenizer are copied: all its small files but
-                 weights.
+    ``config``   a directory whose configuration, with the dtype that is written, and tokenizer are
+                 copied: all its small files but weights.  Without it weights alone are written.
     Raises: CheckpointError, and then nothing was written.
 
     >>> import tempfile, torch, shardlib as sl
@@ -127,7 +127,7 @@ def to_hf(
         "to_hf",
         100.0,
         alone=True,
-        fixes=[("overwrite=True", "sl.checkpoint.to_hf(path, directory, overwrite=True)")],
+        fixes=[("overwrite=False", "sl.checkpoint.to_hf(path, directory, overwrite=True)")],
     )
     with _reading(group, path) as folder:
         manifest, error = _manifest(group, folder), None
@@ -151,6 +151,7 @@ def to_hf(
         def configure(into: str) -> None:
             for file in _companions(config) if config is not None else ():
                 shutil.copyfile(file, Path(into) / file.name)
+            say_dtype(into, tensors)
 
         write_hf(
             group, directory, tensors, configure, "model.safetensors", max_bytes, overwrite, error

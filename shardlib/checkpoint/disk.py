@@ -5,12 +5,15 @@ import errno
 import os
 import stat
 import threading
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Behind", "allocate", "memory", "open_file", "write_all"]
+__all__ = ["SILENT", "Behind", "allocate", "memory", "open_file", "write_all"]
+
+SILENT = 1800.0
+"""Seconds after which a disk that takes nothing counts as lost, where nobody said how many."""
 
 _FLUSH = 1 << 28
 """Bytes after which what was written is waited for, so that the last fsync is short."""
@@ -83,12 +86,14 @@ class Behind:
     One stretch is written while the caller looks at it, or makes the next.
 
     ``put`` takes what comes next, which stays as it is until ``end`` returns: then all is written,
-    though not yet flushed.
+    though not yet flushed.  A stretch that takes longer than ``seconds`` is an OSError; the thread
+    writes through a descriptor of its own, so it cannot reach a file that is opened later.
     """
 
-    def __init__(self, fd: int, at: int) -> None:
+    def __init__(self, fd: int, at: int, seconds: float = SILENT) -> None:
         self.fd = fd
         self.at = at
+        self.seconds = seconds
         self.unsent = 0
         self.waiting = 0
         self.beside = _spare()
@@ -102,9 +107,11 @@ class Behind:
 
     def __exit__(self, *_: object) -> None:
         if self.thread is not None:
+            thread, self.thread = self.thread, None
             self.due.put(None)
-            self.thread.join()
-            self.thread = None
+            thread.join(0 if self.error is not None else self.seconds)
+            if thread.is_alive():
+                self.error = self.error or self._late()
 
     def put(self, data: memoryview) -> None:
         """Write ``data`` next; return when what came before is written.
@@ -115,14 +122,22 @@ class Behind:
         if self.thread is None and (len(data) < _ALONE or not self.beside):
             return self._write(data, at)
         if self.thread is None:
-            thread = threading.Thread(target=self._run, name="shardlib write")
+            own = os.dup(self.fd)
+            thread = threading.Thread(
+                target=self._run, args=(own,), name="shardlib write", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError:  # at the interpreter's end
+                os.close(own)
                 return self._write(data, at)
-            self.thread = thread
+            self.thread, self.fd = thread, own
             self.idle.put(None)
-        self.idle.get()
+        try:
+            self.idle.get(timeout=self.seconds)
+        except Empty:
+            self.error = self._late()
+            raise self.error from None
         self.due.put((data, at))
         self._raise()
 
@@ -138,7 +153,10 @@ class Behind:
         if self.error is not None:
             raise self.error
 
-    def _run(self) -> None:
+    def _late(self) -> OSError:
+        return OSError(errno.ETIMEDOUT, f"the disk took nothing for {self.seconds:g} s")
+
+    def _run(self, own: int) -> None:
         while (due := self.due.get()) is not None:
             try:
                 if self.error is None:
@@ -147,6 +165,7 @@ class Behind:
                 self.error = e
             del due  # a copy is not kept longer than it is needed
             self.idle.put(None)
+        os.close(own)
 
     def _write(self, data: memoryview, at: int) -> None:
         write_all(self.fd, data, at)

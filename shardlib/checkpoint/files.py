@@ -6,15 +6,16 @@ has, per tensor, the chunk's box, its tiles and where their checksums are.  Noth
 believed before it was checked, and nothing is unpickled.
 """
 
+import contextlib
+import gc
 import itertools
 import json
 import math
-import mmap
 import operator
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -35,6 +36,7 @@ from shardlib.checkpoint.boxes import (
     stretches,
 )
 from shardlib.checkpoint.disk import (
+    SILENT,
     Behind,
     allocate,
     memory,
@@ -45,7 +47,7 @@ from shardlib.checkpoint.sums import Sums, sums_of
 
 __all__ = [
     "Chunk", "Folder", "Header", "Part", "check_chunk", "code_of", "dtype_of", "fill",
-    "layout_of_file", "parsed", "read_header", "written", "write_file",
+    "is_shape", "layout_of_file", "parsed", "read_header", "uncollected", "written", "write_file",
 ]  # fmt: skip
 
 _NAMES = {
@@ -145,11 +147,12 @@ def write_file(
     parts: Iterable[Part],
     about: dict[str, str],
     progress: Callable[[], None] = lambda: None,
+    seconds: float = SILENT,
 ) -> dict[str, Any]:
     """Write a new file, flush it to the disk, and return name, size and its header's crc32.
 
     ``folder``    a descriptor of the directory.
-    ``progress``  called after every strip.
+    ``progress``  called after every strip; ``seconds``  the disk may take for one.
     """
     parts = list(parts)
     table: dict[str, Any] = {}
@@ -177,7 +180,7 @@ def write_file(
         if len(blank) > _HEADER:
             raise ValueError(f"{name}: a header of {len(blank)} bytes; safetensors takes {_HEADER}")
         allocate(fd, len(blank) + end)
-        with Behind(fd, len(blank)) as behind:
+        with Behind(fd, len(blank), seconds) as behind:
 
             def write(data: memoryview) -> None:
                 behind.put(data)
@@ -228,6 +231,19 @@ class Chunk:
         return sums_of(self.shape, self.cuts, self.dtype)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Stop the garbage collector: it would walk a million entries again and again as they come."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@uncollected()
 def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | None = None) -> Any:
     """Read (table, metadata, where data begins) of a safetensors file.
 
@@ -253,7 +269,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
     for key, t in sorted(table.items(), key=lambda i: _begin(i[1], name)):
         a, b = t["data_offsets"]
         shape, dtype = t.get("shape"), dtype_of(t.get("dtype"))
-        if not _is(shape, list, int) or min(shape, default=0) < 0 or dtype is None:
+        if not _is(shape, list, int) or not is_shape(shape) or dtype is None:
             raise ValueError(f"{name}: {key!r} has no shape or dtype that is known")
         if a != end or b - a != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {key!r} does not fit its place")
@@ -279,6 +295,11 @@ def _is(value: Any, kind: type, *inner: type) -> bool:
     return set(map(type, value)) <= {inner[0]}
 
 
+def is_shape(shape: Sequence[int]) -> bool:
+    """Say whether these may be the sizes of a tensor, whose bytes have a number of 8 bytes."""
+    return min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < 1 << 58
+
+
 def parsed(text: bytes | str, name: str) -> Any:
     """Parse JSON in which no key stands twice.
 
@@ -299,6 +320,7 @@ def parsed(text: bytes | str, name: str) -> Any:
         raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
 
 
+@uncollected()
 def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
     """Read the chunks of one of our files.
 
@@ -400,7 +422,6 @@ class Folder:
         self.links = links
         self.progress = progress
         self.open: dict[str, int] = {}
-        self.maps: dict[str, mmap.mmap] = {}
         self.bytes_read = 0
 
     def __enter__(self) -> "Folder":
@@ -412,7 +433,6 @@ class Folder:
         os.close(self.fd)
 
     def _close(self, name: str) -> None:
-        self.maps.pop(name, None)
         os.close(self.open.pop(name))
 
     def file(self, name: str) -> int:
@@ -429,7 +449,11 @@ class Folder:
         return self.open[name]
 
     def into(self, out: memoryview, file: str, offset: int) -> None:
-        """Read the bytes of a file from ``offset`` on into ``out``."""
+        """Read the bytes of a file from ``offset`` on into ``out``.
+
+        Nothing is mapped: of a file that is cut meanwhile that would end the process.
+        Raises: ValueError, OSError.
+        """
         at, fd = 0, self.file(file)
         while at < len(out):
             got = os.preadv(fd, [out[at:]], offset + at)
@@ -437,27 +461,43 @@ class Folder:
                 raise ValueError(f"{file} ends before its data does")
             at += got
             self.progress()
-        self.bytes_read += len(out)
 
-    def mapped(self, c: Chunk) -> Tensor:
-        """Map a chunk as it lies in the file; what is looked at must be copied and checked."""
-        if c.file not in self.maps:
-            self.maps[c.file] = mmap.mmap(
-                self.file(c.file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        flat = torch.frombuffer(
-            self.maps[c.file], dtype=torch.uint8, count=c.nbytes, offset=c.offset
-        )
-        if c.offset % c.dtype.itemsize:  # foreign files align nothing
-            return flat.reshape(*c.shape, c.dtype.itemsize)
-        return flat.view(c.dtype).reshape(c.shape)
+    def block(self, c: Chunk, where: Sequence[slice], out: Tensor) -> Tensor:
+        """Read a part of a chunk into ``out``, which has its shape and dtype, on this host.
 
-    def let_go(self, c: Chunk) -> None:
-        """Give back the pages of a mapped chunk that was looked at."""
-        page = mmap.PAGESIZE
-        first = c.offset // page * page
-        self.maps[c.file].madvise(mmap.MADV_DONTNEED, first, c.offset + c.nbytes - first)
+        Rows that are near to each other are read with what is between them, others one by one.
+        Raises: ValueError, OSError.
+        """
+        item, strides = c.dtype.itemsize, torch.empty(c.shape, device="meta").stride()
+        run = 1  # elements that stand side by side in the file
+        for n, all_of_it in zip(reversed(out.shape), reversed(c.shape), strict=True):
+            run *= n
+            if n < all_of_it:
+                break
 
+        def read(out: Tensor, at: int, d: int) -> None:
+            span = 1 + sum((n - 1) * s for n, s in zip(out.shape, strides[d:], strict=True))
+            gaps = (span - out.numel()) * item
+            if not gaps and out.is_contiguous():
+                return self.into(memory(out), c.file, c.offset + at * item)
+            near = gaps <= _NEAR * (out.numel() // run)
+            if near and span * item <= _SPAN:
+                rows = torch.empty(span, dtype=c.dtype)
+                self.into(memory(rows), c.file, c.offset + at * item)
+                out.copy_(rows.as_strided(out.shape, strides[d:]))
+                return None
+            count = _SPAN // (strides[d] * item) if near else 0
+            for i in range(0, out.shape[0], count or 1):
+                part = out[i : i + count] if count else out[i]
+                read(part, at + i * strides[d], d if count else d + 1)
+            return None
+
+        read(out, sum(s.start * n for s, n in zip(where, strides, strict=True)), 0)
+        return out
+
+
+_SPAN, _NEAR = 1 << 18, 1 << 13
+"""Bytes that are read together at most, and between two rows for whose sake they are."""
 
 _OPEN = 256
 """Files open at a time."""
@@ -481,7 +521,6 @@ def fill(
     if turn is None and _direct(out, chunk, shared, count):
         _read(out[tuple(pairs[0][1] for pairs in shared)] if shared else out, chunk, folder)
         return count
-    source = folder.mapped(chunk)
     if turn is not None:
         shared = [shared[list(turn).index(d)] for d in range(len(turn))]
     rows = [
@@ -489,26 +528,22 @@ def fill(
         for n, cuts, pairs in zip(chunk.shape, chunk.cuts, shared, strict=True)
     ]
     for group in itertools.product(*rows):
-        block = source[tuple(slice(c[0].start, c[-1].stop) for _, c, _ in group)]
+        cut = [slice(c[0].start, c[-1].stop) for _, c, _ in group]
+        sizes = [s.stop - s.start for s in cut]
         tiles = [(first, c) for first, c, _ in group]
-        folder.bytes_read += math.prod(c[-1].stop - c[0].start for _, c in tiles) * out.itemsize
-        folder.progress()
+        folder.bytes_read += math.prod(sizes) * chunk.dtype.itemsize
         whole = turn is None and all(_is_all(c, pairs) for _, c, pairs in group)
-        if whole and block.dtype == out.dtype and out.device.type == "cpu":
-            piece = out[tuple(pairs[0][1] for _, _, pairs in group)].copy_(block)
+        if whole and chunk.dtype == out.dtype and out.device.type == "cpu":
+            piece = folder.block(chunk, cut, out[tuple(pairs[0][1] for _, _, pairs in group)])
             _compare(piece, tiles, chunk)
             continue
-        block = block.clone(memory_format=torch.contiguous_format)
-        if block.ndim > len(group):
-            block = block.view(chunk.dtype)[..., 0]
+        block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype))
         _compare(block, tiles, chunk)
         for pairs in itertools.product(*(inside for _, _, inside in group)):
             piece, where = block[tuple(s for s, _ in pairs)], tuple(t for _, t in pairs)
             if turn is not None:
                 piece, where = piece.permute(*turn), tuple(where[d] for d in turn)
             out[where] = piece.to(out.device, out.dtype)
-    del source
-    folder.let_go(chunk)
     return count
 
 
@@ -540,6 +575,7 @@ def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
     def read(piece: memoryview) -> None:
         nonlocal at
         folder.into(piece, chunk.file, at)
+        folder.bytes_read += len(piece)
         at += len(piece)
 
     for i, (where, _) in enumerate(sums.strips):
@@ -564,6 +600,7 @@ def check_chunk(chunk: Chunk, folder: Folder) -> None:
     for i, (_, lengths) in enumerate(sums.strips):
         strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype)
         folder.into(memory(strip), chunk.file, at)
+        folder.bytes_read += strip.nbytes
         at += strip.nbytes
         tiles, own = sums.of_strip(strip, i)
         found += tiles

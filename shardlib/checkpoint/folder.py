@@ -17,36 +17,49 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import sys
 import time
 import uuid
-import zlib
 from collections.abc import Iterator
-from typing import Any
 
-from shardlib.checkpoint.disk import open_file, write_all
-from shardlib.checkpoint.files import parsed
+from shardlib.checkpoint.contents import LOCK, MANIFEST, occupied, remove
+from shardlib.checkpoint.disk import SILENT
 
-__all__ = ["MANIFEST", "Work", "clean", "exchange", "fsync_folder", "opened", "read_manifest"]
-
-MANIFEST = "shardlib.json"
-FORMAT = "shardlib checkpoint 4"
-
-_LONGEST = 1 << 30
-"""Bytes of a manifest at most."""
+__all__ = ["Work", "clean", "exchange", "fsync_folder", "opened"]
 
 _ABANDONED = 86400.0
 """Seconds after which a work directory is a leftover where files cannot be locked."""
 
 
+_NOT_FLUSHED = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.EACCES)
+"""Errors of a file system, or of a directory that may not be read, whose names cannot be flushed."""
+
+
 def fsync_folder(path: str) -> None:
-    """Flush the names in a directory to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush the names in a directory to the disk.
+
+    Raises: OSError.
+    """
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        if e.errno not in _NOT_FLUSHED:
+            raise
+
+
+def _make_parents(path: str) -> None:
+    """Make a directory and those above it, each flushed to the disk."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    _make_parents(above)
+    with contextlib.suppress(FileExistsError):  # another was quicker
+        os.mkdir(path)
+    fsync_folder(above)
 
 
 def exchange(a: str, b: str) -> bool:
@@ -64,13 +77,14 @@ def exchange(a: str, b: str) -> bool:
 
 
 class Work:
-    """One rank's hold on a work directory."""
+    """One rank's hold on a work directory; where the target is a link, of what it names."""
 
     def __init__(self, target: str, name: str) -> None:
-        self.target, (self.parent, self.base) = target, os.path.split(target)
+        self.target = os.path.realpath(target)
+        self.parent, self.base = os.path.split(self.target)
         self.path, self.id = os.path.join(self.parent, name), name[-32:]
         self.fd = self._opened()
-        self.lock = os.open("lock", os.O_RDWR | os.O_CLOEXEC, dir_fd=self.fd)
+        self.lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.fd)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -88,30 +102,53 @@ class Work:
                 time.sleep(0.02)
 
     @staticmethod
-    def make(target: str) -> tuple[str, int]:
-        """Make a work directory; return its name and a descriptor that holds it until closed."""
+    def make(
+        target: str, overwrite: bool = True, siblings: str = "", seconds: float = SILENT
+    ) -> tuple[str, int]:
+        """Make a work directory; return its name and a descriptor that holds it until closed.
+
+        ``siblings``  pattern of other names of which leftovers go too.
+        ``seconds``   that another saver may hold the directory's lock.
+        Raises: ValueError where what stands at the target may not be replaced; OSError.
+        """
+        if not target:
+            raise ValueError("the path is empty: it would name the working directory")
+        target = os.path.realpath(target)
         parent, base = os.path.split(target)
+        _check_free(target, overwrite)
+        _make_parents(parent)
+        clean(parent, re.escape(base) + f"|{siblings}" * bool(siblings))
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
-        with _locked(parent, fcntl.LOCK_SH):  # until it is held, nobody takes it for a leftover
+        with _locked(
+            parent, fcntl.LOCK_SH, seconds
+        ):  # until it is held, nobody takes it for a leftover
             os.mkdir(path)
-            lock = os.path.join(path, "lock")
+            lock = os.path.join(path, LOCK)
             hold = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.write(hold, name[-32:].encode())
         return name, hold
 
-    def commit(self, overwrite: bool) -> None:
-        """Make it the target.
+    def commit(self, overwrite: bool) -> str:
+        """Make it the target; return what to report where the disk did not confirm the name.
 
-        Raises: OSError; see ``committed`` for what then holds.
+        Raises: OSError, ValueError; see ``committed`` for what then holds.
         """
         os.fsync(self.fd)
         while not self._placed(overwrite):
             pass  # another saver was quicker: look again
-        fsync_folder(self.parent)
-        shutil.rmtree(self.path, ignore_errors=True)  # the old one, if names were exchanged
-        shutil.rmtree(self._aside, ignore_errors=True)
+        try:
+            fsync_folder(self.parent)
+        except OSError as e:  # the old one stays beside it until the next save
+            return (
+                f"{self.target} is written and stands there, but the disk did not confirm its name "
+                f"({e.strerror}): after a power cut what it replaced may be back"
+            )
+        remove(self.path)  # the old one, if names were exchanged
+        remove(self._aside)
+        return ""
 
     def _placed(self, overwrite: bool) -> bool:
         """Rename; False where something stands there by now, or no longer does."""
@@ -119,16 +156,15 @@ class Work:
             if not os.path.lexists(self.target):
                 os.rename(self.path, self.target)
                 return True
-            if not overwrite:
-                raise FileExistsError(errno.EEXIST, "it exists, and overwrite=False", self.target)
+            _check_free(self.target, overwrite)
             if exchange(self.path, self.target):
                 return True
             os.rename(self.target, self._aside)
             os.rename(self.path, self.target)
             return True
         except OSError as e:
-            if e.errno == errno.ENOTEMPTY or (e.errno == errno.EEXIST and overwrite):
-                shutil.rmtree(self._aside, ignore_errors=True)
+            if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                remove(self._aside)
                 return False
             if e.errno == errno.ENOENT and os.path.lexists(self.path):
                 return False
@@ -150,13 +186,24 @@ class Work:
             with contextlib.suppress(OSError):
                 os.rename(self._aside, self.target)
         if away:
-            shutil.rmtree(away, ignore_errors=True)
+            remove(away)
         return done
 
     def close(self) -> None:
         """Let go of the work directory."""
         os.close(self.lock)
         os.close(self.fd)
+
+
+def _check_free(target: str, overwrite: bool) -> None:
+    """Refuse to replace what stands at a path.
+
+    Raises: ValueError.
+    """
+    if there := occupied(target):
+        raise ValueError(f"{target} is not replaced: {there}")
+    if not overwrite and os.path.lexists(target):
+        raise ValueError(f"{target} exists, and overwrite=False")
 
 
 def _id(path: str) -> str:
@@ -175,38 +222,54 @@ def clean(parent: str, base: str) -> list[str]:
     """Remove what crashed savers left of targets whose name fits the pattern ``base``.
 
     Nothing that others made is touched, nor what is in use; an old checkpoint that stepped aside
-    for one that never came steps back.
+    for one that never came steps back.  Return what is gone.
     """
     gone = []
-    with _locked(parent, fcntl.LOCK_EX | fcntl.LOCK_NB) as settled:
+    with _locked(parent, fcntl.LOCK_EX) as settled:
         for entry in sorted(os.listdir(parent)):
             found = _ours(base).fullmatch(entry)
             if not found:
                 continue
             path, target = os.path.join(parent, entry), os.path.join(parent, found["base"])
             with contextlib.suppress(OSError):
+                if os.path.islink(path):
+                    continue
                 if found["kind"] == "old" and not os.path.lexists(target):
-                    os.rename(path, target)
+                    if not occupied(path):
+                        os.rename(path, target)
                 elif _abandoned(path, settled or found["kind"] != "tmp"):
                     gone.append(entry)
-    for entry in gone:
-        shutil.rmtree(os.path.join(parent, entry), ignore_errors=True)
-    return gone
+    return [entry for entry in gone if remove(os.path.join(parent, entry))]
 
 
 @contextlib.contextmanager
-def _locked(path: str, how: int) -> Iterator[bool]:
-    """Lock a directory inside the ``with``; give whether it was had, which some systems deny."""
+def _locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
+    """Lock a directory inside the ``with``; give whether it was had, which some systems deny.
+
+    Raises: OSError where others hold it for all of ``seconds``, unless these are none.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    had = True
+    until = time.monotonic() + seconds
     try:
-        fcntl.flock(fd, how)
-    except OSError:
-        had = False
-    try:
-        yield had
+        while (had := _lock(fd, how)) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if had is None and seconds:
+            said = f"another saver held the lock of the directory for {seconds:g} s"
+            raise OSError(errno.ETIMEDOUT, said, path)
+        yield bool(had)
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool | None:
+    """Lock a file if that can be done now; None where others hold it, False without locks."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return None
+    except OSError:
+        return False
 
 
 def _abandoned(path: str, settled: bool) -> bool:
@@ -218,7 +281,7 @@ def _abandoned(path: str, settled: bool) -> bool:
     if not settled and time.time() - os.stat(path).st_mtime <= 60:
         return False
     try:
-        fd = os.open(os.path.join(path, "lock"), os.O_RDWR)
+        fd = os.open(os.path.join(path, LOCK), os.O_RDWR)
     except FileNotFoundError:
         return True  # half removed
     try:
@@ -232,21 +295,6 @@ def _abandoned(path: str, settled: bool) -> bool:
         os.close(fd)
 
 
-# ---------------------------------------------------------------- manifests
-
-
-def write_manifest(folder: int, manifest: dict[str, Any]) -> None:
-    """Write the manifest into the work directory, and flush it."""
-    body = json.dumps(manifest, sort_keys=True).encode()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(MANIFEST, flags, 0o666, dir_fd=folder)
-    try:
-        write_all(fd, memoryview(body + f"\n{zlib.crc32(body):08x}\n".encode()))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def opened(path: str) -> int:
     """Open a checkpoint's directory, where it has stepped aside too.
 
@@ -256,28 +304,10 @@ def opened(path: str) -> int:
     try:
         return os.open(path, flags)
     except FileNotFoundError:
-        parent, base = os.path.split(os.path.abspath(path))
+        parent, base = os.path.split(os.path.realpath(path))
         entries = os.listdir(parent) if os.path.isdir(parent) else []
         for entry in entries:
             found = _ours(re.escape(base)).fullmatch(entry)
             if found and found["kind"] == "old":
                 return os.open(os.path.join(parent, entry), flags)
         raise
-
-
-def read_manifest(folder: int) -> dict[str, Any]:
-    """Read a checkpoint's manifest.
-
-    Raises: ValueError, OSError.
-    """
-    with os.fdopen(open_file(folder, MANIFEST), "rb") as f:
-        if os.fstat(f.fileno()).st_size > _LONGEST:
-            raise ValueError(f"{MANIFEST} is longer than {_LONGEST} bytes")
-        body, _, tail = f.read().partition(b"\n")
-    if tail != f"{zlib.crc32(body):08x}\n".encode():
-        raise ValueError(f"{MANIFEST} is damaged: its checksum is wrong")
-    found = parsed(body, MANIFEST)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        said = found.get("format") if isinstance(found, dict) else None
-        raise ValueError(f"{MANIFEST} is of format {said!r}, not {FORMAT!r}")
-    return found

@@ -14,7 +14,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import from_dtensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Run, grid, meet, size, whole
+from shardlib.checkpoint.contents import FORMAT, LOCK, flushed, write_manifest
 from shardlib.checkpoint.disk import memory, write_all
 from shardlib.checkpoint.files import (
     Chunk,
@@ -35,7 +37,7 @@ from shardlib.checkpoint.files import (
     layout_of_file,
     parsed,
 )
-from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
+from shardlib.checkpoint.folder import Work
 from shardlib.checkpoint.reading import Target, check, some, storages
 from shardlib.checkpoint.tree import alone
 from shardlib.collectives import spans_processes
@@ -43,7 +45,7 @@ from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.init import restored
-from shardlib.modules.parallelize import Apply, Rules, placed
+from shardlib.modules.parallelize import Apply, Axes, Rules, placed
 from shardlib.modules.remat import Remat
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
@@ -63,7 +65,7 @@ def load_hf(
     rules: Rules,
     *,
     mesh: MeshLike | None = None,
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, Axes] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -71,7 +73,7 @@ def load_hf(
     missing: str = "error",
     extra: str = "error",
     cast: bool = False,
-    timeout: float = 100.0,
+    timeout: float | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with values of a Hugging Face directory.
 
@@ -616,16 +618,19 @@ def save_hf(
     names: Mapping[str, str] | Callable[[str], str] | None = None,
     max_bytes: int = 5 << 30,
     overwrite: bool = False,
-    timeout: float = 100.0,
+    tokenizer: Any = None,
+    timeout: float | None = None,
 ) -> None:
     """Write whole tensors as ``from_pretrained`` reads them, split by size; every rank calls.
 
     ``params``     name -> tensor, sharded or plain.
-    ``module``     a model of transformers, whose configuration is written too, or of peft: then the
-                   adapter alone is written, with its own.
+    ``module``     a model of transformers, whose configuration is written too, with the dtype of
+                   ``params``; or of peft: then the adapter alone is written, with its own.
     ``names``      a parameter's name -> the name in the files.
     ``max_bytes``  of one file; a larger tensor has a file to itself.  Files go to ranks in turn.
-    ``overwrite``  replace a directory that is there.
+    ``overwrite``  replace what ``save_hf`` wrote there; a directory that holds anything else is
+                   refused.
+    ``tokenizer``  written beside them: it, or a processor, has ``save_pretrained``.
     One whole tensor at a time is held by every rank.  The directory appears whole or not at all.
     Raises: CheckpointError on every rank alike.
 
@@ -647,11 +652,15 @@ def save_hf(
     except (ValueError, TypeError) as e:
         error = e
     one = _ADAPTER if hasattr(module, "peft_config") else _ONE
-    configure = lambda path: _configure(module, path)  # noqa: E731
+    configure = lambda path: _configure(module, path, whole_ones, tokenizer)  # noqa: E731
     write_hf(group, directory, whole_ones, configure, one, max_bytes, overwrite, error)
 
 
-_SAVE_FIXES = [("overwrite=True", "sl.save_hf(directory, params, overwrite=True)")]
+_SAVE_FIXES = [
+    ("is not replaced", "sl.save_hf('exports/new', params)"),
+    ("the path is empty", "sl.save_hf('exports/new', params)"),
+    ("overwrite=False", "sl.save_hf(directory, params, overwrite=True)"),
+]
 
 
 @dataclass(frozen=True)
@@ -685,9 +694,11 @@ def write_hf(
     ``one``        the name of the file if it is one.
     Raises: CheckpointError on every rank of the group alike, where one came with an ``error`` too.
     """
-    target = os.path.abspath(os.fspath(directory))
+    given = os.fspath(directory)
+    target = os.path.abspath(given) if given else ""
     work: Work | None = None
     hold = -1
+    unsure = ""
     files = []
     digest = ""
     if error is None:
@@ -703,12 +714,7 @@ def write_hf(
         odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
         if odd is not None:
             raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
-        parent, base = os.path.split(target)
-        os.makedirs(parent, exist_ok=True)
-        clean(parent, re.escape(base))
-        if os.path.lexists(target) and not overwrite:
-            raise FileExistsError(f"{target} exists; overwrite=True replaces it")
-        name, hold = Work.make(target)
+        name, hold = Work.make(target, overwrite)
         return name
 
     name = group.agree("the tree", digest, error, begin)
@@ -724,15 +730,18 @@ def write_hf(
             mine = i % group.world == group.rank and error is None
             error = _stream(work.fd, titles[i], held, mine, group.progress) or error
 
-        def commit(_: Any) -> None:
+        def commit(_: Any) -> str:
             assert work is not None, "checked above"
             _index_of(work, files, titles)
             configure(work.path)
-            write_manifest(work.fd, {"format": FORMAT + " of Hugging Face", "id": work.id})
-            os.unlink("lock", dir_fd=work.fd)
-            work.commit(overwrite)
+            found = [{"file": name} for name in flushed(work.path)]
+            about = {"format": f"{FORMAT} of Hugging Face", "id": work.id, "files": found}
+            write_manifest(work.fd, about)
+            said = work.commit(overwrite)
+            os.unlink(LOCK, dir_fd=work.fd)
+            return said
 
-        group.agree("writing", None, error, commit)
+        unsure = group.agree("writing", None, error, commit)
     except BaseException:
         if work is None or not work.committed():
             raise
@@ -741,6 +750,8 @@ def write_hf(
             os.close(hold)
         if work is not None:
             work.close()
+    if unsure:
+        raise group.error(unsure)
 
 
 def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
@@ -858,12 +869,33 @@ def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -
         os.close(fd)
 
 
-def _configure(module: Any, path: str) -> None:
-    """Write the configuration of a model, or of an adapter."""
-    if hasattr(module, "peft_config"):
-        for config in module.peft_config.values():
-            config.save_pretrained(path)
+def _dtype(tensors: Iterable[Whole]) -> torch.dtype | None:
+    """Return the floating dtype of the most bytes, as a configuration says it of a whole model."""
+    found: Counter[torch.dtype] = Counter()
+    for x in tensors:
+        if x.dtype.is_floating_point:
+            found[x.dtype] += x.nbytes
+    return max(found, key=found.__getitem__, default=None)
+
+
+def say_dtype(directory: Path, tensors: Iterable[Whole]) -> None:
+    """Put the dtype of what is written into a model's ``config.json``, if it has one."""
+    config, dtype = os.path.join(directory, "config.json"), _dtype(tensors)
+    if dtype is None or not os.path.exists(config):
         return
-    for config in (getattr(module, "config", None), getattr(module, "generation_config", None)):
+    with open(config, encoding="utf-8") as f:
+        said = parsed(f.read(), "config.json")
+    for key in {"dtype", "torch_dtype"} & set(said) or {"torch_dtype"}:
+        said[key] = str(dtype).removeprefix("torch.")
+    with open(config, "w", encoding="utf-8") as f:
+        f.write(json.dumps(said, indent=2) + "\n")
+
+
+def _configure(module: Any, path: str, tensors: Sequence[Whole], tokenizer: Any) -> None:
+    """Write the configuration of a model, or of an adapter, and a tokenizer."""
+    adapters = list(getattr(module, "peft_config", {}).values())
+    own = [getattr(module, "config", None), getattr(module, "generation_config", None)]
+    for config in [*(adapters or own), tokenizer]:
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(path)
+    say_dtype(path, tensors)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, code_of
-from shardlib.checkpoint.folder import MANIFEST, opened
+from shardlib.checkpoint.folder import opened
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.steps import damage, steps
 from shardlib.checkpoint.tree import alone
@@ -131,11 +132,11 @@ def describe(path: str | os.PathLike[str]) -> About:
     return found
 
 
-def verify(path: str | os.PathLike[str], *, timeout: float = 100.0) -> About:
+def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> About:
     """Read every byte of a checkpoint and compare all checksums.
 
     Of a directory of steps, the newest.  In a job every rank calls, and reads a part of the files.
-    ``timeout``  seconds of silence after which a rank counts as lost.
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's unless given.
     Raises: CheckpointError on every rank alike, naming each file and tensor that is damaged.
 
     >>> import tempfile, torch, shardlib as sl

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import Box, Place, chunk, held, meet, size
+from shardlib.checkpoint.contents import MANIFEST, read_manifest
 from shardlib.checkpoint.files import (
     Chunk,
     Folder,
@@ -19,8 +20,8 @@ from shardlib.checkpoint.files import (
     dtype_of,
     fill,
     read_header,
+    uncollected,
 )
-from shardlib.checkpoint.folder import MANIFEST, read_manifest
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
 from shardlib.mesh import rank_along
@@ -42,6 +43,7 @@ class Manifest:
     headers: dict[str, Header]  # of the files opened so far
 
     @staticmethod
+    @uncollected()
     def of(folder: Folder) -> "Manifest":
         """Read the manifest of a directory.
 
@@ -63,7 +65,7 @@ class Manifest:
             if not (step is None or type(step) is int):
                 raise ValueError
             return Manifest(said["id"], step, places, dtypes, values, said["tree"], files, {})
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             if isinstance(e, ShardError):
                 raise ValueError(f"{MANIFEST}: {e.message}") from None
             raise ValueError(f"{MANIFEST} does not describe a checkpoint") from None

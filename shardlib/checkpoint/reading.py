@@ -16,15 +16,15 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Place, held, whole
+from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, code_of
-from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
 from shardlib.errors import BadArgument, UnknownAxis
-from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout
+from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout, taken
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.placing import padded_size
@@ -53,13 +53,14 @@ def load(
     missing: str = "error",
     extra: str = "error",
     cast: bool = False,
-    timeout: float = 100.0,
+    timeout: float | None = None,
 ) -> Any:
     """Read a checkpoint onto any mesh, layout, number of ranks and padding; every rank calls.
 
     ``path``     what ``save`` wrote, or a directory of steps: then the newest.
     ``like``     a tree whose leaves say which tensors to read and where they go; their values are
-                 not read, so they may lie on the meta device.  None: the tree as it was saved.
+                 not read, so they may lie on the meta device, but a number stands for a number.
+                 None: the tree as it was saved.
     ``layouts``  without ``like``: one layout, or rules (pattern of the name, layout) of which the
                  first match counts; what matches none, and everything where there are no rules,
                  lies as it was saved.  ``mesh``  its mesh, the one in scope if there is one;
@@ -312,6 +313,10 @@ def _as_wanted(
                     f"{saved!r} is a value in the checkpoint, and a tensor in the tree"
                 )
             out[i] = manifest.values[saved]
+            if _kind(x) != _kind(out[i]) and None not in (x, out[i]):
+                raise ValueError(
+                    f"{saved!r} is {out[i]!r} in the checkpoint, and {type(x).__name__} in the tree"
+                )
             continue
         if not isinstance(x, Tensor):
             raise ValueError(
@@ -328,6 +333,11 @@ def _as_wanted(
         raw.requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
     return wanted.again(out)
+
+
+def _kind(x: Any) -> type:
+    """Return the type of a value, one for all numbers: an int may stand where a float is."""
+    return complex if isinstance(x, bool | int | float | complex) else type(x)
 
 
 def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
@@ -433,8 +443,9 @@ def target_of(
 
 def _given(name: str, layouts: Any, plain: Target) -> Any:
     """Return the layout that a rule gives a tensor."""
-    if layouts is None or is_layout(layouts) or callable(layouts):
+    one = is_layout(layouts) or (isinstance(layouts, tuple) and taken(layouts) is not None)
+    if layouts is None or one or callable(layouts):  # a tuple of axes is one; rules are a list
         return layouts
     like = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
-    rules = layouts.items() if isinstance(layouts, Mapping) else layouts
+    rules: Any = layouts.items() if isinstance(layouts, Mapping) else layouts
     return next((layout for pattern, layout, *_ in rules if matches(pattern, name, like)), None)

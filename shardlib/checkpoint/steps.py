@@ -3,14 +3,14 @@
 import contextlib
 import os
 import re
-import shutil
 import uuid
 import warnings
 from typing import Any
 
 from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.contents import MANIFEST, read_manifest, remove, strangers
 from shardlib.checkpoint.files import Folder
-from shardlib.checkpoint.folder import MANIFEST, opened, read_manifest
+from shardlib.checkpoint.folder import opened
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import alone
 
@@ -29,7 +29,7 @@ steps_pattern = r"step_\d{8,}"
 
 def folder_of(path: str, step: int | None) -> str:
     """Return the directory of a step, or the path itself without one."""
-    return path if step is None else os.path.join(path, f"step_{step:08d}")
+    return path if step is None or not path else os.path.join(path, f"step_{step:08d}")
 
 
 def _manifest(path: str) -> dict[str, Any] | None:
@@ -67,7 +67,7 @@ def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def latest(
-    path: str | os.PathLike[str], *, verify: bool = False, timeout: float = 100.0
+    path: str | os.PathLike[str], *, verify: bool = False, timeout: float | None = None
 ) -> str | None:
     """Find the newest checkpoint that ``save(path, tree, step=...)`` made; None if there is none.
 
@@ -75,7 +75,7 @@ def latest(
     ``verify``   also read every byte of it, and where the disk has damaged it say so in a warning
                  and take the one before.  Every rank calls, reads its part of the files, and gets
                  the same answer.
-    ``timeout``  seconds of silence after which a rank counts as lost.
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's unless given.
     Raises: CheckpointError, with ``verify``, where a rank fails.
 
     >>> import tempfile, shardlib as sl
@@ -140,12 +140,16 @@ def opened_newest(path: str) -> int:
 def remove_old(path: str, keep: int, step: int) -> None:
     """Keep the newest ``keep`` checkpoints up to ``step``; only what ``save`` made is removed.
 
-    Later ones, of a run that went back, stay.  One goes by a rename first, so none is ever seen
-    half removed.
+    Later ones, of a run that went back, stay; so do links, and what holds files of others.  One
+    goes by a rename first, so none is ever seen half removed.
     """
     for _, folder in [found for found in steps(path) if found[0] <= step][keep:]:
         base = os.path.basename(folder)
         away = os.path.join(path, f".{base}.gone-{uuid.uuid4().hex}")
         with contextlib.suppress(OSError):
+            other = ["a link"] if os.path.islink(folder) else strangers(folder)
+            if other:
+                warnings.warn(f"{folder} stays: {other[0]!r} is not a save's", stacklevel=2)
+                continue
             os.rename(folder, away)
-            shutil.rmtree(away, ignore_errors=True)
+            remove(away)

@@ -6,7 +6,8 @@ tilde).  Ranks write in the order of names, so the order of a dictionary means n
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import from_dtensor
 from shardlib.checkpoint.boxes import Place
 from shardlib.checkpoint.disk import memory
-from shardlib.checkpoint.files import code_of
+from shardlib.checkpoint.files import code_of, is_shape
 from shardlib.checkpoint.sums import outline
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
@@ -75,7 +76,7 @@ class Leaves:
         leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
-        return Leaves(names, leaves, spec, _skeleton(paths, names))
+        return Leaves(names, leaves, spec, _skeleton(spec, iter(names)))
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -231,10 +232,13 @@ def read_place(about: Any, files: int) -> Place:
     """
     shape, mesh = about["shape"], about["mesh"]
     tiled = about.get("tiled", shape)
-    if not all(type(n) is int and n >= 0 for n in (*shape, *tiled)) or len(tiled) != len(shape):
+    sizes = [n for _, n in mesh]
+    if set(map(type, (*shape, *tiled, *sizes))) - {int} or len(tiled) != len(shape):
         raise ValueError("sizes are numbers")
-    if not all(type(a) is str and type(n) is int and n > 0 for a, n in mesh):
-        raise ValueError("a mesh has sizes")
+    if not all(map(is_shape, (shape, tiled, sizes))) or 0 in sizes:
+        raise ValueError("sizes are those of tensors")
+    if not all(type(a) is str for a, _ in mesh):
+        raise ValueError("axes have names")
     ranks = about.get("ranks")
     ranks = range(math.prod(n for _, n in mesh)) if ranks is None else ranks
     if len(ranks) != math.prod(n for _, n in mesh) or not all(0 <= r < files for r in ranks):
@@ -267,42 +271,48 @@ def unspoken(x: Any) -> Value:
     Raises: ValueError, TypeError.
     """
     if isinstance(x, list):
-        parts = [float.fromhex(part) for part in x[1:]]
-        return parts[0] if x[0] == "float" else complex(*parts)
+        kind, *parts = x
+        made = {("float", 1): float, ("complex", 2): complex}.get((kind, len(parts)))
+        if made is None:
+            raise ValueError("a list is a float or a complex number")
+        return made(*map(float.fromhex, parts))
     if not isinstance(x, Value):
         raise ValueError("a value is a number, text or none")
     return x
 
 
-def _skeleton(paths: list[Any], names: list[str]) -> Any:
-    """Write the tree's containers in JSON: lists, tuples and what has names, with leaves' names."""
-    if len(paths) == 1 and not len(paths[0]):
-        return names[0]
-    root: dict[str, Any] = {}
-    for path, name in zip(paths, names, strict=True):
-        at = root
-        for depth, entry in enumerate(path):
-            kind = "map"
-            if isinstance(entry, optree.SequenceEntry) and not isinstance(
-                entry, optree.NamedTupleEntry
-            ):
-                kind = "tuple" if issubclass(entry.type, tuple) else "list"
-            at.setdefault("kind", kind)
-            items = at.setdefault("items", {})
-            key = json.dumps(_key(entry), default=str)
-            at = items.setdefault(key, {"name": name} if depth == len(path) - 1 else {})
-    return root
+def _skeleton(spec: Any, names: Iterator[str]) -> Any:
+    """Write the tree's containers in JSON: lists, tuples and what has names, with leaves' names.
+
+    Empty ones too, and each under its own index: JSON objects have no order.
+    """
+    if optree.treespec_is_leaf(spec, strict=False) and spec.num_leaves:
+        return {"name": next(names)}
+    fields = getattr(spec.type, "_fields", None)
+    kind = "map"
+    if fields is None and spec.type is not None and issubclass(spec.type, list | tuple | deque):
+        kind = "tuple" if issubclass(spec.type, tuple) else "list"
+    keys = [json.dumps(key, default=str) for key in fields or spec.entries()]
+    children = [_skeleton(child, names) for child in spec.children()]
+    return {"kind": kind, "items": dict(zip(keys, children, strict=True))}
 
 
 def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
     """Build the containers of a skeleton around the leaves found."""
-    if isinstance(skeleton, str):
+    if isinstance(skeleton, str):  # a tree of one leaf, as it was written once
         return found[skeleton]
     if "name" in skeleton:
         return found[skeleton["name"]]
-    items = {json.loads(k): built(v, found) for k, v in skeleton.get("items", {}).items()}
+    items = {_hashed(json.loads(k)): built(v, found) for k, v in skeleton.get("items", {}).items()}
     kind = skeleton.get("kind", "map")
-    return items if kind == "map" else (tuple if kind == "tuple" else list)(items.values())
+    if kind == "map":
+        return items
+    return (tuple if kind == "tuple" else list)(items[i] for i in range(len(items)))
+
+
+def _hashed(key: Any) -> Any:
+    """Return a key, whose tuples JSON makes lists."""
+    return tuple(map(_hashed, key)) if isinstance(key, list) else key
 
 
 def world_of(mesh: Mesh | None) -> int:

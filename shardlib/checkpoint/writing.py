@@ -4,10 +4,9 @@ import atexit
 import hashlib
 import json
 import os
-import re
-import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Held, chunk, coordinate, held
+from shardlib.checkpoint.contents import FORMAT, remove, write_manifest
 from shardlib.checkpoint.files import Part, write_file
-from shardlib.checkpoint.folder import FORMAT, Work, clean, write_manifest
+from shardlib.checkpoint.folder import Work
 from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
 from shardlib.checkpoint.tree import (
     Content,
@@ -50,6 +50,7 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._group: Group | None = None
 
     @property
     def done(self) -> bool:
@@ -59,24 +60,33 @@ class Saving:
     def wait(self) -> None:
         """Return when it is written.
 
-        Raises: CheckpointError where it was not, once.
+        Raises: CheckpointError where it was not, once, and where for longer than the timeout of
+        the save nothing went on.
         """
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._group is not None and not self.done:
+            self._thread.join(0.5)
+            quiet = time.monotonic() - self._group.said
+            if quiet > self._group.timeout + _SLACK and not self.done:
+                raise self._group.error(f"{self.path}: nothing was written for {quiet:.0f} s")
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _start(self, run: Callable[[], None]) -> None:
+    def _start(self, run: Callable[[], None], group: Group) -> None:
         def body() -> None:
             try:
                 run()
             except BaseException as e:
                 self._error = e
 
+        group.said = time.monotonic()  # the copies may have taken long
+        self._group = group
         self._thread = threading.Thread(target=body, name="shardlib save")
         self._thread.start()
 
+
+_SLACK = 10.0
+"""Seconds that other ranks, and the disk, have to say themselves what failed."""
 
 _UNDER_WAY: list[Saving] = []
 """At most one save that nobody waited for yet."""
@@ -97,7 +107,7 @@ def save(
     keep: int | None = None,
     overwrite: bool = True,
     wait: bool = True,
-    timeout: float = 100.0,
+    timeout: float | None = None,
 ) -> Saving:
     """Write a pytree into a directory; every rank calls, and each writes only what it owns.
 
@@ -105,17 +115,20 @@ def save(
                    like.  What several ranks hold is written once, in equal parts.
     ``step``       write ``path/step_00000100``; ``keep``  of those up to this one the newest N
                    stay.
-    ``overwrite``  replace what is there.
+    ``overwrite``  replace the checkpoint that is there.  A directory that holds anything else, a
+                   file, a mount point and the working directory are refused; of a link, what it
+                   names is replaced.
     ``wait``       False: copy out what this rank writes and return while it is written.  At most
                    one such save is under way; its error is raised by ``wait()`` and by the next
                    save.
-    ``timeout``    seconds of silence after which a rank counts as lost.
+    ``timeout``    seconds of silence after which a rank, or the disk, counts as lost; the mesh's
+                   unless given.
 
     At any moment the path holds the previous checkpoint or the new one, each whole.
     Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is
     written).
-    Raises: CheckpointError, on every rank alike, and then nothing was written; the tree's own
-    faults as ShardError.
+    Raises: CheckpointError, on every rank alike, and then nothing was written, unless it says that
+    the disk did not confirm; the tree's own faults as ShardError.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2, y=2):
@@ -167,12 +180,16 @@ def save(
         job.leave(e)
         raise
     _UNDER_WAY.append(saving)
-    saving._start(finish)
+    saving._start(finish, group)
     return saving
 
 
 _FIXES = [
+    ("holds 'step_", "sl.save(path, tree, step=100)"),
+    ("is not replaced", "sl.save('checkpoints/new', tree)"),
+    ("the path is empty", "sl.save('checkpoints/new', tree)"),
     ("overwrite=False", "sl.save(path, tree)"),
+    ("nothing was written for", "sl.save(path, tree, timeout=1000.0)"),
     ("said nothing", "sl.save(path, tree, timeout=1000.0)"),
 ]
 
@@ -206,7 +223,7 @@ class Job:
     """A save in steps, after each of which all ranks agree."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
-        self.group, self.target = group, os.path.abspath(target)
+        self.group, self.target = group, os.path.abspath(target) if target else ""
         self.step, self.overwrite = step, overwrite
         self.name: str = ""
         self.hold = -1
@@ -240,12 +257,10 @@ class Job:
         return self.name
 
     def _make(self) -> str:
-        parent, base = os.path.split(self.target)
-        os.makedirs(parent, exist_ok=True)
-        clean(parent, re.escape(base) + f"|{steps_pattern}" * (self.step is not None))
-        if os.path.lexists(self.target) and not self.overwrite:
-            raise FileExistsError(f"{self.target} exists, and overwrite=False")
-        self.name, self.hold = Work.make(self.target)
+        siblings = "" if self.step is None else steps_pattern
+        self.name, self.hold = Work.make(
+            self.target, self.overwrite, siblings, self.group.timeout / 2
+        )  # the other ranks wait for it
         return self.name
 
     def leave(self, error: BaseException) -> None:
@@ -253,8 +268,7 @@ class Job:
         if not self.group.given_up and self.name:
             self.group.give_up(f"rank {self.group.rank}: {type(error).__name__}: {error}")
         if self.name:
-            path = os.path.join(os.path.dirname(self.target), self.name)
-            shutil.rmtree(path, ignore_errors=True)
+            remove(os.path.join(os.path.dirname(os.path.realpath(self.target)), self.name))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -267,19 +281,27 @@ class Job:
         group = self.group
         work = None
         error = None
+        unsure = ""
         try:
             done: list[Any] = []
             try:
                 work = Work(self.target, name)
                 done = [
                     write_file(
-                        work.fd, file_name(r), parts, {"checkpoint": work.id}, group.progress
+                        work.fd,
+                        file_name(r),
+                        parts,
+                        {"checkpoint": work.id},
+                        group.progress,
+                        group.timeout,
                     )
                     for r, parts in sorted(files.items())
                 ]
             except Exception as e:
                 error = e
-            group.agree("writing", done, error, lambda said: self._commit(content, work, said))
+            unsure = group.agree(
+                "writing", done, error, lambda said: self._commit(content, work, said)
+            )
         except BaseException as e:
             if not isinstance(e, Exception) and not group.given_up:
                 group.give_up(f"rank {group.rank} was interrupted")
@@ -292,9 +314,11 @@ class Job:
             self._let_go()
             if work is not None:
                 work.close()
+        if unsure:
+            raise group.error(unsure)
 
-    def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> None:
-        """Commit on rank 0, when all have written."""
+    def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> str:
+        """Commit on rank 0, when all have written; return what the disk did not confirm."""
         assert work is not None, "rank 0 has written too"
         manifest = {
             "format": FORMAT,
@@ -306,11 +330,7 @@ class Job:
             "files": [file for files in said for file in files],
         }
         write_manifest(work.fd, manifest)
-        try:
-            work.commit(self.overwrite)
-        except OSError:
-            if not work.committed():
-                raise
+        return work.commit(self.overwrite)
 
 
 def file_name(rank: int) -> str:

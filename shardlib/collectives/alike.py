@@ -20,10 +20,18 @@ from shardlib.mesh import Mesh, current_job
 __all__ = ["agreed", "verify"]
 
 
-def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix: str) -> None:
+def verify(
+    op: str,
+    mesh: Mesh,
+    values: Mapping[str, tuple[Tensor, Layout]],
+    fix: str,
+    *,
+    said: Mapping[str, object] | None = None,
+) -> None:
     """Compare blocks with those of the ranks that a layout gives the same ones.
 
     ``values``  name -> (this rank's block, its layout).
+    ``said``    name -> a number or word that is the same on every rank.
     Once for each line that calls ``op``; every time in check mode.
     Raises: RankFailed with the first name that differs.
     """
@@ -33,6 +41,8 @@ def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix
     if job is None:
         return
     groups: dict[tuple[str, ...], list[str]] = {}
+    if said:
+        groups[tuple(_alike(mesh, Layout(())))] = list(said)
     for name, (raw, layout) in values.items():
         copied = tuple(a for a in _alike(mesh, layout))
         if copied and not raw.is_meta:
@@ -42,7 +52,8 @@ def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix
     always = checking() is not None
     line = line_of_user()
     for copied, names in groups.items():
-        kinds = [(n, str(values[n][1]), values[n][0].shape, values[n][0].dtype) for n in names]
+        held = [(n, *values[n]) for n in names if n in values]
+        kinds = [(n, str(layout), raw.shape, raw.dtype) for n, raw, layout in held]
         site = f"{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
         apart = {a: mesh.coord[a] for a in mesh.names if a not in copied}
         key = f"alike/{mesh}/{apart}/{site}"
@@ -50,11 +61,11 @@ def verify(op: str, mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], fix
         if n > 1 and not always:
             continue
         if n > _KEEP:
-            job.store.delete_key(f"{key}/{n - _KEEP}")
+            job.store.delete(f"{key}/{n - _KEEP}")
         key = f"{key}/{n}"
-        mine = [f"{zlib.crc32(digest(values[n][0]).encode()):08x}" for n in names]
-        said = job.store.compare_set(key, "", json.dumps([job.rank, mine])).decode()
-        other, theirs = json.loads(said)
+        mine = [digest(values[n][0]) if n in values else repr((said or {})[n]) for n in names]
+        first = job.store.compare_set(key, "", json.dumps([job.rank, mine]))
+        other, theirs = json.loads(first)
         if mine != theirs:
             _refuse(op, mesh, names, mine, theirs, other, fix)
 
@@ -98,10 +109,13 @@ def _refuse(
 ) -> None:
     job = current_job()
     assert job is not None
-    wrong = [n for n, a, b in zip(names, mine, theirs, strict=True) if a != b]
+    wrong = [(n, a, b) for n, a, b in zip(names, mine, theirs, strict=False) if a != b]
+    wrong = wrong or [(op, f"{len(mine)} values", f"{len(theirs)}")]
+    name, ours, other_side = wrong[0]
     more = f" and of {len(wrong) - 1} more" if len(wrong) > 1 else ""
     cause = (
-        f"rank {job.rank} and rank {other} hold different values of {wrong[0]}{more}, which the "
+        f"rank {job.rank} and rank {other} hold different values of {name}{more}, which the "
         f"layout says are the same; {op} was called at {line_of_user()}"
     )
-    raise RankFailed(job.report_cause(cause), op=op, mesh=mesh, fix=fix)
+    sides = {f"rank {job.rank}": f"{name} {ours}", f"rank {other}": f"{name} {other_side}"}
+    raise RankFailed(job.report_cause(cause), op=op, operands=sides, mesh=mesh, fix=fix)

@@ -8,6 +8,7 @@ together.  A one-sized axis moves nothing.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from numbers import Number
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,8 +20,15 @@ from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.varying import Varies, after_move, differing, real
-from shardlib.errors import RankMismatch, ShardError, UnevenSplit, Unsupported, WrongAxes
-from shardlib.mesh import RECENT, Mesh, current_mesh, lost, number, scope
+from shardlib.errors import (
+    BadArgument,
+    RankMismatch,
+    ShardError,
+    UnevenSplit,
+    Unsupported,
+    WrongAxes,
+)
+from shardlib.mesh import POSTED, RECENT, Mesh, current_mesh, lost, number, scope
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
@@ -352,8 +360,10 @@ def _raw_call(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tupl
 
 
 def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
+    if type(x) is not Tensor and type(x) is not Stacked:
+        _check_block(op.name, x, axis)
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else _several(axis, op.name)
     if mesh.axis_size(axes, *_named(op.name)) == 1 and params != (
         (),
     ):  # ppermute along no pair: nobody receives
@@ -362,6 +372,36 @@ def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
         return _raw_call(op, x, mesh, axes, params)
     varies = after_move(op.name, x, mesh, axes, params, _public(op.name))
     return _following(_raw_call(op, of(x, mesh), mesh, axes, params), mesh, varies)
+
+
+def _several(axis: Axis, op: str) -> Axes:
+    """Return several axes, as they are given."""
+    if isinstance(axis, tuple | list) and all(isinstance(a, str) for a in axis):
+        return tuple(axis)
+    name, line = _named(op)
+    raise BadArgument(
+        f"a mesh axis is a name, or a tuple of names, not {axis!r}",
+        op=name,
+        fix=line.format(repr(next(iter(current_mesh().names), "x"))),
+    )
+
+
+def _check_block(op: str, x: Any, axis: Axis) -> None:
+    """Refuse what is no block: a number, or a sharded value, of which ranks have blocks."""
+    if not isinstance(x, Tensor):
+        raise BadArgument(
+            f"a collective takes a tensor, not {x!r}",
+            op=op,
+            fix=f"{_public(op)}(torch.as_tensor(x), {axis!r})",
+        )
+    if (layout := getattr(x, "sharding", None)) is not None:
+        raise BadArgument(
+            "a collective takes a rank's block, and this value is sharded",
+            op=op,
+            operands={"x": f"{x.dtype} {list(x.shape)} laid out {layout}"},
+            fix=f"sl.shard_map(lambda x: {_public(op)}(x, {axis!r}), in_layouts={str(layout)!r}, "
+            "out_layouts='...')(x)",
+        )
 
 
 def _following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:
@@ -390,6 +430,8 @@ _EVERY_DAY = frozenset(
 
 
 def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -> int:
+    if type(x) is not Tensor and type(x) is not Stacked:
+        _check_block(op, x, axis)
     ndim = x.ndim + new
     if not -ndim <= dim < ndim:
         raise RankMismatch(
@@ -440,6 +482,8 @@ def psum(
 def _narrow(
     x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None
 ) -> tuple[torch.dtype, ...]:
+    if not isinstance(x, Tensor):
+        return ()  # which is refused
     dtypes = out or x.dtype, wire or x.dtype
     return () if dtypes == (x.dtype, x.dtype) else dtypes
 
@@ -813,7 +857,7 @@ def axis_index(axis: Axis) -> Any:
     x=1: tensor(1)
     """
     mesh = current_mesh()
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else _several(axis, "axis_index")
     mesh.axis_size(axis if isinstance(axis, str) else axes, "axis_index", "sl.axis_index({})")
     index = backend(mesh).axis_index(mesh, axes)
     if not isinstance(index, Tensor):
@@ -821,8 +865,11 @@ def axis_index(axis: Axis) -> Any:
     return _following(index, mesh, Varies(real(mesh, axes)))
 
 
-def pick(table: Sequence[Any], axis: Axis) -> Any:
+def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
     """Take ``table[axis_index(axis)]`` without a branch: for one rank, or for all of them.
+
+    ``table``  one number for each rank along the axis, or a tensor with a row for each.
+    Raises: BadArgument for anything else, or more or fewer of them.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -830,10 +877,21 @@ def pick(table: Sequence[Any], axis: Axis) -> Any:
     x=0: tensor([0.5000, 0.5000])
     x=1: tensor([2., 2.])
     """
-    index = axis_index(axis)
+    index, p = axis_index(axis), current_mesh().axis_size(axis)
+    numbers = isinstance(table, Tensor) or all(isinstance(n, Number) for n in table)
+    if not numbers or len(table) != p:
+        what = f"{len(table)} entries" if numbers else "entries that are no numbers"
+        raise BadArgument(
+            f"a table of {what}, and {axis!r} has {p} ranks",
+            op="pick",
+            mesh=current_mesh(),
+            fix=f"sl.collectives.pick([0.0] * {p}, {axis!r})",
+        )
     if not isinstance(index, Stacked):
         return table[index]
-    return _following(torch.as_tensor(table)[index.ranks], index.mesh, index.varies)
+    return _following(
+        torch.as_tensor(table, device=index.ranks.device)[index.ranks], index.mesh, index.varies
+    )
 
 
 def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Tensor:
@@ -859,7 +917,7 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
             fix=f"sl.collectives.pcast(x, {axis!r}, to='varying')",
         )
     mesh = x.mesh if type(x) is Stacked else current_mesh()
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else _several(axis, "pcast")
     mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
     if type(x) is not Stacked:
         return x
@@ -912,7 +970,7 @@ def scatter_into(
     posted = backend(mesh).psum_scatter_into(
         flat, mesh, axes, out, *params[1:], land=land, ahead=ahead
     )
-    return _heard(_ended(posted, ends), _PSUM_SCATTER, flat, mesh, axes)
+    return _posted(_heard(_ended(posted, ends), _PSUM_SCATTER, flat, mesh, axes)).wait
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
@@ -929,7 +987,7 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
         ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
     _remember("all_gather", flat, mesh, axes)
     posted = _ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
-    return _heard(posted, _ALL_GATHER, flat, mesh, axes)
+    return _posted(_heard(posted, _ALL_GATHER, flat, mesh, axes)).wait
 
 
 def _remember(name: str, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
@@ -979,12 +1037,25 @@ class Pending:
             raise ShardError(
                 "this transfer was waited for already", op="wait", fix="y = pending.wait()  # once"
             )
+        POSTED.pop(self, None)
         try:
             out, self._finish = self._finish(), None
         except RuntimeError as e:
             lost(e)
             raise
         return out
+
+    def _arrive(self) -> None:
+        """Wait, and leave the result for ``wait``."""
+        out = self.wait()
+        self._finish = lambda: out
+
+
+def _posted(finish: Finish) -> Pending:
+    """Return a transfer that is kept until it is waited for, see mesh/posted.py."""
+    pending = Pending(finish)
+    POSTED[pending] = pending._arrive
+    return pending
 
 
 def start_ppermutes(
@@ -1010,7 +1081,7 @@ def start_ppermutes(
     if ends:
         posted = [_ended(finish, some) for finish, some in zip(posted, ends, strict=True)]
     if mesh.kind != "stacked":
-        return [Pending(finish) for finish in posted]
+        return [_posted(finish) for finish in posted]
     return [
         _pending(finish, mesh, after_move("ppermute", x, mesh, axes, (pairs,), "sl.ppermute"))
         for x, finish, pairs in zip(xs, posted, tables, strict=True)
@@ -1019,7 +1090,7 @@ def start_ppermutes(
 
 def _pending(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
     """Return a Pending whose result is a simulated block."""
-    return Pending(lambda: _following(finish(), mesh, varies))
+    return _posted(lambda: _following(finish(), mesh, varies))
 
 
 _POSTABLE: dict[
@@ -1061,11 +1132,11 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
         names = ", ".join(g.__name__ for g in _POSTABLE)
         raise ShardError(f"no asynchronous form; these have one: {names}", op=f.__name__, fix=plain)
     op, params = _POSTABLE[f](x, axis, *args, **kwargs)
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else _several(axis, f.__name__)
     if mesh.axis_size(axes) == 1:
         out = _call(op, x, axis, params)
         return Pending(lambda: out)
     if mesh.kind != "stacked":
-        return Pending(_finish(op, x, mesh, axes, params))
+        return _posted(_finish(op, x, mesh, axes, params))
     varies = after_move(op.name, x, mesh, axes, params, _public(op.name))
     return _pending(_finish(op, of(x, mesh), mesh, axes, params), mesh, varies)

@@ -26,8 +26,20 @@ from shardlib._compat import backward_now
 from shardlib.collectives.backends import dist
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.count import Trace
-from shardlib.errors import RankFailed, user_line
-from shardlib.mesh import RECENT, Entered, Job, Mesh, current_job, enter, scope, spelled
+from shardlib.errors import MOST, RankFailed, apart, clipped, user_line
+from shardlib.mesh import (
+    POSTED,
+    RECENT,
+    Entered,
+    Job,
+    Mesh,
+    current_job,
+    enter,
+    leave,
+    refuse_posted,
+    scope,
+    spelled,
+)
 
 __all__ = ["check", "checking", "digest", "line_of_user"]
 
@@ -71,6 +83,8 @@ class Mode(Trace):
         self.calls += 1
         self.crc = zlib.crc32(text.encode(), self.crc)
         if (job := current_job()) is not None:
+            if len(text) > MOST:
+                text = f"{clipped(text, MOST - 40)} of sum {zlib.crc32(text.encode()):08x}"
             job.calls.append((self.calls, text, line_of_user()))
 
     def tag(self, raw: Tensor) -> None:
@@ -108,13 +122,19 @@ class Mode(Trace):
         n = job.turns[group] = job.turns.get(group, 0) + 1
         said = job.store.compare_set(f"check/{group}/{n}", "", f"{job.rank}|{state}|{mine}")
         if n > _KEEP and n % g.size == g.index:
-            job.store.delete_key(f"check/{group}/{n - _KEEP}")
-        first, their_state, theirs = said.decode().split("|", 2)
+            job.store.delete(f"check/{group}/{n - _KEEP}")
+        first, their_state, theirs = said.split("|", 2)
         if (their_state, theirs) != (state, mine):
             self._refuse(job, int(first), mine, theirs, their_state != state)
 
     def _refuse(self, job: Job, other: int, mine: str, theirs: str, before: bool) -> None:
+        mine, theirs = apart(mine, theirs)
         cause = f"rank {job.rank} is at {mine}, and rank {other} at {theirs}"
+        if mine == theirs:
+            cause = (
+                f"ranks {job.rank} and {other} came to {mine} by different calls before the last"
+            )
+            cause += f" {job.calls.maxlen}"
         if before:
             cause = self._parted(job, other) or cause
         first = job.report_cause(cause)
@@ -134,9 +154,10 @@ class Mode(Trace):
         ours = {n: (text, line) for n, text, line in job.calls}
         for n, text, line in theirs or ():
             if n in ours and ours[n] != (text, line):
+                own, its = apart(ours[n][0], text)
                 return (
-                    f"rank {job.rank} called {ours[n][0]} at {ours[n][1]}, and rank {other} called "
-                    f"{text} at {line}"
+                    f"rank {job.rank} called {own} at {ours[n][1]}, and rank {other} called "
+                    f"{its} at {line}"
                 )
         return ""
 
@@ -206,7 +227,9 @@ class check(Entered):
 
     The first difference (another operation, shape, dtype, layout, number, value or line) makes the
     ranks raise RankFailed with both sides, before anything moves.  Values that a layout says are
-    copies are compared wherever they are placed, and at the end of ``shard_map``.
+    copies are compared wherever they are placed, at the end of ``shard_map`` and, with an
+    optimizer's state and numbers, after each of its steps.  At its end a transfer that was posted
+    and never waited for is refused.
     ``SHARDLIB_CHECK=1`` in the environment is the same for a whole program.  Outside, nothing is
     compared and nothing is added.
 
@@ -217,8 +240,13 @@ class check(Entered):
     """
 
     def __enter__(self) -> None:
-        mode = Mode()
+        mode, self.posted = Mode(), len(POSTED)
         enter(self, traces=(*scope().traces, mode), watcher=scope().watcher or mode)
+
+    def __exit__(self, *error: object) -> None:
+        leave(self)
+        if not any(error):
+            refuse_posted("check", self.posted)
 
 
 def checking() -> Mode | None:

@@ -71,7 +71,8 @@ def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
         return x.narrow(dim, (i - back) % p * n, n)
     at = dim % x.ndim + 1
     blocks = of(x, i.mesh).unflatten(at, (p, n)).movedim(at, 1)
-    return Stacked(blocks[torch.arange(len(blocks)), (i.ranks - back) % p], i.mesh)
+    rows = torch.arange(len(blocks), device=x.device)
+    return Stacked(blocks[rows, (i.ranks - back) % p], i.mesh)
 
 
 def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tensor:
@@ -83,7 +84,7 @@ def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tenso
     if not isinstance(i, Stacked):
         return torch.cat([blocks[way * (i - j) % p] for j in range(p)], dim) if p > 1 else blocks[0]
     raw = torch.stack([of(b, i.mesh) for b in blocks], 1)  # [P, p, ...]
-    order = way * (i.ranks.unsqueeze(1) - torch.arange(p)) % p
-    placed = raw[torch.arange(len(raw)).unsqueeze(1), order]
+    order = way * (i.ranks.unsqueeze(1) - torch.arange(p, device=raw.device)) % p
+    placed = raw[torch.arange(len(raw), device=raw.device).unsqueeze(1), order]
     at = dim % blocks[0].ndim + 1
     return Stacked(placed.movedim(1, at).flatten(at, at + 1), i.mesh)

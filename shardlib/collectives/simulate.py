@@ -528,10 +528,9 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if any(given.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
         return _by_vmap(func, args, kwargs)
     raw = of(ids, mesh)
-    if not raw.is_meta and bool(((raw < 0) | (raw >= rows)).any()):
-        raise IndexError("index out of range in self")  # or it would read another rank's rows
     offset = torch.arange(mesh.size, device=table.device) * rows
-    moved = raw + offset.reshape(-1, *[1] * ids.ndim)
+    # an index that is out of range must not read another rank's rows: it is one of no rank's
+    moved = (raw + offset.reshape(-1, *[1] * ids.ndim)).where((raw >= 0) & (raw < rows), -1)
     out = F.embedding(moved, of(table, mesh).reshape(-1, width))
     if padding is not None:
         out = torch.where((raw == padding % rows).unsqueeze(-1), out.detach(), out)

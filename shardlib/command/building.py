@@ -6,7 +6,7 @@ Every function here hands a table to one public function, see config.py.
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,9 +35,9 @@ from shardlib.command.config import (
 )
 from shardlib.command.config import parameters as keys_of
 from shardlib.data import Batches, data
-from shardlib.errors import BadArgument, ShardError, UnevenSplit
+from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, make_mesh, record, simulate
+from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.parallelize import Apply
@@ -47,14 +47,15 @@ from shardlib.tensor import ShardedTensor, layout_of
 
 __all__ = [
     "Built", "axes_of", "batches", "built", "check_data", "check_init", "check_layout",
-    "check_tables", "hugging_face", "loss_function", "mesh_of", "module_of", "optimizer",
+    "check_tables", "hugging_face", "labels_of", "loss_function", "mesh_of", "module_of", "optimizer",
     "precision", "rows_of", "rules_of", "schedules", "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
 RECIPES = ("megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp")
-SOURCES = ("text", "tokens", "dataset")
+SOURCES = ("text", "documents", "tokens", "dataset")
 LOADING = ("missing", "extra", "cast", "timeout")  # of load_hf, in [model]
-DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data
+DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data, in [data]
+EVAL = ("batch", "layout", "workers")  # and in [eval]
 PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
 WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], from the innermost
     "clip": optim.clip_by_global_norm,
@@ -128,7 +129,7 @@ def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
 
 def under_launcher() -> bool:
     """Say whether torchrun, or another, started this process with its rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return launched("shardlib")
 
 
 def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
@@ -172,6 +173,7 @@ def hugging_face(
 ) -> Module:
     """Make the causal language model that a Hugging Face directory's ``config.json`` describes.
 
+    ``directory``  what ``save_pretrained`` wrote; its ``config.json`` says which model.
     ``values``  "load": the directory's tensors; "init": drawn anew, see the table [init].
     ``attn_implementation``  what transformers computes attention with.
     It is made on the meta device, in its configuration's dtype; ``real``: with values drawn.
@@ -385,76 +387,96 @@ def _recipe(config: Config, path: Sequence[str], module: nn.Module, mesh: Mesh) 
 # ---------------------------------------------------------------- [data]
 
 
-def check_data(config: Config) -> str:
-    """Check ``[data]`` without reading rows; the table that says where they come from."""
-    table = config.table("data")
+def check_data(config: Config, where: str = "data", more: Iterable[str] = ()) -> str:
+    """Check ``[data]`` without reading rows; the table that says where they come from.
+
+    ``where``  "eval" for the rows of evaluation, whose table has ``more`` keys.
+    """
+    table = config.table(where)
+    known = (*(DATA if where == "data" else EVAL), *more, *SOURCES)
     for key in table:
-        if key not in (*DATA, *SOURCES):
-            raise unknown(config, ("data",), key, (*DATA, *SOURCES))
+        if key not in known:
+            raise unknown(config, (where,), key, known)
     given = [k for k in SOURCES if k in table]
     if len(given) != 1:
-        raise config.error(
-            ("data",),
-            "rows come from one of the tables [data.text], [data.tokens] and [data.dataset]",
-        )
+        tables = " and ".join(f"[{where}.{k}]" for k in SOURCES).replace(" and ", ", ", 2)
+        raise config.error((where,), f"rows come from one of the tables {tables}")
     name = given[0]
     if not isinstance(table[name], Mapping):
         key = "make" if name == "dataset" else "path"
         raise config.error(
-            ("data", name), f'must be a table: write [data.{name}] and {key} = "..." below'
+            (where, name), f'must be a table: write [{where}.{name}] and {key} = "..." below'
         )
-    own = {k: v for k, v in table.items() if k not in SOURCES}
-    if arguments(data, config, ("data",), own, 1).get("workers", 0) > 1024:
-        raise config.error(("data", "workers"), f"1,024 at most, not {own['workers']}")
+    own = {k: v for k, v in table.items() if k not in (*SOURCES, *more)}
+    lacks = {"batch": 1} if where == "eval" else {}
+    if arguments(data, config, (where,), lacks | own, 1).get("workers", 0) > 1024:
+        raise config.error((where, "workers"), f"1,024 at most, not {own['workers']}")
     if name == "dataset":
         if "make" not in table[name]:
             text = 'make must be given, as make = "module:function"'
-            raise missing(config, ("data", name), ["make"], text)
+            raise missing(config, (where, name), ["make"], text)
     else:
-        given = arguments(getattr(datasets, name), config, ("data", name), table[name])
+        given = arguments(getattr(datasets, name), config, (where, name), table[name])
         words = given.get("tokenizer", "bytes")
         if words != "bytes" and not os.path.isdir(words):
             text = f'{shown(words)} is no directory: write "bytes", or a directory with a tokenizer'
-            raise config.error(("data", name, "tokenizer"), text)
+            raise config.error((where, name, "tokenizer"), text)
     return name
 
 
-def rows_of(config: Config) -> Any:
-    """Make the dataset of ``[data]``.
+def rows_of(config: Config, where: str = "data", more: Iterable[str] = ()) -> Any:
+    """Make the dataset of ``[data]``, or of ``[eval]``.
 
     Raises: ConfigError.
     """
-    name = check_data(config)
-    path = ("data", name)
+    name = check_data(config, where, more)
+    path = (where, name)
     if name == "dataset":
         function = called(config.table(*path)["make"], config, (*path, "make"))
         return call(function, config, path, but=("make",))
     return call(getattr(datasets, name), config, path)
 
 
-def batches(config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None) -> Batches:
+def batches(
+    config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None, where: str = "data"
+) -> Batches:
     """Make the batches of ``[data]``, laid out as the recipe says.
 
+    ``where``  "eval" for those of ``[eval]``: in order, as large as the others where it says no
+               batch.
     Raises: ConfigError.
     """
     try:
         first = rows[0]
     except (TypeError, KeyError, IndexError) as e:
-        raise config.error(("data",), f"a dataset has a length and rows: {e}") from None
-    batch = config.table("data").get("batch", 1)
-    if batch > len(rows):
+        raise config.error((where,), f"a dataset has a length and rows: {e}") from None
+    own = config.table(where)
+    batch = own.get("batch", config.table("data").get("batch", 1))
+    if where == "data" and batch > len(rows):
         raise config.error(("data", "batch"), f"{batch} rows of a dataset that has {len(rows)}")
-    given = config.table("data").get("layout")
+    given = own.get("layout", config.table("data").get("layout"))
     more: dict[str, Any] = {"mesh": mesh, "state": state}
+    if where == "eval":
+        more |= {"shuffle": False, "batch": batch}
     layout = given if given is not None else _lying(first, rules)
     if isinstance(first, tuple | list):  # the last field of a pair is its labels
         more["ignore"] = {len(first) - 1: -100}
+    but = ("layout", *SOURCES, *(k for k in own if k not in DATA or k in more))
     try:
-        return call(data, config, ("data",), rows, but=("layout", *SOURCES), layout=layout, **more)
+        return call(data, config, (where,), rows, but=but, layout=layout, **more)
     except ConfigError as e:
         if isinstance(e.__cause__, UnevenSplit):
-            raise config.error(("data", "batch"), e.__cause__.message) from None
+            raise config.error((where, "batch"), e.__cause__.message) from None
+        if isinstance(e.__cause__, LayoutSyntax):
+            raise config.error((where, "layout"), e.__cause__.message) from None
         raise
+
+
+def labels_of(batch: Any) -> Any:
+    """Return the labels of a batch: what is called so, or the last of several fields."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
 def _lying(row: Any, rules: Rules) -> Any:
@@ -565,6 +587,14 @@ def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
     Raises: ConfigError.
     """
     made = module_of(config, meta=not values)
+    takes = inspect.signature(made.module.forward).parameters
+    packed = "documents" in config.table("data") and "loss" not in config.tables
+    if packed and "position_ids" not in takes:
+        raise config.error(
+            ("data", "documents"),
+            f"{type(made.module).__name__}.forward takes no position_ids, so it would attend "
+            "across documents: write [data.text], or loss with a mask of its own",
+        )
     rules = rules_of(config, made.module, mesh)
     apply, params = _placed(config, made, rules, mesh, values)
     _check_axes(config, mesh, rules, params)
@@ -646,8 +676,8 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
 
     def loss(params: Any, batch: Any) -> Tensor:
         fields = dict(batch) if isinstance(batch, Mapping) else None
+        labels = labels_of(batch)
         if fields is not None:
-            labels = fields.get("labels")
             given = {
                 k: v
                 for k, v in fields.items()
@@ -659,7 +689,6 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
                 out = apply(params, *list(fields.values())[: len(known)])
         else:
             every = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            labels = every[-1]
             out = apply(params, *every[: len(known)])
         return _scalar(config, out, labels)
 
@@ -687,7 +716,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
             raise config.error(
                 ("loss",), f"{name} gives {shape}, not a loss: a tensor without dimensions"
             )
-        return found
+        return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
 
     return loss
 

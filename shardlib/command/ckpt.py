@@ -32,7 +32,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     one = actions.add_parser("to-hf", help="write parameters as from_pretrained reads them")
     one.add_argument("path")
     one.add_argument("target")
-    one.add_argument("--config", default=None, help="a directory whose configuration is copied")
+    one.add_argument(
+        "--config",
+        required=True,
+        help="a directory whose configuration and tokenizer are copied: weights alone do not load",
+    )
     one.add_argument("--subtree", default="params", help="where the parameters are in the tree")
     one = actions.add_parser("from-hf", help="make a checkpoint of a Hugging Face directory")
     one.add_argument("path")

@@ -5,7 +5,6 @@ read from that function's signature, so a file and a call can never part.
 """
 
 import collections.abc
-import difflib
 import importlib
 import inspect
 import itertools
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, similar
 
 __all__ = [
     "Config",
@@ -296,7 +295,7 @@ def unknown(config: Config, path: Sequence[str], key: str, known: Iterable[str])
 def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: str) -> ConfigError:
     """Make the error for a key that must be there, and may have been misspelt."""
     for key in config.table(*path):
-        if difflib.get_close_matches(key, wanted, 1, 0.5):
+        if similar(key, wanted, 1, 0.5):
             return unknown(config, path, key, wanted)
     return config.error(path, text)
 
@@ -339,7 +338,7 @@ def near(word: str, words: Iterable[str]) -> str:
     >>> near("bacth", ["batch", "seed"])
     "; did you mean 'batch'?"
     """
-    found = difflib.get_close_matches(word, list(words), 1, 0.5)
+    found = similar(word, list(words), 1, 0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -1,8 +1,9 @@
-"""Rows to train on: windows of a text, or of a file of token numbers."""
+"""Rows to train on: windows of a text or of a file of token numbers, or packed documents."""
 
 import glob
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardlib.errors import BadArgument
+from shardlib.sequence import pack
 
-__all__ = ["Windows", "text", "tokens"]
+__all__ = ["Windows", "documents", "text", "tokens"]
 
 Width = Literal["uint8", "uint16", "int32", "int64"]
 
@@ -85,6 +87,53 @@ def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> 
     return Windows(parts[0] if len(parts) == 1 else torch.cat(parts), context)
 
 
+def documents(
+    path: str | Sequence[str], context: int, tokenizer: str = "bytes", field: str = "text"
+) -> list[dict[str, Tensor]]:
+    """Read documents, and pack them into rows of ``context`` tokens with ``sl.pack``.
+
+    ``path``       a file, a pattern or several: each is a document; in ``.jsonl`` each line is one.
+    ``tokenizer``  as of text; its end of text closes each document.
+    ``field``      the key of a document's text in a line of ``.jsonl``.
+    Raises: BadArgument where there is no file, or no text in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     _ = Path(d, "a.jsonl").write_text('{"text": "ab"}\\n{"text": "c"}\\n')
+    ...     documents(d + "/a.jsonl", context=4)[0]["position_ids"]
+    tensor([0, 1, 0, 0])
+    """
+    encode = _bytes if tokenizer == "bytes" else _tokenizer(tokenizer, ends=True)
+    rows = pack((encode(words) for f in _files(path) for words in _texts(f, field)), context)
+    if not rows:
+        raise BadArgument(f"path={path} holds no text", op="data", fix='path = "corpus/*.txt"')
+    return rows
+
+
+def _bytes(words: str) -> list[int]:
+    return list(words.encode())
+
+
+def _texts(file: str, field: str) -> Iterator[str]:
+    if not file.endswith(".jsonl"):
+        yield Path(file).read_text()
+        return
+    for number, line in enumerate(Path(file).read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)[field]
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if not isinstance(found, str):
+            raise BadArgument(
+                f"field={field}: {file}:{number} is no JSON object with a text of this name",
+                op="data",
+                fix=f'field = "{field}"',
+            )
+        yield found
+
+
 def _numbers(file: str, dtype: Width) -> Tensor:
     if file.endswith(".pt"):
         return torch.load(file, map_location="cpu", weights_only=True).flatten()
@@ -108,7 +157,7 @@ def _files(path: str | Sequence[str]) -> list[str]:
     return files
 
 
-def _tokenizer(directory: str) -> Callable[[str], list[int]]:
+def _tokenizer(directory: str, ends: bool = False) -> Callable[[str], list[int]]:
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -118,4 +167,5 @@ def _tokenizer(directory: str) -> Callable[[str], list[int]]:
             fix='tokenizer = "bytes"',
         ) from None
     made: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    return lambda words: made.encode(words, add_special_tokens=False)
+    end = [made.eos_token_id] if ends and made.eos_token_id is not None else []
+    return lambda words: [*made.encode(words, add_special_tokens=False), *end]

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from shardlib.checkpoint import load_hf
 from shardlib.command import building, datasets
 from shardlib.command.config import ConfigError, near, parameters
 from shardlib.command.progress import log
-from shardlib.command.train import checkpoint, train
+from shardlib.command.train import checkpoint, evaluation, export, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
@@ -41,11 +42,12 @@ def listed() -> Iterator[Key]:
     yield Key("mesh", "NAME", "int", "", "an axis and its size; -1: as many as torchrun started")
     yield from _of("mesh", make_mesh)
     yield Key("model", "make", "str", "", '"module:function"; the other keys are its arguments')
-    yield from _of("model", building.hugging_face)
+    yield from _of("model", building.hugging_face, but=("real",))
     yield from _of("model", load_hf, only=building.LOADING)
     yield from _of("init", init, only=("seed",))
     yield from _of("data", data, only=building.DATA)
     yield from _of("data.text", datasets.text)
+    yield from _of("data.documents", datasets.documents)
     yield from _of("data.tokens", datasets.tokens)
     yield Key(
         "data.dataset", "make", "str", "", '"module:function"; the other keys are its arguments'
@@ -70,6 +72,9 @@ def listed() -> Iterator[Key]:
         "what modules of this name keep",
     )
     yield from _of("checkpoint", checkpoint)
+    yield from _of("eval", evaluation)
+    yield from _of("eval", data, only=building.EVAL)
+    yield from _of("export", export)
     yield from _of("log", log)
 
 
@@ -95,9 +100,29 @@ def _type(annotation: Any) -> str:
 
 
 def _said(doc: str, name: str) -> str:
-    """Return what a docstring says of an argument, up to its first stop."""
-    found = re.search(rf"``{name}``\s+(.+?)(?=\n\s*(?:``|\n)|\n\S|\.\s|$)", doc, re.S)
-    return re.sub(r"\s+", " ", found[1]).rstrip(".") if found else ""
+    """Return the first sentence of what a docstring says of an argument, or that speaks of it.
+
+    >>> _said("Do.\\n\\nFor ``b``, no.\\n``a``, ``b``  one of v. 1\\n          or two.  Or three.", "b")
+    'one of v. 1 or two'
+    >>> _said("Split ``x`` over ``axis``: blocks.  Then stop.", "axis")
+    'Split ``x`` over ``axis``: blocks'
+    """
+    lines = doc.splitlines()
+    for at, line in enumerate(lines):
+        found = re.match(rf"( *)(?:``\w+``, )*``{name}``(?:, ``\w+``)*(?: {{2,}}|$)(.*)", line)
+        if found:
+            deeper = re.compile(rf" {{{len(found[1]) + 1},}}\S")
+            rest = itertools.takewhile(deeper.match, lines[at + 1 :])
+            return _sentences(" ".join([found[2], *rest]))[0]
+    parts = re.split(r"\n *\n|\n(?=``|Raises|Source)", doc)
+    spoken = (s for part in parts for s in _sentences(part) if f"``{name}``" in s)
+    return next(spoken, "")
+
+
+def _sentences(text: str) -> list[str]:
+    """Split prose into sentences, without their stops."""
+    whole = re.sub(r"\s+", " ", text).strip()
+    return [s.removesuffix(".") for s in re.split(r"(?<=\.) (?=[A-Z`])", whole)]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

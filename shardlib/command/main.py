@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 failed: a run or a check found a fault; 2 wrong configurat
 """
 
 import argparse
-import difflib
 import gc
 import importlib
 import json
@@ -16,6 +15,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from shardlib.errors import RankFailed, ShardError, clipped, similar
 
 __all__ = ["COMMANDS", "main"]
 
@@ -44,12 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Wrong as e:
         as_json = "--json" in given
         print(
-            json.dumps({"error": str(e), "code": WRONG}) if as_json else e,
+            json.dumps({"error": clipped(str(e)), "code": WRONG}) if as_json else clipped(str(e)),
             file=None if as_json else sys.stderr,
         )
         return WRONG
     from shardlib.command.config import ConfigError
-    from shardlib.errors import RankFailed, ShardError
 
     if said.command != "plan":
         gc.enable()
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read this has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except KeyboardInterrupt:
-        return _failed(said, INTERRUPTED, "interrupted")
+    except KeyboardInterrupt as e:
+        return _failed(said, INTERRUPTED, _noted(e, "interrupted"))
     except Exception as e:
         if said.traceback:
             traceback.print_exc()
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = LOST if isinstance(e, RankFailed) else FAILED
             line = said.command in ("plan", "ckpt", "desync")  # they run no line of a user's
             words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
-            return _failed(said, code, words)
+            return _failed(said, code, _noted(e, words))
         return _failed(said, FAILED, f"{_in_one_line(e)}; --traceback shows the way there")
 
 
@@ -77,6 +77,10 @@ def script() -> None:
     """Run what the console's ``shardlib`` and ``python -m shardlib`` run."""
     gc.disable()  # to import torch and transformers, and to plan, takes a fifth longer with it
     raise SystemExit(main())
+
+
+def _noted(e: BaseException, text: str) -> str:
+    return "; ".join([text, *getattr(e, "__notes__", [])])
 
 
 class _Wrong(Exception):
@@ -90,14 +94,16 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
             choices = [c.strip(" '") for c in wrong[2].split(",")]
-            found = difflib.get_close_matches(wrong[1], choices, 1, 0.5)
+            found = similar(wrong[1], choices, 1, 0.5)
             message += f"; did you mean {found[0]!r}?" if found else ""
         raise _Wrong(f"{self.prog}: {message}")
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="shardlib", description="Sharded PyTorch at a prompt.", epilog=__doc__.split("\n\n")[1]
+        prog="shardlib",
+        description="Sharded PyTorch at a prompt.",
+        epilog=(__doc__ or "").partition("\n\n")[2],  # python -OO has none
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, text in COMMANDS.items():
@@ -145,7 +151,8 @@ def _foreign(file: str) -> bool:
 
 def _failed(said: argparse.Namespace, code: int, text: str) -> int:
     """Tell what went wrong, on one rank of those that all know it."""
-    if int(os.environ.get("RANK", 0)) == 0 or code not in (WRONG,):
+    text = text if said.traceback else clipped(text)
+    if os.environ.get("RANK") in (None, "", "0") or code not in (WRONG,):
         if said.json:
             print(json.dumps({"error": text, "code": code}))
         else:

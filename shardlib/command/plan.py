@@ -179,7 +179,9 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
 def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
     """Return batch and sequence as a file has them, where the prompt does not say."""
     data = config.table("data")
-    rows = next((data[n] for n in ("text", "tokens") if isinstance(data.get(n), Mapping)), {})
+    rows = next(
+        (data[n] for n in ("text", "documents", "tokens") if isinstance(data.get(n), Mapping)), {}
+    )
     length = said["sequence"] or int(rows.get("context", 0))
     own = int(config.tables.get("accumulate", 1))  # of rows in [data] each
     return {

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,9 +10,12 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, clipped
 
 __all__ = ["Log", "flops_of", "log", "peak_of"]
+
+
+Record = Callable[[dict[str, Any]], object]
 
 
 class Log:
@@ -21,8 +24,11 @@ class Log:
     ``every``  steps between two lines.
     """
 
-    def __init__(self, every: int, jsonl: str, tensorboard: str, flops: float | None) -> None:
+    def __init__(
+        self, every: int, jsonl: str, tensorboard: str, flops: float | None, to: Record | None
+    ) -> None:
         self.every = every
+        self.to = to
         self.jsonl = jsonl
         self.tensorboard = tensorboard
         self.flops = flops
@@ -39,8 +45,10 @@ class Log:
         if self.jsonl:
             file = Path(self.jsonl)
             file.parent.mkdir(parents=True, exist_ok=True)
-            old = file.read_text().splitlines() if first and file.exists() else []
-            kept = [line for line in old if _step_of(line) <= first]
+            old = file.read_text().splitlines() if file.exists() else []
+            if any(_step_of(line) is None for line in old[:-1] or old):  # the last may be half
+                raise BadArgument(f"jsonl={self.jsonl} holds lines that no log wrote", op="log")
+            kept = [line for line in old if first and (_step_of(line) or 0) <= first]
             file.write_text("".join(f"{line}\n" for line in kept))
             self.file = file.open("a")
         if self.tensorboard:
@@ -49,7 +57,7 @@ class Log:
     def say(self, text: str) -> None:
         """Tell a person something; a program that reads JSON is told nothing."""
         if not self.echo:
-            print(text, flush=True)
+            print(clipped(text), flush=True)
 
     def record(self, row: Mapping[str, Any], steps: int) -> None:
         """Write one row of figures everywhere."""
@@ -65,6 +73,8 @@ class Log:
             for key, value in row.items():
                 if key != "step" and value is not None:
                     self.board.add_scalar(key, value, row["step"])
+        if self.to is not None:
+            self.to(dict(row))
 
     def close(self) -> None:
         """Close the files."""
@@ -74,7 +84,13 @@ class Log:
             self.board.close()
 
 
-def log(every: int = 10, jsonl: str = "", tensorboard: str = "", flops: float | None = None) -> Log:
+def log(
+    every: int = 10,
+    jsonl: str = "",
+    tensorboard: str = "",
+    flops: float | None = None,
+    to: Record | None = None,
+) -> Log:
     """Say how a run is going, every so many steps.
 
     ``every``        steps between two lines.
@@ -82,6 +98,7 @@ def log(every: int = 10, jsonl: str = "", tensorboard: str = "", flops: float | 
     ``tensorboard``  a directory for TensorBoard's events: pip install tensorboard.
     ``flops``        operations per second that one rank could do, of which MFU is the part used; by
                      default what is known of the GPU.
+    ``to``           "module:function": it is called with each record, a dict, on the first rank.
 
     >>> log(every=5).every
     5
@@ -94,14 +111,15 @@ def log(every: int = 10, jsonl: str = "", tensorboard: str = "", flops: float | 
         raise BadArgument(
             f"tensorboard={tensorboard} wants the package: pip install tensorboard", op="log"
         )
-    return Log(every, jsonl, tensorboard, flops)
+    return Log(every, jsonl, tensorboard, flops, to)
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: str) -> int | None:
+    """Return the step of a record, None for a line that is none."""
     try:
-        return int(json.loads(line).get("step", 0))
-    except (ValueError, AttributeError):
-        return 0
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _board(folder: str, first: int) -> Any:
@@ -112,7 +130,10 @@ def _board(folder: str, first: int) -> Any:
 
 def _line(row: Mapping[str, Any], steps: int) -> str:
     width = len(str(steps))
-    parts = [f"step {row['step']:>{width}}/{steps}", f"loss {row['loss']:.4f}"]
+    parts = [f"step {row['step']:>{width}}/{steps}"]
+    if "eval_loss" in row:
+        return "  ".join([*parts, f"eval loss {row['eval_loss']:.4f}"])
+    parts.append(f"loss {row['loss']:.4f}")
     if row.get("norm") is not None:
         parts.append(f"norm {row['norm']:.3g}")
     if row.get("lr") is not None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from shardlib import optim
 from shardlib import random as keys
-from shardlib.checkpoint import latest, load, save
+from shardlib.checkpoint import latest, load, save, save_hf
 from shardlib.collectives import trace
 from shardlib.command.building import (
+    EVAL,
+    SOURCES,
     Built,
     Table,
     axes_of,
@@ -27,6 +29,7 @@ from shardlib.command.building import (
     check_init,
     check_layout,
     check_tables,
+    labels_of,
     mesh_of,
     optimizer,
     rows_of,
@@ -36,12 +39,14 @@ from shardlib.command.building import (
 from shardlib.command.config import Config, ConfigError, call, read, told, unknown
 from shardlib.command.config import parameters as keys_of
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
-from shardlib.errors import BadArgument, ShardError
+from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
 from shardlib.mesh import launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
-__all__ = ["Report", "check", "checkpoint", "start", "stepper", "train"]
+__all__ = [
+    "Report", "check", "checkpoint", "evaluation", "export", "start", "stepper", "train",
+]  # fmt: skip
 
 MOST = 64  # processes that one machine is given without a launcher
 
@@ -51,17 +56,21 @@ class Report:
     """The outcome of a run.
 
     ``losses``  step -> loss, of the steps that ran here.
+    ``evaluations``  step -> loss on the rows of ``[eval]``.
     ``step``    the last one.
     ``first``   the step it went on from.
     ``path``    its newest checkpoint.
+    ``export``  the Hugging Face directory that was written.
     """
 
     step: int = 0
     first: int = 0
     losses: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
     bytes: float = 0.0
     seconds: float = 0.0
     path: str = ""
+    export: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,56 @@ def checkpoint(
     return Checkpoints(path, every, keep, resume, wait)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The time of evaluation, made by ``evaluation``."""
+
+    every: int
+
+
+def evaluation(every: int = 0) -> Evaluation:
+    """Say how often the loss on rows of their own is computed, in evaluation mode.
+
+    ``every``  steps between two; 0: only after the last.
+
+    >>> evaluation(every=100).every
+    100
+    """
+    if every < 0:
+        raise BadArgument(f"every={every}: 0 or more", op="eval")
+    return Evaluation(every)
+
+
+@dataclass(frozen=True)
+class Export:
+    """The place of the trained model, made by ``export``."""
+
+    path: str
+    tokenizer: str
+
+
+def export(path: str, tokenizer: str = "") -> Export:
+    """Say where the trained model is written, as ``from_pretrained`` reads it.
+
+    ``path``       a directory: a new one, or one that an export wrote.
+    ``tokenizer``  a directory whose tokenizer goes along; by default that of the rows, or of the
+                   model's directory.
+
+    >>> export("out/model").path
+    'out/model'
+    """
+    if not path:
+        raise BadArgument('path="": write a directory', op="export")
+    if tokenizer and not _has_tokenizer(tokenizer):
+        raise BadArgument(f"tokenizer={tokenizer} is no directory of a tokenizer", op="export")
+    return Export(path, tokenizer)
+
+
+def _has_tokenizer(directory: str) -> bool:
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    return any(os.path.isfile(os.path.join(directory, f)) for f in files)
+
+
 def train(
     steps: int,
     *,
@@ -112,6 +171,8 @@ def train(
     precision: Table = {},  # noqa: B006
     remat: Table = {},  # noqa: B006
     checkpoint: Table = {},  # noqa: B006
+    eval: Table = {},  # noqa: B006
+    export: Table = {},  # noqa: B006
     log: Table = {},  # noqa: B006
 ) -> Report:
     """Train as the tables say, on the ranks that they ask for.
@@ -152,6 +213,10 @@ def check(config: Config) -> None:
     check_init(config)
     optimizer(config)
     _checkpoints(config)
+    if "eval" in config.tables:
+        check_data(config, "eval", keys_of(evaluation))
+        _evaluation(config)
+    _export(config)
     call(log, config, ("log",))
 
 
@@ -177,6 +242,16 @@ def _checkpoints(config: Config) -> Checkpoints | None:
     if "checkpoint" not in config.tables:
         return None
     return call(checkpoint, config, ("checkpoint",))
+
+
+def _evaluation(config: Config) -> Evaluation:
+    return call(evaluation, config, ("eval",), but=(*SOURCES, *EVAL))
+
+
+def _export(config: Config) -> Export | None:
+    if "export" not in config.tables:
+        return None
+    return call(export, config, ("export",))
 
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
@@ -262,6 +337,9 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     params, whole = made.start(), made.whole
     state = state_of(config, made, params)
     dealt = batches(config, rows, made.rules, mesh)
+    if accumulate > len(dealt):
+        text = f"{accumulate} batches of an update, where the rows make {len(dealt)}"
+        raise config.error(("accumulate",), text)
     torch.manual_seed(config.tables.get("seed", 0))
     writer: Log = call(log, config, ("log",))
     lead = not dist.is_initialized() or dist.get_rank() == 0
@@ -283,6 +361,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     if lead:
         writer.open(as_json, report.first)
         writer.say(_opening(made, params, state, report, steps))
+    judge = Evaluator(config, made) if "eval" in config.tables else None
     step_of = stepper(config, made, accumulate)
     meter = _Meter(made, rows, writer, mesh)
     under_way = None
@@ -306,6 +385,10 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
                 raise ShardError(f"the loss of step {step} is {report.losses[step]}", op="train")
             if lead:
                 writer.record(row, steps)
+        if judge is not None and (step == steps or (judge.every and step % judge.every == 0)):
+            report.evaluations[step] = judge(params)
+            if lead:
+                writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
         if saving is not None and (step == steps or (saving.every and step % saving.every == 0)):
             under_way = save(
                 saving.path, everything(), step=step, keep=saving.keep, wait=saving.wait
@@ -313,10 +396,58 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
             report.path = os.path.join(saving.path, f"step_{step:08d}")
     if under_way is not None:
         under_way.wait()
+    report.export = _exported(config, made, params)
     if lead:
         writer.close()
     report.seconds = meter.total
     return report
+
+
+class Evaluator:
+    """The loss of parameters on the rows of ``[eval]``: the mean over their labels."""
+
+    def __init__(self, config: Config, made: Built) -> None:
+        self.every = _evaluation(config).every
+        self.made, self.config = made, config
+        self.rows = rows_of(config, "eval", keys_of(evaluation))
+
+    def __call__(self, params: Any) -> float:
+        made, key = self.made, keys.get_state()
+        training = {m: m.training for m in made.module.modules()}
+        made.module.eval()
+        total, count = 0.0, 0
+        try:
+            with torch.no_grad():
+                for batch in batches(self.config, self.rows, made.rules, made.mesh, where="eval"):
+                    labels = labels_of(batch)
+                    whole = labels is None or labels.is_floating_point()
+                    each = 1 if whole else int((labels != -100).sum().item())
+                    total += each * made.loss(params, batch).item()
+                    count += each
+        finally:
+            keys.set_state(key)
+            for module, mode in training.items():
+                module.training = mode
+        return total / max(count, 1)
+
+
+def _exported(config: Config, made: Built, params: Any) -> str:
+    """Write the trained model with its tokenizer; the directory, "" where the file asks for none."""
+    asked = _export(config)
+    if asked is None:
+        return ""
+    rows = next((config.table("data", n) for n in SOURCES if n in config.table("data")), {})
+    given = (asked.tokenizer, rows.get("tokenizer", ""), config.table("model").get("directory", ""))
+    tokenizer = next((t for t in given if t and _has_tokenizer(t)), None)
+    named: Any = params if made.whole else optim.state_dict(params)
+    module = made.module if hasattr(made.module, "save_pretrained") else None
+    words = None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    save_hf(asked.path, named, module, tokenizer=words, overwrite=True)
+    return asked.path
 
 
 def _guarded(config: Config) -> bool:
@@ -391,6 +522,10 @@ def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -
     lines = [f"{type(made.module).__name__}, {found.elements:,} parameters, {held}, {found.mesh}"]
     if report.first:
         lines.append(f"goes on from step {report.first}: {report.path}")
+    saving = _checkpoints(made.config)
+    if saving is not None and saving.resume and report.first < steps:
+        when = f"every {saving.every} steps" if saving.every else "after the last step"
+        lines.append(f"saved {when} in {saving.path}, from where the same command goes on")
     if report.first >= steps:
         lines.append(f"step {steps} was reached: nothing is left to do")
     return "\n".join(lines)
@@ -455,14 +590,30 @@ def main(given: Any) -> int:
     """Run the command."""
     config = read(given.file, given.set)
     check(config)
-    report = start(config, given.simulate, given.json)
+    try:
+        report = start(config, given.simulate, given.json)
+    except (KeyboardInterrupt, RankFailed) as e:
+        e.add_note(_again(config))
+        raise
     lead = not under_launcher() or int(os.environ["RANK"]) == 0
     if lead and given.json:
-        said: Mapping[str, Any] = vars(report) | {"losses": list(report.losses.items())}
-        print(json.dumps({"done": said}))
+        pairs = {n: list(getattr(report, n).items()) for n in ("losses", "evaluations")}
+        print(json.dumps({"done": vars(report) | pairs}))
     elif lead:
         print(
             f"done: {report.step} steps in {report.seconds:.1f} s"
             + (f", saved in {report.path}" if report.path else "")
+            + (f", exported to {report.export}" if report.export else "")
         )
     return 0
+
+
+def _again(config: Config) -> str:
+    """Say what the same command does after this run was ended."""
+    saving = _checkpoints(config)
+    if saving is None or not saving.resume:
+        return "the same command begins anew: a [checkpoint] that resumes would go on"
+    newest = latest(saving.path)
+    if newest is None:
+        return "the same command begins anew: nothing was saved yet"
+    return f"the same command goes on from {newest}"

@@ -52,6 +52,8 @@ _FLAGS = {
     ],
 }
 _COMPILER = {"cuda": "nvcc", "host": "g++"}
+_COMPILES = 1800.0
+"""Seconds that a compiler may take."""
 
 
 def sources() -> list[Path]:
@@ -123,7 +125,16 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         made = Path(work) / path.name
         command = [compiler, *flags, *files, "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_COMPILES
+            )
+        except subprocess.TimeoutExpired as e:
+            raise Unsupported(
+                f"{_COMPILER[kind]} did not end within {_COMPILES:g} s",
+                op="kernels.build",
+                fix="print(sl.kernels.info())",
+            ) from e
         if done.returncode:
             lines = (done.stdout + done.stderr).splitlines()
             told = [line for line in lines if re.search("error|fatal", line)]
@@ -151,7 +162,9 @@ def resources(said: str) -> Resources:
     """Read what each kernel uses from ``ptxas -v``; names are shortened where c++filt is there."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if tool:
-        said = subprocess.run([tool], input=said, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool], input=said, capture_output=True, text=True, check=True, timeout=_COMPILES
+        ).stdout
     out = {}
     for entry in said.split("Compiling entry function ")[1:]:
         title = re.match(r"'(.*)' for '(\w+)'", entry)

@@ -6,8 +6,9 @@ from shardlib.layouts.cube3d import Layout3D
 from shardlib.layouts.depth25d import Layout25D
 from shardlib.layouts.dims import Dim, axis_sizes, positions
 from shardlib.layouts.exchange import Exchange
-from shardlib.layouts.layout import Layout
-from shardlib.layouts.like import LayoutFamily, LayoutLike, as_layout, is_layout
+from shardlib.layouts.layout import Layout, LayoutFamily, LayoutLike, taken
+from shardlib.layouts.like import LayoutTree, as_layout, is_layout, per_leaf
+from shardlib.layouts.partition import P
 from shardlib.layouts.replicated import Partial, Replicated
 from shardlib.layouts.reshard import ReshardPlan, Step
 from shardlib.layouts.ring import Ring
@@ -15,6 +16,6 @@ from shardlib.layouts.row import Row
 
 __all__ = [
     "Col", "Dim", "Exchange", "Layout", "Layout2D", "Layout3D", "Layout25D", "LayoutFamily",
-    "LayoutLike", "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "Step", "as_layout",
-    "axis_sizes", "is_layout", "positions",
+    "LayoutLike", "LayoutTree", "P", "Partial", "Replicated", "ReshardPlan", "Ring", "Row", "Step",
+    "as_layout", "axis_sizes", "is_layout", "per_leaf", "positions", "taken",
 ]  # fmt: skip

@@ -1,11 +1,10 @@
 """How a layout's dimensions fit a shape and a mesh: what divides, and how large a block is."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 
-from shardlib.errors import UnevenSplit, UnknownAxis
+from shardlib.errors import UnevenSplit, UnknownAxis, similar
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.orders import block, declared, uncovered
 
@@ -19,7 +18,7 @@ def check_axes(axes: Sequence[str], sizes: Sizes, text: str, op: str) -> None:
     for axis in axes:
         if axis in sizes:
             continue
-        near = difflib.get_close_matches(axis, sizes.keys() - set(axes), 1)
+        near = similar(axis, sizes.keys() - set(axes), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         better = re.sub(rf"\b{re.escape(axis)}\b", near[0], text) if near else "..."
         raise UnknownAxis(

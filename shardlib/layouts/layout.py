@@ -8,17 +8,18 @@ dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b
 pre-skewed operands.
 
 text.py reads and writes it, dims.py says which positions a rank holds under each token, fit.py what
-divides, placements.py how DTensor says it.
+divides, placements.py how DTensor says it, spec.py what else is taken where a layout is.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from shardlib.errors import (
     AxisReused,
     ImplicitCommunication,
+    LayoutSyntax,
     RankMismatch,
     ShardError,
 )
@@ -26,10 +27,11 @@ from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, skewed
 from shardlib.layouts.fit import block_shape, check_axes, check_sizes
 from shardlib.layouts.placements import from_placements, placements
 from shardlib.layouts.reshard import ReshardPlan
+from shardlib.layouts.spec import Names, PartitionSpecLike, PlacementLike, from_spec
 from shardlib.layouts.text import read, written
-from shardlib.mesh import coordinates
+from shardlib.mesh import coordinates, scope
 
-__all__ = ["Layout", "the_one"]
+__all__ = ["Layout", "LayoutFamily", "LayoutLike", "taken", "the_one"]
 
 
 @dataclass(frozen=True)
@@ -130,25 +132,25 @@ class Layout:
             skew = _SKEW_T[skew]
         return Layout(tuple(me.dims[p] for p in perm), me.partial, skew)
 
-    def __mul__(self, other: "Layout") -> "Layout":
+    def __mul__(self, other: "LayoutLike") -> "Layout":
         """Product over disjoint axes: each dimension split by both.  Commutes and associates.
 
         Where both split one dimension, the axes nest in alphabetical order; write the nesting
         you want with ``refine``.
         """
-        a, b = _aligned(self, other, "product")
+        a, b = _aligned(self, _operand(other), "product")
         return _combined(
             a, b, lambda p, q: Dim(tuple(sorted(p.parts + q.parts, key=str))), "product"
         )
 
-    def refine(self, other: "Layout") -> "Layout":
+    def refine(self, other: "LayoutLike") -> "Layout":
         """Split every block further: this layout's axes major, ``other``'s minor."""
-        a, b = _aligned(self, other, "refine")
+        a, b = _aligned(self, _operand(other), "refine")
         return _combined(a, b, lambda p, q: Dim(p.parts + q.parts), "refine")
 
-    def __and__(self, other: "Layout") -> "Layout":
+    def __and__(self, other: "LayoutLike") -> "Layout":
         """The finest layout that both are at least as split as: their common leading parts."""
-        a, b = _aligned(self, other, "&")
+        a, b = _aligned(self, _operand(other), "&")
         dims = []
         for p, q in zip(a.dims, b.dims, strict=True):
             if p == q:
@@ -167,17 +169,18 @@ class Layout:
             dims = [WHOLE] * len(dims)
         return Layout(tuple(dims), tuple(sorted(set(a.partial) & set(b.partial))), skew, a.ellipsis)
 
-    def __le__(self, other: "Layout") -> bool:
+    def __le__(self, other: "LayoutLike") -> bool:
         """At least as split: every block of this lies inside a block of ``other``."""
+        other = _operand(other)
         try:
             return (self & other) == _aligned(other, self, "<=")[0]
         except RankMismatch:
             return False
 
-    def equivalent(self, other: "Layout", shape: Sequence[int], mesh: Any) -> bool:
+    def equivalent(self, other: "LayoutLike", shape: Sequence[int], mesh: Any) -> bool:
         """Say whether every rank holds the same elements in the same order under both."""
         sizes = axis_sizes(mesh)
-        a, b = self.resolve(len(shape)), other.resolve(len(shape))
+        a, b = self.resolve(len(shape)), _operand(other, mesh).resolve(len(shape))
         if {p for p in a.partial if sizes[p] > 1} != {p for p in b.partial if sizes[p] > 1}:
             return False
         if 0 in shape:
@@ -188,18 +191,18 @@ class Layout:
             for c in coordinates(sizes)
         )
 
-    def __matmul__(self, other: "Layout") -> "Layout":
+    def __matmul__(self, other: "LayoutLike") -> "Layout":
         """Layout of the matrix product of [..., m, k] and [k, n] or [..., k, n].
 
         A contraction split the same way in both leaves ``+ sum(axes)``; split in different
         ways it would need communication that no local product can do.
         Raises: ImplicitCommunication.
         """
-        return _product_layout(self, other)
+        return _product_layout(self, _operand(other))
 
-    def __rshift__(self, other: "Layout") -> ReshardPlan:
+    def __rshift__(self, other: "LayoutLike") -> ReshardPlan:
         """Say how to get from this layout to ``other``: steps, bytes, peak."""
-        return ReshardPlan(self, other)
+        return ReshardPlan(self, _operand(other))
 
     @property
     def bare(self) -> "Layout":
@@ -219,8 +222,92 @@ class Layout:
     @staticmethod
     def from_dtensor(t: Any) -> "Layout":
         """Return the layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
-        dims, partial = from_placements(t.placements, t.ndim, axis_sizes(t.device_mesh))
-        return Layout(dims, partial)
+        return Layout(*from_placements(t.placements, t.ndim, axis_sizes(t.device_mesh)))
+
+
+@runtime_checkable
+class LayoutFamily(Protocol):
+    """A value that says where a tensor lies, by its ``layout``.
+
+    ``sl.Ring``, ``sl.Layout25D`` and ``sl.Layout3D`` are such values.  One of your own is taken
+    wherever they are: nothing is registered, and ``sl.testing.check_layout`` proves it.  One that
+    has a ``weight`` besides is for activations: a rule for a weight must say which of the two.
+
+    >>> import torch, shardlib as sl
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Dealt:  # rows dealt in turn: four of them over two ranks as 0 2 | 1 3
+    ...     axis: str
+    ...     rounds: int = 2
+    ...
+    ...     @property
+    ...     def layout(self) -> sl.Layout:
+    ...         return sl.Layout.parse(f"({self.rounds} {self.axis}) ...")
+    >>> isinstance(Dealt("x"), sl.extend.LayoutFamily)
+    True
+    >>> with sl.simulate(x=2):
+    ...     print(sl.shard(torch.arange(4), Dealt("x")))
+    ShardedTensor(i64[4@(2 x)] on x=2
+    x=0: tensor([0, 2])
+    x=1: tensor([1, 3]))
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """Where the tensor lies."""
+        ...
+
+
+LayoutLike = (
+    Layout
+    | str
+    | LayoutFamily
+    | Names
+    | PartitionSpecLike
+    | PlacementLike
+    | Sequence[PlacementLike]
+)
+"""A layout, its text, a value that has one; or as JAX and DTensor write it: PartitionSpec, a tuple
+like it, placements."""
+
+
+def taken(
+    given: object, mesh: Any = None, op: str = "layout", fix: str = "sl.Layout.parse({})"
+) -> Layout | None:
+    """Read whatever says a layout; None where it says none.
+
+    ``mesh``     whose axes DTensor's placements are for; that in scope where None.
+    ``op, fix``  what an error names, and the line to write, with ``{}`` for the layout.
+    Raises: LayoutSyntax for a text that cannot be read, or placements of another mesh.
+
+    >>> taken(("x", None)), taken("x ."), taken(3)
+    (Layout('x . ...'), Layout('x .'), None)
+    """
+    if isinstance(given, Layout):
+        return given
+    if isinstance(given, str):
+        return Layout.parse(given)
+    found = None if isinstance(given, type) else getattr(given, "layout", None)
+    if isinstance(found, Layout):
+        return found
+    mesh = scope().mesh if mesh is None else mesh
+    fields = from_spec(given, None if mesh is None else axis_sizes(mesh), op, fix)
+    return None if fields is None else Layout(*fields)
+
+
+def _operand(given: object, mesh: Any = None) -> Layout:
+    """Read the other operand of the algebra.  Raises: LayoutSyntax."""
+    found = given if isinstance(given, Layout) else taken(given, mesh)
+    if found is None:
+        raise LayoutSyntax(
+            f"{given!r} is no layout: {NEITHER}", op="layout", fix="sl.Layout.parse('...')"
+        )
+    return found
+
+
+NEITHER = (
+    "one is a text such as 'x .', a Layout, a tuple of mesh axes and None, or DTensor's placements"
+)
 
 
 _SKEW_T = {"": "", "a": "b", "b": "a"}

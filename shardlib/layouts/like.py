@@ -1,74 +1,37 @@
-"""What is taken where a layout is expected, and what is said where anything else is given."""
+"""What is taken where a layout or a tree of layouts is expected, and what is said of anything else."""
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
+
+import optree
 
 from shardlib.errors import LayoutSyntax, ShardError
-from shardlib.layouts.block2d import Layout2D
-from shardlib.layouts.col import Col
 from shardlib.layouts.dims import axis_sizes
-from shardlib.layouts.layout import Layout
-from shardlib.layouts.replicated import Partial, Replicated
-from shardlib.layouts.row import Row
+from shardlib.layouts.layout import NEITHER, Layout, LayoutLike, taken
+from shardlib.layouts.spec import is_spec
 
-__all__ = ["LayoutFamily", "LayoutLike", "as_layout", "is_layout"]
+__all__ = ["LayoutTree", "as_layout", "is_layout", "per_leaf"]
 
-
-@runtime_checkable
-class LayoutFamily(Protocol):
-    """A value that says where a tensor lies, by its ``layout``.
-
-    ``sl.Ring``, ``sl.Layout25D`` and ``sl.Layout3D`` are such values.  One of your own is taken
-    wherever they are: nothing is registered, and ``sl.testing.check_layout`` proves it.  One that
-    has a ``weight`` besides is for activations: a rule for a weight must say which of the two.
-
-    >>> import torch, shardlib as sl
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
-    ... class Dealt:  # rows dealt in turn: four of them over two ranks as 0 2 | 1 3
-    ...     axis: str
-    ...     rounds: int = 2
-    ...
-    ...     @property
-    ...     def layout(self) -> sl.Layout:
-    ...         return sl.Layout.parse(f"({self.rounds} {self.axis}) ...")
-    >>> isinstance(Dealt("x"), sl.extend.LayoutFamily)
-    True
-    >>> with sl.simulate(x=2):
-    ...     print(sl.shard(torch.arange(4), Dealt("x")))
-    ShardedTensor(i64[4@(2 x)] on x=2
-    x=0: tensor([0, 2])
-    x=1: tensor([1, 3]))
-    """
-
-    @property
-    def layout(self) -> Layout:
-        """Where the tensor lies."""
-        ...
-
-
-LayoutLike = Layout | str | LayoutFamily
-"""A layout, its text, or a value that has one."""
-
-_FUNCTIONS: tuple[Any, ...] = (Row, Col, Layout2D, Replicated, Partial)
-"""Families without values of their own: each gives a Layout."""
+LayoutTree: TypeAlias = LayoutLike | Mapping[str, "LayoutTree"] | Sequence["LayoutTree"] | None
+"""A layout for every tensor of a tree, or a tree of layouts like the upper part of that tree."""
 
 
 def is_layout(given: object) -> TypeGuard[LayoutLike]:
-    """Say whether ``as_layout`` takes it: no class, and no tensor, whose ``layout`` is torch's.
+    """Say whether it is one layout wherever it stands: no class, no tensor, and no plain tuple.
+
+    A tuple such as ``("x", None)`` is one where one tensor's layout stands, and a tree of layouts
+    where a tuple of tensors does; ``sl.P("x", None)`` is one everywhere.
 
     >>> import torch
-    >>> is_layout("x ..."), is_layout(torch.ones(2)), is_layout(LayoutFamily)
+    >>> is_layout("x ..."), is_layout(torch.ones(2)), is_layout(("x", "y"))
     (True, False, False)
     """
-    return isinstance(given, Layout | str) or _of_family(given) is not None
+    return isinstance(given, Layout | str) or _is_family(given) or is_spec(given)
 
 
-def _of_family(given: object) -> Layout | None:
-    """Return a family's layout, which is asked for once; None where it is no family."""
-    found = None if isinstance(given, type) else getattr(given, "layout", None)
-    return found if isinstance(found, Layout) else None
+def _is_family(given: object) -> bool:
+    return not isinstance(given, type) and isinstance(getattr(given, "layout", None), Layout)
 
 
 def as_layout(
@@ -80,28 +43,30 @@ def as_layout(
     mesh: Any = None,
     weight: bool = False,
 ) -> Layout:
-    """Read a layout, its text, or a family's layout of activations.
+    """Read a layout as any of us writes it; of a family, that of activations.
 
     ``fix``     what to write instead, with ``{}`` for the layout: ``"sl.shard(x, {})"``.
     ``shape``   what it is for, which the layout in the fix must fit.
+    ``mesh``    whose axes DTensor's placements are for; that in scope where None.
     ``weight``  it is for a weight: a family is refused, since it has layouts for both.
     Raises: LayoutSyntax, whose fix says the layout that was meant where that can be told.
 
     >>> import shardlib as sl
     >>> as_layout(sl.Layout3D("x", "y", "z"), "shard", "sl.shard(x, {})")
     Layout('(x y) ... z')
+    >>> as_layout(("x", None), "shard", "sl.shard(x, {})")
+    Layout('x . ...')
     >>> try:
-    ...     as_layout(("x", None), "shard", "sl.shard(x, {})", shape=(4, 4), mesh={"x": 2})
+    ...     as_layout(("x", "."), "shard", "sl.shard(x, {})", shape=(4, 4), mesh={"x": 2})
     ... except LayoutSyntax as e:
-    ...     print(e.message, "--", e.fix)
-    ('x', None) is no layout: a layout is its text, or a Layout -- sl.shard(x, 'x .')
+    ...     print(e.fix)
+    sl.shard(x, 'x .')
     """
     if isinstance(given, Layout):
         return given
-    if isinstance(given, str):
-        return Layout.parse(given)
-    if (found := _of_family(given)) is not None:
-        if not weight or not isinstance(getattr(given, "weight", None), Layout):
+    found = taken(given, mesh, op, fix)
+    if found is not None:
+        if not weight or not _is_family(given) or not hasattr(given, "weight"):
             return found
         act = ".act" if hasattr(given, "act") else ".layout"
         raise LayoutSyntax(
@@ -110,10 +75,8 @@ def as_layout(
             mesh=mesh,
             fix=fix.format(f"{_ours(type(given))}{given}.weight"),
         )
-    called = any(given is f for f in _FUNCTIONS) or (
-        isinstance(given, type) and hasattr(given, "layout")
-    )
-    why = "call it with mesh axes" if called else "a layout is its text, or a Layout"
+    called = _is_uncalled(given)
+    why = "call it with mesh axes" if called else NEITHER
     raise LayoutSyntax(
         f"{getattr(given, '__name__', given) if called else repr(given)} is no layout: {why}",
         op=op,
@@ -122,19 +85,23 @@ def as_layout(
     )
 
 
+def _is_uncalled(given: object) -> bool:
+    """Say whether it is a family that would have to be called: a class, or a function of ours."""
+    if isinstance(given, type):
+        return hasattr(given, "layout")
+    return inspect.isfunction(given) and given.__annotations__.get("return") is Layout
+
+
 def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: Any) -> str:
     """Write the layout that was meant, or the whole tensor's where that does not fit."""
     names = list(axis_sizes(mesh)) if mesh is not None else list("xyzuvw")
-    if called:
-        code, found = _made(given, names)
-    else:
-        found = _text(given, len(shape), names)
-        code = repr(found)
-    if mesh is not None:
-        try:
-            as_layout(found, "", "").resolve(len(shape)).check(shape, mesh)
-        except ShardError:
-            return "'...'"
+    code, found = _made(given, names) if called else _joined(given)
+    try:
+        lay = as_layout(found, "", "").resolve(len(shape))
+        if mesh is not None:
+            lay.check(shape, mesh)
+    except ShardError:
+        return "'...'"
     return code
 
 
@@ -157,26 +124,84 @@ def _ours(family: Any) -> str:
     return "sl." if family.__module__.startswith("shardlib.") else ""
 
 
-def _text(spec: object, ndim: int, names: Iterable[str]) -> str:
-    """Write None, a JAX PartitionSpec or a list of DTensor placements as a layout's text."""
-    from torch.distributed.tensor import Placement, Shard
+def _joined(given: object) -> tuple[str, str]:
+    """Write a tuple of a text's tokens as the text."""
+    tokens = given if isinstance(given, tuple | list) else (None,)
+    text = " ".join("." if t is None else t for t in tokens if isinstance(t, str | None))
+    if len(text.split()) < len(tokens) or text.split() == ["."]:
+        text = "..."
+    return repr(text), text
 
-    given = spec if isinstance(spec, tuple | list) else (spec,)
-    if any(isinstance(p, Placement) for p in given):
-        dims: list[list[str]] = [[] for _ in range(ndim)]
-        pending = []
-        for axis, p in zip(names, given, strict=False):
-            if isinstance(p, Shard) and -ndim <= p.dim < ndim:
-                dims[p.dim].append(axis)
-            elif isinstance(p, Placement) and p.is_partial():
-                pending.append(axis)
-        tail = f" + sum({' '.join(pending)})" if pending else ""
-    else:
-        said = [e if isinstance(e, tuple | list) else (e,) for e in given]
-        dims, tail = [[a for a in e if isinstance(a, str)] for e in said[:ndim]], ""
-        dims += [[] for _ in range(ndim - len(dims))]
-    if not any(dims):
-        return "..." + tail
-    return (
-        " ".join("." if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims) + tail
-    )
+
+# ---------------------------------------------------------------- trees
+
+
+def per_leaf(given: object, tree: object, op: str, fix: str) -> list[Any]:
+    """Give each leaf of a tree its layout, of one for all or of a tree like the upper part of it.
+
+    As JAX's prefixes: a layout that stands where the tree branches is that of every leaf below.
+    Where the tree has a tuple or a list, a plain tuple is one layout for each of its children.
+    ``fix``  what to write instead, with ``{}`` for the layout.
+    Raises: LayoutSyntax with the place where the two part.
+
+    >>> per_leaf({"a": "x .", "b": "y"}, {"a": 1, "b": (2, {"c": 3})}, "shard", "{}")
+    ['x .', 'y', 'y']
+    >>> per_leaf(("x", None), {"a": 1, "b": 2}, "shard", "{}")
+    [('x', None), ('x', None)]
+    """
+    return _spread(given, tree, (), op, fix)
+
+
+def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> list[Any]:
+    spec = optree.tree_structure(node)
+    if spec.is_leaf():
+        return [given]
+    count = spec.num_leaves
+    if is_layout(given) or given is None or _is_uncalled(given):
+        return [given] * count
+    keys, children = spec.entries(), _below(node)
+    below = _children(given, node, keys)
+    if below is None:
+        if (
+            isinstance(given, tuple)
+            and count
+            and not isinstance(node, tuple | list)
+            and taken(given)
+        ):
+            return [given] * count  # of a dictionary's tensors, as PartitionSpec
+        raise LayoutSyntax(
+            f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}"
+            + (f" at {'.'.join(map(str, path))}" if path else ""),
+            op=op,
+            fix=fix.format("'...'"),
+        )
+    return [
+        layout
+        for key, one, child in zip(keys, below, children, strict=True)
+        for layout in _spread(one, child, (*path, key), op, fix)
+    ]
+
+
+def _children(given: Any, node: Any, keys: list[Any]) -> list[Any] | None:
+    """Return what a tree of layouts has for each child of a node; None where it is no such tree."""
+    if isinstance(node, Mapping):
+        same = isinstance(given, Mapping) and set(given) == set(keys)
+        return [given[k] for k in keys] if same else None
+    if not keys:
+        return [] if isinstance(given, tuple | list) and not given else None
+    if isinstance(node, tuple | list):
+        same = isinstance(given, tuple | list) and len(given) == len(keys)
+        return list(given) if same else None
+    return _below(given) if type(given) is type(node) else None
+
+
+def _below(node: Any) -> list[Any]:
+    """List a node's children, in the order of its structure's entries."""
+    return optree.tree_leaves(node, is_leaf=lambda n: n is not node)
+
+
+def _outline(node: Any, keys: Sequence[Any]) -> str:
+    """Say what a tree has at its top."""
+    if isinstance(node, Mapping):
+        return f"{{{', '.join(map(repr, keys))}}}"
+    return f"{type(node).__name__} of {len(keys)}"

@@ -54,17 +54,23 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
 
 
 def from_placements(
-    given: Sequence[Any], ndim: int, sizes: Sizes
-) -> tuple[tuple[Dim, ...], tuple[str, ...]]:
-    """Read the dimensions and pending axes that a DTensor's placements say.
+    given: Sequence[Any],
+    ndim: int | None,
+    sizes: Sizes,
+    op: str = "from_dtensor",
+    fix: str = "sl.shard(t.full_tensor(), {})",
+) -> Fields:
+    """Read the dimensions and pending axes that placements say, one for each mesh axis.
 
+    ``ndim``  dimensions of the tensor; where None, ``...`` stands between those that are counted
+              from the front and those that are counted from the end.
     Raises: NotExpressible.
     """
     from torch.distributed.tensor import Partial
 
     from shardlib._compat import is_strided
 
-    parts: list[list[str]] = [[] for _ in range(ndim)]
+    parts: dict[int, list[str]] = {}
     partial = []
     for name, p in zip(sizes, given, strict=True):
         if p.is_partial():
@@ -73,17 +79,22 @@ def from_placements(
                 what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
                 raise NotExpressible(
                     f"a pending {what} over axis {name!r} has no layout here",
-                    op="from_dtensor",
+                    op=op,
                     operands={"placements": str(tuple(given))},
-                    fix="sl.shard(t.full_tensor(), '...')",
+                    fix=fix.format("'...'"),
                 )
             partial.append(name)
         elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
             raise NotExpressible(
                 f"placement {p} of axis {name!r} is strided",
-                op="from_dtensor",
-                fix="t.redistribute(placements=[Replicate()])",
+                op=op,
+                fix="t.redistribute(placements=[Replicate()])"
+                if op == "from_dtensor"
+                else fix.format("'...'"),
             )
         elif p.is_shard():
-            parts[p.dim % ndim].append(name)
-    return tuple(Dim(tuple(p)) for p in parts), tuple(partial)
+            parts.setdefault(p.dim if ndim is None else p.dim % ndim, []).append(name)
+    front = ndim if ndim is not None else 1 + max([-1, *parts])
+    back = -min([0, *parts])
+    dims = tuple(Dim(tuple(parts.get(d, ()))) for d in (*range(front), *range(-back, 0)))
+    return dims, tuple(partial), "", front if ndim is None else None

@@ -1,17 +1,16 @@
 """Reading a layout's text form into the fields of a ``Layout``; errors show the mistake."""
 
-import difflib
 import re
 
-from shardlib.errors import LayoutSyntax, ShardError
+from shardlib.errors import LayoutSyntax, ShardError, similar
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.orders import ORDERS
 
-__all__ = ["read", "written"]
+__all__ = ["NAME", "Fields", "read", "written"]
 
 Fields = tuple[tuple[Dim, ...], tuple[str, ...], str, int | None]
 
-_NAME = re.compile(r"[A-Za-z_]\w*\Z")
+NAME = re.compile(r"[A-Za-z_]\w*\Z")
 _RUN = re.compile(r"[0-9]{1,18}:[0-9]{1,18}(:[1-9][0-9]{0,17})?")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -27,6 +26,9 @@ def _is_given(order: str, text: str) -> bool:
 _WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
 
 
+_MOST = 10_000  # characters that a layout may have; it is read piece by piece
+
+
 def read(text: str) -> Fields:
     """Read the dimensions, pending axes, skew and place of ``...`` that a text names.
 
@@ -36,6 +38,12 @@ def read(text: str) -> Fields:
     >>> [str(d) for d in dims], partial, skew, ellipsis
     (['x'], ('z',), '', 1)
     """
+    if len(text) > _MOST:
+        raise LayoutSyntax(
+            f"a text of {len(text):,} characters is no layout: {text[:40]!r}...",
+            op="layout",
+            fix="sl.Layout.parse('x ... y')",
+        )
     body, _, skew = f" {text}".partition(" skew ")
     body, plus, tail = body.partition("+")
     partial: tuple[str, ...] = ()
@@ -68,7 +76,7 @@ def _token(token: str, text: str) -> Dim:
         inner, _, given = inner.partition(";")
         order, parens = order or "contiguous", True
     if order not in ORDERS:
-        near = difflib.get_close_matches(order, ORDERS[:3], 1) or ["zigzag"]
+        near = similar(order, ORDERS[:3], 1) or ["zigzag"]
         raise _bad(
             text,
             f"unknown order {order!r}; there are {', '.join(ORDERS)}",
@@ -79,7 +87,7 @@ def _token(token: str, text: str) -> Dim:
     for word in inner.split():
         if _NUMBER.fullmatch(word) and int(word) > (not ordered) and parens:
             parts.append(int(word))
-        elif _NAME.match(word):
+        elif NAME.match(word):
             parts.append(word)
         else:
             raise _bad(text, f"{word!r} is no axis name", "x ... y")

@@ -1,6 +1,6 @@
 """Named meshes of ranks, what is ambient, and starting processes."""
 
-from shardlib.mesh.failures import RECENT, Job, current_job, lost, number, spelled
+from shardlib.mesh.failures import RECENT, Job, current_job, join_job, lost, number, spelled
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import (
     Link,
@@ -8,6 +8,7 @@ from shardlib.mesh.mesh import (
     MeshLike,
     Registered,
     as_mesh,
+    auto_mesh,
     coordinates,
     current_mesh,
     make_mesh,
@@ -18,11 +19,16 @@ from shardlib.mesh.mesh import (
     unknown_axis,
     use_mesh,
 )
+from shardlib.mesh.posted import POSTED, refuse_posted, settle
+from shardlib.mesh.process import launched, process_index, rank0_print, world_size
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
+from shardlib.mesh.tables import uploaded
 
 __all__ = [
-    "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope", "as_mesh",
-    "bind", "coordinates", "current_job", "current_mesh", "enter", "launch", "leave", "lost",
-    "make_mesh", "number", "rank_along", "record", "remember", "scope", "simulate", "spelled",
-    "unknown_axis", "use_mesh", "within",
+    "POSTED", "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope",
+    "as_mesh",
+    "auto_mesh", "bind", "coordinates", "current_job", "current_mesh", "enter", "join_job",
+    "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",
+    "rank_along", "record", "refuse_posted", "remember", "scope", "settle", "simulate", "spelled", "unknown_axis",
+    "uploaded", "use_mesh", "within", "world_size",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +31,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlib._compat import job_store
-from shardlib.errors import RankFailed, user_line
+from shardlib._compat import group_timeout, job_store
+from shardlib.errors import CheckpointError, RankFailed, user_line
+from shardlib.mesh.store import Client
 
 __all__ = ["KEPT", "RECENT", "Job", "current_job", "join_job", "lost", "number", "spelled"]
 
@@ -47,7 +49,9 @@ _TRANSFERS = os.path.join("shardlib", "collectives", "")
 """Part of the paths of the files in which a rank waits for a transfer."""
 
 _TICK = 0.5  # seconds between two looks of the thread that answers the roll
-_GRACE = 3.0  # how long the roll waits for an answer
+_GRACE = 3.0  # how long the roll waits for an answer; likewise the store once the job has failed
+_LOOK = 0.1  # how often a wait for words looks for failures
+_BESIDE = 4  # how many processes before and after its own a rank keeps an eye on
 
 
 def spelled(entry: Sequence[Any]) -> str:
@@ -82,9 +86,9 @@ class _Process:
         if self.host != _host():
             return ""
         state, born = _stat(self.pid)
-        if self.born and (not born or born != self.born):
+        if self.born and born and born != self.born:
             return "gone"
-        if not self.born:  # no /proc on this system
+        if not born:
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
@@ -107,29 +111,36 @@ def _stat(pid: int) -> tuple[str, str]:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
-    except (OSError, IndexError):
+    except (OSError, IndexError):  # it has ended, or too many files are open, or there is no /proc
         return "", ""
 
 
 class Job:
-    """The processes that met through one store, seen from one of them."""
+    """The processes that met through one store, seen from one of them.
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        self.store = dist.PrefixStore("shardlib/job", store)
+    ``seconds``  how long a transfer may take, and any other wait of this rank for another.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, seconds: float) -> None:
+        self.seconds = seconds
+        self.store = Client(dist.PrefixStore("shardlib/job", store), seconds, self._without_store)
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
         # how often each group has compared; in check mode, what was called last on sharded tensors
         self.turns: dict[str, int] = {}
-        self.calls: deque[tuple[int, str, str]] = deque(maxlen=KEPT)
+        self.calls: deque[tuple[int, str, str]] = deque(maxlen=20 * KEPT)
         self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each group of axes; likewise
-        self.failed = self.wrote = False
+        self.first = ""  # the first cause, once it is known here
+        self.wrote = False
+        self._failed = False
         self._known: dict[int, _Process] = {}
+        self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}  # thread -> on whom
         self._ended = threading.Event()
         self._main = threading.main_thread()
         mine = _Process.own()
         self._set(f"process/{rank}", [mine.host, mine.pid, mine.born])
-        self.name = self.store.compare_set("name", "", uuid.uuid4().hex[:12]).decode()
+        self.name = self.store.compare_set("name", "", uuid.uuid4().hex[:12])
         self._watcher = threading.Thread(target=self._watch, name="shardlib roll", daemon=True)
         self._watcher.start()
 
@@ -138,6 +149,16 @@ class Job:
         """Where the last operations are written when the job fails."""
         given = os.environ.get("SHARDLIB_TRACES")
         return Path(given or Path(tempfile.gettempdir()) / f"shardlib-{self.name}")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a cause is known; the store then has little time to answer."""
+        return self._failed
+
+    @failed.setter
+    def failed(self, value: bool) -> None:
+        self._failed = value
+        self.allow(self.seconds)
 
     # -------------------------------------------------------- what a rank says
 
@@ -150,12 +171,12 @@ class Job:
         self._set(f"calls/{self.rank}", list(self.calls))
         self.failed = True
         try:
-            held = self.store.compare_set("first", "", cause).decode()
+            self.first = self.first or self.store.compare_set("first", "", cause)
             self.store.set("roll", "called")
-        except RuntimeError:
-            return f"{cause}; the store of the job is gone with rank 0"
+        except RankFailed as e:
+            self.first = self.first or e.message
         self.write()
-        return held
+        return self.first
 
     def call_roll(self) -> None:
         """Have every rank say where it stands, and what it called last."""
@@ -168,6 +189,9 @@ class Job:
     def raised(self, error: BaseException) -> None:
         """Report what ended this rank, unless it follows from the end of another."""
         if isinstance(error, RankFailed) or _from_transport(error) or self.failed:
+            return
+        if isinstance(error, CheckpointError):  # which every rank raises alike
+            self.report_cause(error.message)
             return
         line = _line_of(error.__traceback__)
         text = " ".join(str(error).split("\n")[:1])
@@ -185,17 +209,112 @@ class Job:
             # a thread that is in the store while the interpreter ends would abort the process
             self._watcher.join(2.0)
         last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
-        self._set(f"left/{self.rank}", last)
+        with suppress(RankFailed):
+            self._set(f"left/{self.rank}", last)
+            self.store.add("ends", 1)
+        until = time.monotonic() + _GRACE
+        while self.failed and not self.rank and not self.store.gone and time.monotonic() < until:
+            # rank 0 often holds the store, from which the others read the first cause
+            if all(self._has(f"knows/{r}") or self.ended(r) for r in range(1, self.world)):
+                break
+            time.sleep(0.05)
+
+    # -------------------------------------------------------- words that ranks wait for
+
+    def meet(
+        self, what: str, ranks: Sequence[int], word: Any, op: str, doing: str, fix: str = ""
+    ) -> list[Any]:
+        """Wait until all of ``ranks`` have come to the same call; return the word of each.
+
+        Three requests to the store and one each time it is looked at; the last to come opens.
+        Raises: RankFailed by the job's clock.
+        """
+        n = self.turns[what] = self.turns.get(what, 0) + 1
+        at, before = f"{what}/{n}", f"{what}/{n - 1}"
+        self.store.set(f"{at}/{self.rank}", json.dumps(word))
+        if self.store.add(f"{at}/came", 1) == len(ranks):
+            self.store.set(f"{at}/all", "")
+
+        def missing() -> list[int]:
+            return [r for r in ranks if not self._has(f"{at}/{r}")]
+
+        doing = f"{op} ({doing})"
+        if not self.wait(f"{at}/all", missing, doing, self.seconds):
+            raise self.lost(None, f"{doing}, at {user_line()}", missing(), fix)
+        if n > 1:  # whoever came to this call has read what was said in the last
+            self.store.delete(f"{before}/{self.rank}")
+            if self.rank == ranks[0]:
+                self.store.delete(f"{before}/came", f"{before}/all")
+        return [json.loads(self.store.get(f"{at}/{r}") or "null") for r in ranks]
+
+    def wait(
+        self,
+        key: str,
+        on: Callable[[], Sequence[int]],
+        doing: str,
+        seconds: float,
+        look: Callable[[], Any] = lambda: None,
+        through: bool = False,
+    ) -> bool:
+        """Wait until ``key`` is in the store; False where it is not after ``seconds``.
+
+        ``on``       the ranks that have not spoken yet; ``doing``  in what this one waits for them.
+        ``look``     is called now and then; when it returns something else the clock starts again.
+        ``through``  wait on where the job has failed, for ranks that still run: they may speak.
+        Raises: RankFailed with the first cause where the job has failed, or one of them has ended.
+        """
+        mine = threading.get_ident()
+        began = heard = time.monotonic()
+        looked, life, ends = began, look(), None
+        self._waits[mine] = f"{doing}, at {user_line()}", on
+        try:
+            while not self.store.check(key):
+                now = time.monotonic()
+                if now > looked + _LOOK:
+                    looked = now
+                    if (seen := look()) != life:
+                        heard, life = now, seen
+                    before, ends = ends, self.store.get("ends")
+                    if self._first() or ends != before:
+                        self._stop_if_failed(key, on, doing, through)
+                    if now > heard + seconds:
+                        return False
+                time.sleep(min(max(0.0005, 0.05 * (now - began)), 0.01))
+            return True
+        finally:
+            del self._waits[mine]
+
+    def _stop_if_failed(
+        self, key: str, on: Callable[[], Sequence[int]], doing: str, through: bool
+    ) -> None:
+        """Raise RankFailed where nothing will come: the job has failed, or a rank has ended."""
+        ended = next((text for r in on() if (text := self.ended(r))), "")
+        failed = ended or (self._first() and not through)
+        if failed and not self.store.check(key):
+            raise self._error(self._first() or self.report_cause(ended), doing)
+
+    def allow(self, seconds: float) -> None:
+        """Set how long a wait for another rank may take."""
+        self.seconds = seconds
+        self.store.seconds = min(_GRACE, seconds) if self._failed else seconds
+
+    def ended(self, rank: int) -> str:
+        """Say how a rank ended; empty where it has not, as far as can be known."""
+        if said := self._get(f"left/{rank}"):
+            return f"rank {rank} left: its program ended {said}"
+        return f"rank {rank} died: its process is gone" if self._state(rank) == "gone" else ""
 
     # -------------------------------------------------------- the first cause
 
-    def lost(self, error: BaseException, doing: str, ranks: Sequence[int]) -> RankFailed:
-        """Build the error for a failed transfer among ranks."""
+    def lost(
+        self, error: BaseException | None, doing: str, ranks: Sequence[int], fix: str = ""
+    ) -> RankFailed:
+        """Build the error for a failed transfer among ranks, or for words that did not come."""
         self.failed = True
         self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
         self._set("roll", "called")
         until = time.monotonic() + _GRACE
-        while not (first := self._get("first")) and time.monotonic() < until:
+        while not (first := self._first()) and time.monotonic() < until and not self.store.gone:
             missing = [r for r in range(self.world) if not self._has(f"at/{r}")]
             if not missing or any(self._state(r) == "gone" for r in missing):
                 break
@@ -203,14 +322,36 @@ class Job:
         if not first:
             first = self.report_cause(self._drawn(error, ranks))
         self.write()
+        return self._error(first, doing, fix)
+
+    def _error(self, first: str, doing: str, fix: str = "") -> RankFailed:
         return RankFailed(
             first,
             op=doing.split(" ")[0],
             operands=self._standing(doing),
-            fix=f"python -m shardlib desync {self.folder}",
+            fix=fix or f"python -m shardlib desync {self.folder}",
         )
 
-    def _drawn(self, error: BaseException, ranks: Sequence[int]) -> str:
+    def _first(self) -> str:
+        """Return the first cause; empty if there is none, or none that can be known here."""
+        try:
+            self.first = self.first or (self.store.get("first") or b"").decode()
+        except RankFailed as e:
+            self.first = self.first or e.message
+        if self.first:
+            self.failed = True
+        return self.first
+
+    def _without_store(self) -> str:
+        """Say what became of the store: every rank finds this by itself."""
+        if self.first:
+            return self.first
+        return {
+            "gone": "rank 0 died: its process is gone, and the store of the job with it",
+            "stopped": "rank 0 is stopped, and the store of the job with it",
+        }.get(self._known[0].state() if 0 in self._known else "", "the store of the job is gone")
+
+    def _drawn(self, error: BaseException | None, ranks: Sequence[int]) -> str:
         """Find the first cause from what the ranks answered.
 
         A rank that waits in another transfer waits for the ranks of that one: they are followed
@@ -226,19 +367,19 @@ class Job:
             if answers[r] and answers[r][0] == "waits":
                 left += answers[r][2]
         silent = [r for r, a in answers.items() if not a]
-        for r in silent:
-            if gone := self._get(f"left/{r}"):
-                return f"rank {r} left: its program ended {gone}"
-        for word, text in (("gone", "died: its process is gone"), ("stopped", "is stopped")):
-            if found := [r for r in silent if self._state(r) == word]:
-                return f"rank {found[0]} {text}"
+        ended = {r: text for r in silent if (text := self.ended(r))}
+        if ended:
+            return min(ended.values(), key=lambda text: " left: " not in text)
+        if stopped := [r for r in silent if self._state(r) == "stopped"]:
+            return f"rank {stopped[0]} is stopped"
         if silent:
             return f"rank {silent[0]} does not answer"
         if away := [r for r, a in answers.items() if a[0] != "waits"]:
             return f"rank {away[0]} did not come: it is {answers[away[0]][1]}"
         doing = {r: _without_line(a[1]) for r, a in answers.items()}
         if len(set(doing.values())) < 2:
-            return f"the transfer failed on every rank: {str(error).splitlines()[0]}"
+            text = str(error).splitlines()[0] if error else "it lasted too long"
+            return f"the transfer failed on every rank: {text}"
         usual = max(doing.values(), key=list(doing.values()).count)
         odd = next(r for r, d in doing.items() if d != usual)
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
@@ -256,33 +397,44 @@ class Job:
         }
 
     def _state(self, rank: int) -> str:
-        if rank not in self._known:
-            found = self._get(f"process/{rank}")
-            if not found:
-                return ""
+        """Return ``gone``, ``stopped`` or ``runs``; of another host what a rank there has noticed."""
+        if rank not in self._known and (found := self._get(f"process/{rank}")):
             self._known[rank] = _Process(*found)
-        return self._known[rank].state()
+        state = self._known[rank].state() if rank in self._known else ""
+        return state or ("gone" if self._has(f"gone/{rank}") else "")
 
     # -------------------------------------------------------- the thread that answers
 
     def _watch(self) -> None:
         before, answered = -1, False
+        beside = {r for r in range(self.rank - _BESIDE, self.rank + _BESIDE + 1) if r != self.rank}
+        beside = (beside | {0}) & set(range(self.world)) - {self.rank}
         while not self._ended.wait(_TICK):
-            now = RECENT[-1][0] if RECENT else 0
-            moves, before = now != before, now
-            if moves or not dist.is_initialized():
-                continue
             try:
-                if not answered and self.store.check(["roll"]):
+                beside -= self._look_beside(beside)
+                now = RECENT[-1][0] if RECENT else 0
+                moves, before = now != before, now
+                if moves or not dist.is_initialized():
+                    continue
+                if not answered and self.store.check("roll"):
                     answered = True
                     self._answer()
-                if answered and self.store.check(["first"]):
+                if answered and self._first():
+                    self._set(f"knows/{self.rank}", True)
                     self.write()
                     for mesh in list(self.meshes):
                         self.release(mesh)
                     return
-            except RuntimeError:  # the store is gone, and the job with it
+            except RankFailed:  # the store is gone, and the job with it
                 return
+
+    def _look_beside(self, ranks: set[int]) -> set[int]:
+        """Report those of these processes that are gone; return them."""
+        gone = {r for r in ranks if self._state(r) == "gone"}
+        for r in gone:
+            if not self._has(f"left/{r}") and self.store.add(f"gone/{r}", 1) == 1:
+                self.store.add("ends", 1)
+        return gone
 
     def _answer(self) -> None:
         self._set(f"calls/{self.rank}", list(self.calls))
@@ -290,7 +442,9 @@ class Job:
             return
         frame = sys._current_frames().get(self._main.ident or 0)
         line = user_line(frame) if frame is not None else ""
-        if RECENT and frame is not None and _TRANSFERS in frame.f_code.co_filename:
+        if waits := self._waits.get(self._main.ident or 0):
+            answer = ["waits", waits[0], list(waits[1]())]
+        elif RECENT and frame is not None and _TRANSFERS in frame.f_code.co_filename:
             doing = spelled(RECENT[-1])
             doing = doing if ", at " in doing else f"{doing}, at {line}"
             answer = ["waits", doing, list(self.members.get(RECENT[-1][2], ()))]
@@ -321,23 +475,21 @@ class Job:
     def _set(self, key: str, value: Any) -> None:
         try:
             self.store.set(key, json.dumps(value))
-        except RuntimeError:  # its host is gone
+        except RankFailed:  # its host is gone
             self.failed = True
 
     def _has(self, key: str) -> bool:
         try:
-            return self.store.check([key])
-        except RuntimeError:
+            return self.store.check(key)
+        except RankFailed:
             return False
 
     def _get(self, key: str) -> Any:
         try:
-            if not self.store.check([key]):
-                return None
-            text = self.store.get(key).decode()
-        except RuntimeError:
+            text = self.store.get(key)
+        except RankFailed:
             return None
-        return text if key == "first" else json.loads(text)
+        return None if text is None else json.loads(text)
 
 
 def _without_line(doing: str) -> str:
@@ -385,16 +537,19 @@ def current_job() -> Job | None:
     return _JOBS.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
-def join_job(mesh: Any) -> Job | None:
+def join_job(mesh: Any = None) -> Job | None:
     """Join the job: answer the roll, and report when this process raises or leaves."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     job = _JOBS.get(dist.group.WORLD)
     if job is None:
-        job = _JOBS[dist.group.WORLD] = Job(job_store(), dist.get_rank(), dist.get_world_size())
+        seconds = group_timeout(dist.group.WORLD)
+        job = Job(job_store(), dist.get_rank(), dist.get_world_size(), seconds)
+        _JOBS[dist.group.WORLD] = job
         _listen()
         atexit.register(job.leave)
-    job.meshes.add(mesh)
+    if mesh is not None:
+        job.meshes.add(mesh)
     return job
 
 

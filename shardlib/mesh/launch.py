@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 
 from shardlib.errors import RankFailed, ShardError, user_line
 from shardlib.mesh.failures import RECENT, current_job, lost, spelled
-from shardlib.mesh.mesh import TIMEOUT, check_timeout, make_mesh, sizes_of
+from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
 __all__ = ["launch"]
 
@@ -55,6 +55,7 @@ def launch(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise _unguarded(os.environ.get(_FOLDER))
     sizes = sizes_of("launch", axes)
+    check_device(device, "launch", sizes)
     check_timeout(timeout, "launch", "sl.launch(fn, x=2, timeout=100.0)")
     _check_travels(fn, args)
     world = math.prod(sizes.values())
@@ -75,7 +76,7 @@ def launch(
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
-                process.join()
+                process.join(_SLACK)
             del store
         if error := _failure(Path(folder), ends, sizes, silent):
             raise error

@@ -6,7 +6,6 @@ ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``r
 """
 
 import atexit
-import difflib
 import gc
 import itertools
 import math
@@ -16,19 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._compat import set_timeout
-from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
-from shardlib.mesh.failures import join_job
+from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered, similar
+from shardlib.mesh.failures import current_job, join_job
+from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "MeshLike", "Registered", "as_mesh", "coordinates", "current_mesh", "make_mesh",
+    "Link", "Mesh", "MeshLike", "Registered", "as_mesh", "auto_mesh", "coordinates", "current_mesh", "make_mesh",
     "rank_along", "record", "remember", "simulate", "use_mesh",
 ]  # fmt: skip
 
@@ -234,7 +234,7 @@ def _text(axes: Iterable[str]) -> str:
 
 
 def _near(axis: str, axes: Mapping[str, int]) -> list[str]:
-    return difflib.get_close_matches(str(axis), list(axes), 1)
+    return similar(str(axis), list(axes), 1)
 
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
@@ -354,7 +354,7 @@ _FIRST = {"launch": "fn, *args, "}
 
 
 def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
-    bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s < 1}
+    bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s is True or s < 1}
     if bad or not axes:
         raise MeshError(
             f"axis sizes must be positive integers, got {bad or 'no axis at all'}",
@@ -390,8 +390,14 @@ def _by_name(op: str, given: tuple[Any, ...]) -> None:
         raise MeshError("axes are named: one keyword each", op=op, fix=f"sl.{op}({text})")
 
 
-def simulate(*given: Any, **axes: int) -> Mesh:
+@overload
+def simulate(**axes: int) -> Mesh: ...
+@overload
+def simulate(*, device: str | torch.device | None, **axes: int) -> Mesh: ...
+def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
     """Play every rank of a mesh in this one process.
+
+    ``device``  on which blocks are stored: torch's default device unless given, the CPU at first.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -400,7 +406,9 @@ def simulate(*given: Any, **axes: int) -> Mesh:
     4.0
     """
     _by_name("simulate", given)
-    return Mesh(sizes_of("simulate", axes), kind="stacked")
+    return Mesh(
+        sizes_of("simulate", axes), kind="stacked", device=device or torch.get_default_device()
+    )
 
 
 def record(*given: Any, **axes: int) -> Mesh:
@@ -443,24 +451,14 @@ def make_mesh(
     _by_name("make_mesh", given)
     if timeout is not None:
         check_timeout(timeout, "make_mesh", "sl.make_mesh(x=-1, timeout=100.0)")
-    if device == "cuda" and not torch.cuda.is_available():
-        text = ", ".join(f"{n}={s}" for n, s in axes.items())
-        raise MeshError(
-            "this process sees no GPU", op="make_mesh", fix=f'sl.make_mesh({text}, device="cpu")'
-        )
-    free = [n for n, s in axes.items() if s == -1]
-    if len(free) > 1:
-        raise MeshError(
-            f"only one axis can be inferred, not {', '.join(free)}",
-            op="make_mesh",
-            fix="sl.make_mesh(x=-1, y=2)",
-        )
+    device = check_device(device, "make_mesh", axes)
+    free = _inferred(axes, "make_mesh")
     sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     started = not dist.is_initialized()
-    world = _world_size()
+    world = world_size("make_mesh")
     known = math.prod(s for s in axes.values() if s != -1)
     if free and world % known == 0:
         axes = axes | {free[0]: world // known}
@@ -485,6 +483,76 @@ def make_mesh(
         grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         mesh = as_mesh(grid)
     return with_timeout(mesh, timeout or (TIMEOUT if started else None))
+
+
+def auto_mesh(
+    *given: Any, device: str | None = None, timeout: float | None = None, **axes: int
+) -> Mesh:
+    """Make a mesh over the processes that a launcher started; simulate it where none did.
+
+    So one file is right under ``python``, in a notebook and under ``torchrun``: there this is
+    ``make_mesh``, and -1 is inferred from the processes; here ``simulate``, and -1 is one rank.
+    ``device``   as both take it.
+    ``timeout``  of real processes, as ``make_mesh`` takes it.
+    Raises: MeshError where the sizes do not fit the processes, or the environment of a launcher
+    is there by half.
+
+    >>> import shardlib as sl
+    >>> with sl.auto_mesh(data=-1, x=2) as mesh:
+    ...     mesh, sl.typeof(sl.shard(torch.ones(4), "x"))
+    (Mesh(data=1 x=2, stacked), 'f32[4@x]')
+    """
+    if dist.is_initialized() or launched("auto_mesh"):
+        return make_mesh(*given, device=device, timeout=timeout, **axes)
+    for name, count in _STEPS.items():
+        if os.environ.get(count, "1") not in ("", "1"):
+            raise MeshError(
+                f"{name} started {os.environ[count]} processes, which RANK, WORLD_SIZE, MASTER_ADDR "
+                "and MASTER_PORT would have to join",
+                op="auto_mesh",
+                mesh=dict(axes),
+                fix=f"{name} torchrun --nnodes {os.environ[count]} --rdzv-endpoint $HOST:29500 "
+                "--rdzv-backend c10d --nproc-per-node 4 script.py",
+            )
+    _by_name("auto_mesh", given)
+    check_device(device, "auto_mesh", axes)
+    if timeout is not None:
+        check_timeout(timeout, "auto_mesh", "sl.auto_mesh(x=2, timeout=100.0)")
+    free = _inferred(axes, "auto_mesh")
+    sizes = sizes_of("auto_mesh", {n: 1 if n in free else s for n, s in axes.items()})
+    return simulate(device=device, **sizes)
+
+
+_STEPS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+"""Launchers that give no RANK -> how many processes one has started."""
+
+
+def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
+    """List the axis whose size is to be inferred, if one is.  Raises: MeshError for several."""
+    free = [n for n, s in axes.items() if s == -1]
+    if len(free) > 1:
+        raise MeshError(
+            f"only one axis can be inferred, not {', '.join(free)}",
+            op=op,
+            fix=f"sl.{op}(x=-1, y=2)",
+        )
+    return free
+
+
+def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
+    """Give the kind of a device; refuse one that this process does not have.  Raises: MeshError."""
+    device = device.type if isinstance(device, torch.device) else device
+    here = ["cpu"]
+    if torch.accelerator.is_available() and (found := torch.accelerator.current_accelerator()):
+        here.append(found.type)
+    if device is not None and device not in here:
+        text = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise MeshError(
+            f"device={str(device)!r} is none of those that this process has: {', '.join(here)}",
+            op=op,
+            fix=f"sl.{op}({_FIRST.get(op, '')}{text or 'x=2'}, device={here[-1]!r})",
+        )
+    return device
 
 
 def _made_before(device: str, axes: dict[str, int]) -> Mesh | None:
@@ -516,28 +584,26 @@ def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:
     mesh.timeout = float(seconds)
     for group in {dist.group.WORLD, *(mesh.device_mesh.get_group(n) for n in mesh.names)}:
         set_timeout(group, mesh.timeout)
+    if (job := current_job()) is not None:
+        job.allow(mesh.timeout)
     return mesh
-
-
-def _under_launcher() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _world_size() -> int:
-    """Count the processes of the job, which need not have met yet."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _under_launcher() else 1
 
 
 def _start(device: str) -> None:
     """Start the default process group."""
     backend = "nccl" if device == "cuda" else "gloo"
-    if not _under_launcher():
+    if not launched("make_mesh"):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+        if missing:
+            raise MeshError(
+                f"a launcher says where the ranks meet, and {' and '.join(missing)} is not set",
+                op="make_mesh",
+                fix=f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} script.py",
+            )
         try:
             store, rank, world = next(dist.rendezvous("env://", timeout=_COMING))
             # torchrun with a fixed master port starts again on the store of those that failed,
@@ -586,5 +652,11 @@ def _leave() -> None:
 
 
 def _again(axes: dict[str, int], kind: Kind) -> Mesh:
-    """Make a pickled mesh again."""
+    """Make a pickled mesh again: the one in use, where that is its like."""
+    now = scope().mesh
+    if now is not None and (now.kind, list(now.axes.items())) == (kind, list(axes.items())):
+        return now
     return Mesh(axes, kind=kind)
+
+
+torch.serialization.add_safe_globals([_again])

@@ -19,9 +19,10 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardlib._compat import backward_context
+from shardlib.mesh.posted import POSTED, settle
 
 __all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
 
@@ -33,8 +34,11 @@ class Scope(NamedTuple):
     pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
     budget: float | None = None  # bytes that may move unasked: sl.implicit
     saving: float | None = None  # bytes that a product may gather and save: sl.saving
-    promoting: bool = False  # plain tensors that meet sharded ones count as the same on every rank
+    # plain tensors that meet sharded ones count as the same on every rank; "verified": they are
+    # compared, see sl.constants
+    promoting: bool | Literal["verified"] = False
     placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
+    generating: bool = False  # its generate runs, and every batch lies as its recipe says
     differentiated: bool = False  # a function runs whose gradient is taken: grad.py
     # runs what a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
@@ -187,8 +191,10 @@ class within:
         self.before = _NOW.get()
         _NOW.set(scope()._replace(**self.changes, held=(), by=None, before=None))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
+        if error is not None and POSTED:
+            settle(error)
 
 
 class bind:
@@ -222,8 +228,10 @@ class bind:
                 _NOW.set(_new(Scope, (given, *outer[1:_HELD], (), None, None)))
         return given
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
+        if error is not None and POSTED:
+            settle(error)
 
 
 _new = tuple.__new__  # a third of the time of _replace

@@ -6,24 +6,34 @@ it: ``generate``, a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tens
 out.
 
 A batch that does not divide over the ranks is filled up with copies of its last row,
-and these are dropped from what comes out.
+and these are dropped from what comes out.  ``generate`` lays its batches out as the recipe says
+that ``parallelize`` was given, whatever ``inputs=`` leaves unsaid.
 """
 
-import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardlib.collectives import verify
 from shardlib.errors import UnevenSplit
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
+from shardlib.modules.around import Around
 from shardlib.modules.experts import forward_of
-from shardlib.modules.parallelize import Apply, arguments, giving, positional
+from shardlib.modules.parallelize import (
+    Apply,
+    Arguments,
+    Calls,
+    arguments,
+    giving,
+    positional,
+)
 from shardlib.modules.skeleton import copied
-from shardlib.placing import shard, unshard
-from shardlib.tensor import ShardedTensor
+from shardlib.placing import placed_like, shard, unshard
+from shardlib.tensor import ShardedTensor, no_trace
 
 __all__ = ["as_module"]
 
@@ -54,15 +64,22 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
         if n in apply.buffers
     }
     copies = copied(apply.module, swap)
-    top = copies[id(apply.module)]
+    top, calls = (
+        copies[id(apply.module)],
+        Calls(apply.inputs, apply.mesh, apply.arguments, apply.suggested),
+    )
     split = {id(m) for m in apply.stacks}
-    for at, copy in copies.items():
-        forward = forward_of(copy) if at in split else copy.forward
-        copy.forward = _entered(apply, forward, copy, top, whole)
+    names = {id(m): n for n, m in apply.module.named_modules()}
+    for at, m in copies.items():
+        if at in split:
+            m.forward = forward_of(m)
+        m.register_load_state_dict_pre_hook(_laid_out)
+        vars(m)["__prepare_scriptable__"] = _unscripted
+        Around(m, "forward", _entered, calls, names[at], arguments(m.forward), whole)
     if hasattr(top, "generate"):
-        top.generate = _filled(apply, top.generate)
+        Around(top, "generate", _filled, calls)
     if hasattr(top, "save_pretrained"):
-        top.save_pretrained = _saved(top, top.save_pretrained)
+        Around(top, "save_pretrained", _saved)
     return top
 
 
@@ -71,24 +88,35 @@ def _parameter(p: Tensor, out_layout: Any) -> nn.Parameter:
     return nn.Parameter(value.detach(), requires_grad=p.requires_grad)
 
 
-def _entered(apply: Apply, forward: Any, copy: nn.Module, top: nn.Module, whole: bool) -> Any:
-    """Make a forward for callers outside: inputs are placed, and what comes out is plain."""
-    takes = arguments(forward)
+def _entered(
+    module: nn.Module,
+    forward: Any,
+    calls: Calls,
+    name: str,
+    takes: Arguments,
+    whole: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run forward for callers outside: inputs are placed, and what comes out is plain."""
+    if scope().placed:
+        return forward(*args, **kwargs)
+    names = positional(takes, len(args)) if name else calls.named(len(args), kwargs)
+    if not name:
+        kwargs |= calls.added(dict(zip(names, args, strict=True)) | kwargs)
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    rows = _rows(calls, named)
+    given = [_placed(calls, n, v, rows) for n, v in named]
+    params = {n: p for n, p in module.named_parameters() if isinstance(p, ShardedTensor)}
+    with calls.calling(params, name), within(placed=True, again=None):
+        out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+    return _mapped(lambda t: _plain(t, rows), out) if whole else out
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if scope().placed:
-            return forward(*args, **kwargs)
-        names = apply.named(len(args), kwargs) if copy is top else positional(takes, len(args))
-        named = [*zip(names, args, strict=True), *kwargs.items()]
-        rows = _rows(apply, named)
-        given = [_placed(apply, n, v, rows) for n, v in named]
-        params = {n: p for n, p in top.named_parameters() if isinstance(p, ShardedTensor)}
-        with apply.calling(params), within(placed=True, again=None):
-            out = forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-        return _mapped(lambda t: _plain(t, rows), out) if whole else out
 
-    return run
+def _unscripted(*_: Any) -> Any:
+    """Refuse torch.jit.script, which asks this and compiles the forward without its surroundings."""
+    raise no_trace("torch.jit.script")
 
 
 def _mapped(f: Any, value: Any) -> Any:
@@ -103,31 +131,48 @@ def _mapped(f: Any, value: Any) -> Any:
     return value
 
 
-def _rows(apply: Apply, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
+def _layout(calls: Calls, name: str, x: Tensor) -> Layout | None:
+    """Find the layout of an input; while generating, a batch lies as the recipe's tokens do.
+
+    Masks and positions are whole: they are needed where rows of tokens lie, and of logits.
+    """
+    layout = calls.inputs.get(name)
+    everywhere = "mask" in name or "position" in name
+    if layout is None and scope().generating and x.ndim > 1 and not everywhere:
+        layout = next(iter(_recipes(calls)), None)
+        layout = None if layout is None else Layout(layout.dims[:1], ellipsis=1)
+    return None if layout is None else layout.resolve(x.ndim)
+
+
+def _recipes(calls: Calls) -> list[Layout]:
+    """List the layouts of tokens and of labels that a recipe says."""
+    texts = [getattr(calls.suggested, n, None) for n in ("tokens", "labels")]
+    return [Layout.parse(text) for text in texts if text is not None]
+
+
+def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
     """Count the rows of a batch that does not divide, and the rows that it is filled up to."""
-    for name, value in named:
-        layout = apply.inputs.get(name)
-        if (
-            layout is None
-            or not isinstance(value, Tensor)
-            or isinstance(value, ShardedTensor)
-            or not value.ndim
-        ):
-            continue
-        ranks = apply.mesh.axis_size(layout.resolve(value.ndim).dims[0].axes)
-        if value.shape[0] % ranks and value.shape[0] > 1:
-            if torch.is_grad_enabled():
-                why = (
-                    f"a batch of {value.shape[0]} rows does not divide over {ranks} ranks, "
-                    "and filling it up would "
-                )
-                loader = "DataLoader(data, batch_size, drop_last=True)"
-                raise _uneven(apply, name, value, f"{why}change what it trains", loader)
-            return value.shape[0], -(-value.shape[0] // ranks) * ranks
-    return None
+    plain = [(n, v) for n, v in named if isinstance(v, Tensor) and not isinstance(v, ShardedTensor)]
+    found = [(n, v, at) for n, v in plain if v.ndim and (at := _layout(calls, n, v)) is not None]
+    if not found:
+        return None
+    name, value, layout = next((f for f in found if f[1].shape[0] > 1), found[0])
+    count, ranks = value.shape[0], calls.mesh.axis_size(layout.dims[0].axes)
+    if torch.is_grad_enabled():
+        if count > 1 and count % ranks:
+            why = (
+                f"a batch of {count} rows does not divide over {ranks} ranks, "
+                "and filling it up would "
+            )
+            loader = "DataLoader(data, batch_size, drop_last=True)"
+            raise _uneven(calls, name, value, f"{why}change what it trains", loader)
+        return None
+    split = [lay.dims[0].axes for lay in _recipes(calls)]  # where logits come out, labels lie
+    ranks = math.lcm(ranks, *(calls.mesh.axis_size(axes) for axes in split))
+    return (count, -(-count // ranks) * ranks) if count % ranks else None
 
 
-def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -> Any:
+def _placed(calls: Calls, name: str, value: Any, rows: tuple[int, int] | None) -> Any:
     if not isinstance(value, Tensor | nn.Module | Mapping):
         for cache in (
             value,
@@ -138,37 +183,45 @@ def _placed(apply: Apply, name: str, value: Any, rows: tuple[int, int] | None) -
     def place(x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):
             return x
-        if rows is not None and x.ndim and x.shape[0] == rows[0]:
+        # a vector of positions is of no row, as long as the batch or not
+        is_batch = x.ndim > 1 or name == "labels" or name in calls.inputs
+        if rows is not None and is_batch and x.ndim and x.shape[0] == rows[0]:
             x = filled(x, rows[1], name)
-        layout = apply.inputs.get(name)
-        if (
-            layout is not None
-            and x.ndim
-            and x.shape[0] == 1
-            and layout.resolve(x.ndim).dims[0].is_split
-        ):
-            return shard(x, Layout((Dim(), *layout.resolve(x.ndim).dims[1:])), apply.mesh)
+        if name in getattr(calls.suggested, "inputs", {}):
+            return calls.place(name, x)
+        layout = _layout(calls, name, x)
+        if layout is not None and x.ndim and x.shape[0] == 1 and layout.dims[0].is_split:
+            layout = Layout((Dim(), *layout.dims[1:]))
+        if layout is None:
+            return calls.place(name, x)
         try:
-            return apply.place(name, x)
+            return shard(x, layout, calls.mesh)
         except UnevenSplit as e:
-            why = (
-                f"{name}: {e.message}; a recipe that splits the sequence cannot take it a token "
-                "at a time: generate "
-            )
-            axis = next(iter(apply.mesh.names))
-            recipe = f"sl.recipes.megatron1d(module, axis={axis!r})"
-            other = f"apply, params = sl.parallelize(module, {recipe})"
-            raise _uneven(
-                apply, name, x, f"{why}under another, with the same weights", other
-            ) from None
+            raise _by_token(calls, f"{name}: {e.message}") from None
 
     return _mapped(place, value)
 
 
-def _uneven(apply: Apply, name: str, x: Tensor, why: str, fix: str) -> UnevenSplit:
+def _by_token(calls: Calls, why: str) -> UnevenSplit:
+    """The error for a module whose recipe splits the sequence and that is to generate."""
+    axis = next(
+        (a for at in _recipes(calls) for a in at.dims[1].axes), next(iter(calls.mesh.names))
+    )
+    recipe = f"sl.recipes.megatron1d(module, axis={axis!r})"
+    moved = "{n: sl.reshard(p, other.layouts[n]) for n, p in params.items()}"
+    return UnevenSplit(
+        f"{why}; a recipe that splits the sequence cannot take it a token at a time: generate "
+        "under another, with the same weights",
+        op="forward",
+        mesh=calls.mesh,
+        fix=f"other, _ = sl.parallelize(module, {recipe}); model = sl.as_module(other, {moved})",
+    )
+
+
+def _uneven(calls: Calls, name: str, x: Tensor, why: str, fix: str) -> UnevenSplit:
     """The error for an input that does not divide as ``inputs=`` lays it out."""
-    laid = {name: f"{list(x.shape)} laid out {apply.inputs.get(name)}"}
-    return UnevenSplit(why, op="forward", operands=laid, mesh=apply.mesh, fix=fix)
+    laid = {name: f"{list(x.shape)} laid out {calls.inputs.get(name)}"}
+    return UnevenSplit(why, op="forward", operands=laid, mesh=calls.mesh, fix=fix)
 
 
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
@@ -209,54 +262,68 @@ def _laid_with_keys(cache: Any) -> None:
         layer.lazy_initialization = made
 
 
-def _filled(apply: Apply, generate: Any) -> Any:
-    """``generate`` with beams keeps its own copies of rows, so the batch is filled up before it."""
+def _filled(module: nn.Module, generate: Any, calls: Calls, /, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` on whatever rows there are, laid out as the recipe says.
 
-    @functools.wraps(generate)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        named = [*zip(["input_ids"], args, strict=False), *kwargs.items()]
-        with torch.no_grad():
-            rows = _rows(apply, named) if _beams(generate.__self__, kwargs) > 1 else None
-            if rows is None:
-                return generate(*args, **kwargs)
-            count, full = rows
+    With beams it keeps its own copies of rows, so the batch is filled up before it.
+    """
+    for n, at in (*calls.inputs.items(), *(("tokens", r) for r in _recipes(calls))):
+        if len(at.dims) > 1 and at.dims[1].is_split:
+            raise _by_token(calls, f"generate: {n} lie split along the sequence")
+    named = [*zip(["input_ids"], args, strict=False), *kwargs.items()]
+    with torch.no_grad(), within(generating=True):
+        rows = _rows(calls, named) if _setting(module, kwargs, "num_beams") > 1 else None
+        if rows is None:
+            return generate(*args, **kwargs)
+        count, full = rows
 
-            def more(x: Any) -> Any:
-                return (
-                    filled(x, full)
-                    if isinstance(x, Tensor) and x.ndim and x.shape[0] == count
-                    else x
-                )
-
-            out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
-            each = _setting(generate.__self__, kwargs, "num_return_sequences")
+        def more(x: Any) -> Any:
             return (
-                out[: count * each]
-                if isinstance(out, Tensor)
-                else _mapped(lambda t: t[: count * each], out)
+                filled(x, full) if isinstance(x, Tensor) and x.ndim and x.shape[0] == count else x
             )
 
-    return run
+        out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
+        kept = count * _setting(module, kwargs, "num_return_sequences")
+        return out[:kept] if isinstance(out, Tensor) else _mapped(lambda t: t[:kept], out)
 
 
-def _saved(top: nn.Module, save: Any) -> Any:
+def _saved(
+    module: nn.Module,
+    save: Any,
+    /,
+    *args: Any,
+    state_dict: Mapping[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
     """``save_pretrained`` of whole tensors; every rank calls it."""
+    found = module.state_dict() if state_dict is None else state_dict
+    whole = {
+        n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()
+    }
+    return save(*args, state_dict=whole, **kwargs)
 
-    @functools.wraps(save)
-    def run(*args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        found = top.state_dict() if state_dict is None else state_dict
-        whole = {
-            n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()
-        }
-        return save(*args, state_dict=whole, **kwargs)
 
-    return run
+def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lay what ``load_state_dict`` was given as the module's own tensors lie.
+
+    Tensors of other sizes stay, for torch to refuse them.
+    """
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    found |= module.named_buffers(remove_duplicate=False)
+    own = {prefix + n: t for n, t in found.items() if isinstance(t, ShardedTensor)}
+    laid, plain, mesh = {}, {}, None
+    for n, t in own.items():
+        given = state.get(n)
+        if isinstance(given, Tensor) and given.shape == t.shape and not given.is_meta:
+            laid[n] = placed_like(given.detach(), t)
+            if not isinstance(given, ShardedTensor):
+                mesh, plain[n] = t.mesh, (laid[n].raw, t.sharding)
+    if mesh is not None:
+        same = "{n: sl.shard(t, '...', src=0) for n, t in state.items()}"
+        verify("load_state_dict", mesh, plain, f"model.load_state_dict({same})")
+    state.update(laid)
 
 
 def _setting(model: Any, kwargs: Mapping[str, Any], name: str) -> int:
     config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
     return kwargs.get(name) or getattr(config, name, None) or 1
-
-
-def _beams(model: Any, kwargs: Mapping[str, Any]) -> int:
-    return _setting(model, kwargs, "num_beams")

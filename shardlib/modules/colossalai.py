@@ -5,13 +5,12 @@ It is a dict: ``dict(parallel=dict(...), zero=..., fp16=...)``.
 Source: the keys that ``colossalai.legacy.launch`` and ``initialize`` read.
 """
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlib.errors import BadArgument, Unsupported
+from shardlib.errors import BadArgument, Unsupported, similar
 
 __all__ = ["Legacy", "legacy"]
 
@@ -140,7 +139,7 @@ def _tensor(given: Any) -> tuple[dict[str, int], str, int]:
         _named(key, TENSOR, "parallel.tensor.")
     size, mode = _size(table.get("size", 1), "parallel.tensor.size"), table.get("mode")
     if mode is not None and (not isinstance(mode, str) or mode.lower() not in MODES):
-        near = difflib.get_close_matches(str(mode), MODES, 1, 0.3)
+        near = similar(str(mode), MODES, 1, 0.3)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise _bad(f"parallel.tensor.mode={mode!r} is none of {', '.join(MODES)}{hint}")
     mode = mode.lower() if mode else None
@@ -270,7 +269,7 @@ def _is_number(x: Any) -> bool:
 
 def _named(key: Any, known: Any, where: str) -> None:
     if key not in known:
-        near = difflib.get_close_matches(str(key), list(known), 1, 0.5)
+        near = similar(str(key), list(known), 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
         raise Unsupported(
             f"{where}{key} has no counterpart{hint}", op="from_colossalai_config", fix=FIX

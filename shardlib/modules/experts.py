@@ -16,11 +16,11 @@ none is computed by another expert than without the split.  Rows travel whole, n
 alone.  What a stack makes of a row may hang on no other row.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def forward_of(module: nn.Module) -> Any:
     """Make the forward of a stack whose parameters are split along E."""
-    return MethodType(_forward, module)
+    return functools.partial(_forward, module)
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -6,7 +6,6 @@ under every layout and mesh, and no rank holds a whole tensor, other than of ``o
 what that code itself makes whole.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from shardlib.aliases import writes
 from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
-from shardlib.errors import ShardError, UnknownParameter
+from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
-from shardlib.modules.parallelize import Apply, Rules, placed, swapped
+from shardlib.modules.parallelize import Apply, Axes, Rules, placed, swapped
 from shardlib.modules.patterns import matches
 from shardlib.modules.remat import Remat
 from shardlib.placing import reshard, shard
@@ -38,7 +37,7 @@ def init(
     seed: int | None = None,
     *,
     mesh: MeshLike | None = None,
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, Axes] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -326,7 +325,7 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
     for i, (pattern, value) in enumerate(fill.items()):
         names = [n for n, t in tensors.items() if matches(pattern, n, t)]
         if not names:
-            near = difflib.get_close_matches(str(pattern), list(tensors), 1, 0.0)
+            near = similar(str(pattern), list(tensors), 1, 0.0)
             raise UnknownParameter(
                 f"fill: {pattern!r} matches no parameter or buffer",
                 op="init",

@@ -7,21 +7,24 @@ Every parameter must match a rule and every rule must match a parameter: nothing
 replicated, or sharded, by accident.
 """
 
-import difflib
+import copy
 import inspect
+import math
 import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from shardlib._compat import uncompiled
+from shardlib.capacity import refuse_beyond
 from shardlib.collectives import checking, holds_values, lead, verify
 from shardlib.errors import (
     AxisReused,
@@ -32,18 +35,19 @@ from shardlib.errors import (
     UnevenSplit,
     UnknownAxis,
     UnknownParameter,
+    similar,
 )
-from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.mesh import Mesh, MeshLike, as_mesh, unknown_axis, within
+from shardlib.layouts import Dim, Layout, LayoutLike, as_layout
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, unknown_axis, within
 from shardlib.modules.attributes import reported
 from shardlib.modules.experts import divided, standing_in
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.modules.remat import Remat, regions, remembering, version_of
 from shardlib.modules.skeleton import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
-from shardlib.placing import padded_size, place_whole, shard, unshard
+from shardlib.placing import padded_size, place_whole, reshard, shard, unshard
 from shardlib.random import Plain
-from shardlib.tensor import Place, ShardedTensor, promoting, replicated
+from shardlib.tensor import Place, ShardedTensor, promoting, refuse_trace, replicated
 
 __all__ = [
     "Apply",
@@ -54,6 +58,9 @@ __all__ = [
     "placed",
     "swapped",
 ]
+
+Axes: TypeAlias = str | tuple[str, ...] | None
+"""What a logical dimension is split over: a mesh axis, several, or None."""
 
 Rules = Sequence[
     tuple[Pattern[Tensor], LayoutLike]
@@ -76,7 +83,120 @@ class Suggested(tuple[str, ...]):
         return made
 
 
-class Apply:
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Arguments = tuple[tuple[str, Any], ...]
+
+
+def arguments(forward: Callable[..., Any]) -> Arguments:
+    """List the names and kinds of a forward's arguments, through decorators and partials."""
+    return tuple((p.name, p.kind) for p in inspect.signature(forward).parameters.values())
+
+
+def positional(given: Arguments, count: int) -> list[str]:
+    """Name the first ``count`` arguments of a forward; those of ``*args`` share its name."""
+    return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
+
+
+def _rest_name(given: Arguments) -> str:
+    return next((n for n, kind in given if kind is inspect.Parameter.VAR_POSITIONAL), "")
+
+
+class Calls:
+    """Calls of a module from outside: where their inputs lie, and what is gathered ahead in them.
+
+    ``inputs``     the name of an argument of forward -> Layout.
+    ``arguments``  names and kinds of forward's arguments.
+    ``suggested``  the recipe, or other rules, that its parameters were placed by.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Layout],
+        mesh: Mesh,
+        arguments: Arguments,
+        suggested: Any = (),
+    ) -> None:
+        self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
+        self.suggested = suggested
+        # (submodule, mesh) -> the products of its last call there, and which of them read one value
+        self.orders: dict[Any, list[Entry]] = {}
+        self.reads: dict[Any, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind in a copy what is gathered ahead: it is found out in the first call."""
+        return {**self.__dict__, "orders": {}, "reads": {}}
+
+    @contextmanager
+    def calling(self, params: Mapping[str, Tensor], of: str = "") -> Iterator[None]:
+        """Run a call inside the ``with``, with weights gathered ahead in the last call's order.
+
+        Plain tensors count as the same on every rank.
+        ``of``  the submodule that is called, whose parameters these are.
+        """
+        weights = {
+            n: p.raw
+            for n, p in params.items()
+            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.read is None
+        }
+        where = of, tuple(self.mesh.axes.items())
+        order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
+        refuse_trace()
+        with promoting(), prefetching(order, weights, reads):
+            yield
+
+    def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
+        """Name forward's first ``count`` positional arguments, where ``named`` are given by name.
+
+        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name
+                that the signature does not say, as that of a wrapper without functools.wraps.
+        """
+        given = self.arguments
+        rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
+        unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
+        if rest and rest not in self.inputs and unsaid and count > places:
+            raise RuleLint(
+                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says "
+                "whether it is "
+                f"{unsaid[0]!r}; give it by name",
+                op="apply",
+                operands={
+                    "forward": ", ".join(n for n, _ in given),
+                    "inputs": ", ".join(self.inputs),
+                },
+                mesh=self.mesh,
+                fix=f"apply(params, {unsaid[0]}={unsaid[0]})",
+            )
+        return positional(given, count)
+
+    def added(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a recipe gives beside a call's, as positions of documents."""
+        give = getattr(self.suggested, "given", None)
+        takes = {n for n, _ in self.arguments}
+        return {} if give is None else {k: v for k, v in give(named).items() if k in takes}
+
+    def place(self, name: str, value: Any) -> Any:
+        """Place an input of this name as ``inputs=`` says; without a layout, whole on each rank.
+
+        A recipe's own layout goes before, as that of positions.
+        """
+        own = getattr(self.suggested, "inputs", {}).get(name)
+
+        def place(x: Any) -> Any:
+            if own is not None and isinstance(x, Tensor) and x.ndim == len(own.dims):
+                layout = Layout((Dim(), *own.dims[1:])) if x.shape[0] == 1 else own
+                if isinstance(x, ShardedTensor):
+                    return reshard(x, layout)
+                return shard(x, layout, self.mesh)
+            if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
+                return x
+            layout = self.inputs.get(name)
+            return replicated(x, self.mesh) if layout is None else shard(x, layout, self.mesh)
+
+        return optree.tree_map(place, value, none_is_leaf=True)
+
+
+class Apply(Calls):
     """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
 
     ``module``       the module's tree as it was when ``apply`` was made, without weights: change
@@ -87,10 +207,11 @@ class Apply:
     ``buffers``      name -> tensor, cloned from the module.
     ``out_layouts``  parameter name -> the layout that products with it must give, where a rule says
                      so.
-    ``stacks``       modules of experts that are split, see experts.py.
     ``remat``        module name -> what it keeps for backward, see remat.py.
+    ``suggested``    the recipe, or other rules, that it was made of.
 
     Threads may call it at once: a call that finds the tree in use runs on a copy of it.
+    ``copy.deepcopy`` and ``pickle`` make one with a tree and buffers of its own.
     """
 
     def __init__(
@@ -103,7 +224,10 @@ class Apply:
         out_layouts: Mapping[str, Layout] | None = None,
         remat: Mapping[str, str] | None = None,
     ) -> None:
-        plain = {n: b.detach().clone() for n, b in module.named_buffers()}
+        super().__init__(inputs, mesh, arguments(uncompiled(module).forward))
+        own = {n: b.detach().clone() for n, b in module.named_buffers()}
+        here = holds_values(mesh)
+        plain = {n: b.to(mesh.device) if here and not b.is_meta else b for n, b in own.items()}
         self.module = skeleton(module, plain)
         self.bare = skeleton(self.module)  # never run: what other copies are made of
         self.remat = remat or {}
@@ -112,14 +236,30 @@ class Apply:
             Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)
         ]
         self.layouts, self.tied = layouts, tied
-        self.inputs, self.mesh = inputs, mesh
         self.out_layouts = out_layouts or {}
-        self.stacks = self.copies[0].stacks
         self.plain = Plain()
-        self.orders: dict[Any, list[Entry]] = {}  # mesh -> the products of the last call there
-        self.reads: dict[Any, list[int]] = {}  # and which of them read one value
-        self.arguments = arguments(uncompiled(module).forward)
         self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
+
+    @property
+    def stacks(self) -> list[nn.Module]:
+        """The modules of experts that are split, see experts.py."""
+        return self.copies[0].stacks
+
+    def __copy__(self) -> "Apply":
+        """Share the tree and the buffers."""
+        new = object.__new__(Apply)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the tree and the buffers: the caller's module is followed by no copy."""
+        for mode in self.modes:
+            mode.follow()
+        return {**super().__getstate__(), "copies": [], "modes": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.copies = [Copy(self.module, self.layouts, {})]
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The module's forward.
@@ -135,8 +275,8 @@ class Apply:
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
             return self._run(params, self.buffers, args, kwargs)[0]
-        moved = object.__new__(Apply)
-        moved.__dict__.update(self.__dict__, mesh=mesh)
+        moved = copy.copy(self)
+        moved.mesh = mesh
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
@@ -168,6 +308,7 @@ class Apply:
         written: dict[str, Tensor] = {}
         state = {**params, **{n: b.clone() for n, b in buffers.items()}}
         names = self.named(len(args), kwargs)
+        kwargs |= self.added(dict(zip(names, args, strict=True)) | kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
@@ -199,7 +340,7 @@ class Apply:
         copy = next((c for c in self.copies if c.lock.acquire(blocking=False)), None)
         if copy is None:
             copy = Copy(skeleton(self.bare), self.layouts, self.remat)
-            copy.lock.acquire()
+            copy.lock.acquire(blocking=False)  # nobody else knows it yet
             self.copies.append(copy)
         try:
             if copy.module is not self.module:
@@ -233,62 +374,11 @@ class Apply:
         )
         e.args = (e.text(),)
 
-    @contextmanager
-    def calling(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run a call inside the ``with``, with weights gathered ahead in the last call's order.
-
-        Plain tensors count as the same on every rank.
-        """
-        weights = {
-            n: p.raw
-            for n, p in params.items()
-            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.read is None
-        }
-        where = tuple(self.mesh.axes.items())
-        order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
-        with promoting(), prefetching(order, weights, reads):
-            yield
-
-    def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
-        """Name forward's first ``count`` positional arguments, where ``named`` are given by name.
-
-        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name
-                that the signature does not say, as that of a wrapper without functools.wraps.
-        """
-        given = self.arguments
-        rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
-        unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
-        if rest and rest not in self.inputs and unsaid and count > places:
-            raise RuleLint(
-                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says "
-                "whether it is "
-                f"{unsaid[0]!r}; give it by name",
-                op="apply",
-                operands={
-                    "forward": ", ".join(n for n, _ in given),
-                    "inputs": ", ".join(self.inputs),
-                },
-                mesh=self.mesh,
-                fix=f"apply(params, {unsaid[0]}={unsaid[0]})",
-            )
-        return positional(given, count)
-
-    def place(self, name: str, value: Any) -> Any:
-        """Place an input of this name as ``inputs=`` says; without a layout, whole on each rank."""
-
-        def place(x: Any) -> Any:
-            if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
-                return x
-            layout = self.inputs.get(name)
-            return replicated(x, self.mesh) if layout is None else shard(x, layout, self.mesh)
-
-        return optree.tree_map(place, value, none_is_leaf=True)
-
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Check that every parameter is given by its name, and no other."""
         for name in params:
             if name not in self.layouts:
-                near = difflib.get_close_matches(name, self.layouts, 1)
+                near = similar(name, self.layouts, 1)
                 raise UnknownParameter(
                     f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
                     op="apply",
@@ -354,26 +444,6 @@ class Mode:
             self.copy.training = self.seen = module.training
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-Arguments = tuple[tuple[str, Any], ...]
-
-
-def arguments(forward: Callable[..., Any]) -> Arguments:
-    """List the names and kinds of a forward's arguments, through decorators and partials."""
-    return tuple((p.name, p.kind) for p in inspect.signature(forward).parameters.values())
-
-
-def positional(given: Arguments, count: int) -> list[str]:
-    """Name the first ``count`` arguments of a forward; those of ``*args`` share its name."""
-    return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
-
-
-def _rest_name(given: Arguments) -> str:
-    return next((n for n, kind in given if kind is inspect.Parameter.VAR_POSITIONAL), "")
-
-
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Refuse a key that forward has no argument for.
 
@@ -390,7 +460,7 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     names = [n for n, kind in given if kind is not inspect.Parameter.VAR_KEYWORD]
     loose = len(names) < len(given)
     for name in inputs:
-        near = difflib.get_close_matches(name, names, 1, 0.8 if loose else 0.0)
+        near = similar(name, names, 1, 0.8 if loose else 0.0)
         if name in names or (loose and not near):
             continue
         raise RuleLint(
@@ -421,7 +491,7 @@ def _pattern_text(pattern: Pattern[Tensor]) -> str:
     return f"re.compile({pattern.pattern!r})" if isinstance(pattern, re.Pattern) else repr(pattern)
 
 
-def logical(text: str, axes: Mapping[str, str]) -> Layout:
+def logical(text: str, axes: Mapping[str, Axes]) -> Layout:
     """Resolve logical dimension names: ``embed (3 heads hd)`` with heads="x" -> ``. (3 x)``.
 
     Inside a group an integer is an unsplit factor, a name with a mesh axis splits, and names
@@ -429,13 +499,16 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
 
     >>> logical("embed (3 heads hd)", {"embed": ".", "heads": "x", "hd": "."})
     Layout('. (3 x)')
+    >>> logical("vocab embed", {"vocab": ("x", "y"), "embed": None})
+    Layout('(x y) .')
     """
     tokens = re.findall(r"\([^)]*\)|\S+", text)
+    named = {name: _written(axis) for name, axis in axes.items()}
 
     def resolve(token: str) -> str:
         if not (token.startswith("(") and token.endswith(")")):
-            return axes.get(token, token)
-        parts = [axes.get(p, p) for p in token[1:-1].split()]
+            return named.get(token, token)
+        parts = [q for p in token[1:-1].split() for q in named.get(p, p).strip("()").split()]
         while parts and parts[-1] == ".":
             parts.pop()
         if "." in parts:
@@ -450,6 +523,13 @@ def logical(text: str, axes: Mapping[str, str]) -> Layout:
     return Layout.parse(" ".join(resolve(t) for t in tokens))
 
 
+def _written(axis: Axes) -> str:
+    """Write the mesh axes of a logical dimension: one, several as a tuple, or None, as in JAX."""
+    if axis is None or isinstance(axis, str):
+        return axis or "."
+    return f"({' '.join(axis)})" if axis else "."
+
+
 def giving(weight: Tensor, layout: Layout) -> Tensor:
     """Return the same weight, marked so that its products must lie as ``layout`` says."""
     if not isinstance(weight, ShardedTensor):
@@ -460,7 +540,7 @@ def giving(weight: Tensor, layout: Layout) -> Tensor:
 def match_rules(
     named: Mapping[str, Tensor],
     rules: Rules,
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, Axes] | None = None,
     pad: bool = False,
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Find the layout of every parameter, and that of its products where the rule names one.
@@ -525,14 +605,14 @@ def _without(unused: list[Pattern[Tensor]], rules: Rules) -> str:
 
 def _read(
     layout: object,
-    axes: Mapping[str, str] | None,
+    axes: Mapping[str, Axes] | None,
     mesh: Mesh | None = None,
     shape: Sequence[int] = (1,),
     weight: bool = False,
 ) -> Layout:
     """Return the layout of a rule or an input, its logical names resolved, on ``mesh`` if given."""
     if not isinstance(layout, str):
-        layout = as_layout(layout, "parallelize", "{}", shape=shape, weight=weight)
+        layout = as_layout(layout, "parallelize", "{}", shape=shape, mesh=mesh, weight=weight)
     found = logical(str(layout), axes or {})
     for axis in (*found.axes, *found.partial) if mesh is not None else ():
         if mesh is not None and axis not in mesh.axes:
@@ -549,7 +629,7 @@ def _lint(
 ) -> str:
     lines = []
     for name in unmatched:
-        near = difflib.get_close_matches(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
+        near = similar(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
         lines.append(
             f"no rule matches parameter {name!r}"
             + (f" (nearest rule: {near[0]!r})" if near else "")
@@ -562,7 +642,7 @@ def _lint(
                 f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}"
             )
             continue
-        near = difflib.get_close_matches(text.strip("'*"), list(named), 1, 0.4)
+        near = similar(text.strip("'*"), list(named), 1, 0.4)
         lines.append(
             f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else "")
         )
@@ -591,7 +671,7 @@ def parallelize(
     rules: Rules,
     *,
     mesh: MeshLike | None = None,
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, Axes] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -601,7 +681,8 @@ def parallelize(
 
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
                 the layout that a product with the parameter must give, where several could.
-    ``axes``    logical dimension names used in layouts -> mesh axis, or "." for not split.
+    ``axes``    logical dimension names used in layouts -> mesh axis, several as a tuple, or None
+                (".") for not split.
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position
                 or by name.
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which
@@ -694,7 +775,7 @@ def placed(
     rules: Rules,
     *,
     mesh: Mesh,
-    axes: Mapping[str, str] | None = None,
+    axes: Mapping[str, Axes] | None = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -703,7 +784,17 @@ def placed(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Do as ``parallelize`` does; with ``blank`` no value is read, and blocks hold NaN."""
     named = dict(module.named_parameters())
-    layouts, out_layouts = match_rules(named, rules, axes, pad)
+    for n, t in [*named.items(), *module.named_buffers()]:
+        if isinstance(t, UninitializedTensorMixin):
+            raise ShardError(
+                f"{n!r} has no size before the module's first call",
+                op="parallelize",
+                operands={n: type(t).__name__},
+                mesh=mesh,
+                fix="module(*inputs)  # a call gives every Lazy module its sizes",
+            )
+    with bind(mesh):  # whose axes DTensor's placements in a rule are for
+        layouts, out_layouts = match_rules(named, rules, axes, pad)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
     tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
@@ -719,6 +810,14 @@ def placed(
         except _UNFIT as e:
             fix = f"sl.parallelize(module, rules, inputs={{**inputs, {n!r}: '...'}})"
             raise _said(f"the layout of input {n!r} does not fit", e, fix) from None
+    if holds_values(mesh):
+        unfit = _misfits(named, layouts, mesh, pad)  # which are refused below
+        sizes = [
+            math.prod(layouts[n].local_shape(tuple(p.shape), mesh, pad=True)) * p.element_size()
+            for n, p in named.items()
+            if n not in unfit
+        ]
+        refuse_beyond(sum(sizes) * (mesh.size if lead(mesh) else 1), mesh, "parallelize")
     params = {}
     for n, p in named.items():
         with _naming(n, rules, named, lambda: _misfits(named, layouts, mesh, pad)):
@@ -726,4 +825,6 @@ def placed(
     if src is None and not blank:
         filled = {n: (p.raw, p.sharding) for n, p in params.items() if not named[n].is_meta}
         verify("parallelize", mesh, filled, "sl.parallelize(module, rules, src=0)")
-    return Apply(module, layouts, tied, given, mesh, out_layouts, policies), params
+    apply = Apply(module, layouts, tied, given, mesh, out_layouts, policies)
+    apply.suggested = rules
+    return apply, params

@@ -27,6 +27,8 @@ itself, so that no expert is copied:
     sl.recipes.megatron1d(model, experts="data x")  # E over all ranks
 """
 
+import inspect
+import itertools
 import math
 import re
 import warnings
@@ -34,10 +36,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shardlib.errors import ShardError, Unsupported
-from shardlib.layouts import Layout, Ring
+from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.atoms import leaves
 from shardlib.modules.colossalai import Legacy, legacy
@@ -89,6 +92,9 @@ class Recipe(list[tuple[str, ...]]):
 
     ``left``  parameters that are whole where their role would split them -> why.
     ``zero``  what trains it: ``tx = sl.optim.zero(tx, **recipe.zero)``.
+    ``inputs``     layouts of arguments that lie so whatever ``inputs=`` says: ``position_ids``
+                   along a split sequence are whole, for documents are found by their jumps.
+    ``documents``  borders of the documents of each row, see ``ring``.
 
     Rules put in front of it go first, and those of its own that are then never reached are no
     mistake: ``[("h.*.attn.*", "..."), *recipe]``.
@@ -110,15 +116,50 @@ class Recipe(list[tuple[str, ...]]):
         labels: str,
         left: Mapping[str, str] | None = None,
         zero: Mapping[str, Any] | None = None,
+        documents: Sequence[int] | None = None,
     ) -> None:
         super().__init__(map(Suggested, rules))
         self.tokens = tokens
         self.labels = labels
+        rows, columns = Layout.parse(tokens).dims
+        self.inputs = {"position_ids": Layout((rows, Dim()))} if columns.is_split else {}
+        self.documents = None if documents is None else tuple(documents)
         self.left = dict(left or {})
         self.zero: dict[str, Any] = dict(zero or {})
 
     def __radd__(self, rules: list[Any]) -> list[Any]:
         return [*rules, *self]
+
+    def given(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments that forward gets beside a call's: the positions in each document.
+
+        A decoder of transformers finds documents by them where it has no mask and no cache.
+        Raises: Unsupported where a mask is given too; BadArgument for rows shorter than documents.
+        """
+        if self.documents is None:
+            return {}
+        if named.get("attention_mask") is not None:
+            raise Unsupported(
+                "an attention_mask hides the documents from a decoder of transformers: it finds "
+                "them by their positions where no mask is given",
+                op="ring",
+                fix="apply(params, input_ids=ids)  # without attention_mask",
+            )
+        out: dict[str, Any] = {"use_cache": False} if named.get("use_cache") is None else {}
+        if named.get("position_ids") is not None:
+            return out
+        tokens = next(x for x in named.values() if isinstance(x, Tensor) and x.ndim > 1)
+        if tokens.shape[1] < self.documents[-1]:
+            raise BadArgument(
+                f"rows of {tokens.shape[1]} tokens end before their documents do, at "
+                f"{self.documents[-1]}",
+                op="ring",
+                operands={"documents": self.documents, "tokens": list(tokens.shape)},
+                fix=f"sl.recipes.ring(model, documents=(0, {tokens.shape[1]}))",
+            )
+        borders = [*self.documents, tokens.shape[1]]  # what fills a row up is one more
+        runs = [torch.arange(b - a) for a, b in itertools.pairwise(borders)]
+        return out | {"position_ids": torch.cat(runs)[None]}
 
 
 def megatron1d(
@@ -317,12 +358,18 @@ def ring(
     data: str = "data",
     weights: Recipe | None = None,
     experts: str = "",
+    documents: Sequence[int] | None = None,
 ) -> Recipe:
     """Split the sequence: activations ``data zigzag(s) .``, attention round a ring, weights whole.
 
     ``schedule``  contiguous, zigzag (balances causal attention) or striped.
     ``weights``   another recipe for the same model, whose weights and batch this one keeps: the
                   sequence is split on top of it, as ring x 2D with ``weights=optimus2d(model)``.
+    ``documents``  borders (0, 5, 9) of the documents that each row packs, for a decoder of
+                   transformers: it gets their ``position_ids`` and no cache, so that each token
+                   sees its own document.  Where they change from batch to batch, give
+                   ``position_ids`` [B, S] to ``apply`` and ``use_cache=False``, laid out like the
+                   tokens or plain.  The mask [B, 1, S, S] is whole on each rank, one byte each.
 
     Source: arXiv 2105.13120.
 
@@ -338,9 +385,18 @@ def ring(
     (('0.weight', 'y x'), 'x zigzag(s)')
     """
     token = Ring(axis, 0, schedule).layout.dims[0]
+    if documents is not None:
+        documents = Ring(axis, 0, "documents", cu_seqlens=tuple(documents)).cu_seqlens
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise Unsupported(
+                f"{type(model).__name__} takes no position_ids by which it could know documents",
+                op="ring",
+                fix="sl.attention(q, k, v, mask=sl.masks.Causal() & sl.masks.Documents((0, 5, 9)))",
+            )
     if weights is None:
         where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
-        return Recipe([*_split_stacks(model, mesh, experts), ("*", "...")], where, where)
+        rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+        return Recipe(rules, where, where, documents=documents)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
     taken = {a for d in (*tokens, *labels) for a in d.axes}
     used = taken.union(*(Layout.parse(text).axes for _, text, *_ in weights))
@@ -354,7 +410,8 @@ def ring(
             fix="sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
         )
     rules = [*_split_stacks(model, mesh, experts), *weights]
-    return Recipe(rules, f"{tokens[0]} {token}", f"{labels[0]} {token}", weights.left)
+    tokens, labels = (f"{dims[0]} {token}" for dims in (tokens, labels))
+    return Recipe(rules, tokens, labels, weights.left, documents=documents)
 
 
 def ddp(

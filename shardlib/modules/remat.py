@@ -13,9 +13,7 @@ Source: Chen et al., arXiv 1604.06174 (checkpoints); Korthikanti et al., arXiv 2
 keep of a Transformer's block).
 """
 
-import difflib
 import enum
-import functools
 import io
 import pickle
 import re
@@ -30,8 +28,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardlib.errors import RuleLint
+from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
+from shardlib.modules.around import Around
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
@@ -60,7 +59,7 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         called = [n for n in found if not _is_list(names[n])]
         outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
         if not found:
-            near = difflib.get_close_matches(str(pattern).strip("*."), names, 1, 0.4)
+            near = similar(str(pattern).strip("*."), names, 1, 0.4)
             told = (near or list(names) or ["*"])[0]
             told += ".*" if told in names and _is_list(names[told]) else ""
             raise RuleLint(
@@ -101,7 +100,7 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
                 fix="sl.parallelize(module, rules, remat=[('*', 'full')])",
             )
         if rule[1] not in POLICIES:
-            near = difflib.get_close_matches(str(rule[1]), POLICIES, 1) or ["full"]
+            near = similar(str(rule[1]), POLICIES, 1) or ["full"]
             raise RuleLint(
                 f"remat: unknown policy {rule[1]!r}; there are {', '.join(POLICIES)}",
                 op="parallelize",
@@ -115,50 +114,48 @@ def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
     for name, policy in policies.items():
         m = module.get_submodule(name)
         if policy == "host":
-            m.forward = _on_host(m, m.forward)
+            Around(m, "forward", _on_host)
         elif policy != "all":
-            m.forward = _made_again(m, m.forward, keeps=policy == "products")
+            Around(m, "forward", _made_again, policy == "products")
 
 
-def _made_again(module: nn.Module, forward: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
-    """Make the forward a region of torch's checkpoint; ``keeps`` the results of its products.
+def _made_again(
+    module: nn.Module, forward: Callable[..., Any], keeps: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the forward as a region of torch's checkpoint; ``keeps`` the results of its products.
 
     The second run sees what the first one saw: objects among the arguments as they were, such as a
     cache of keys that the first run filled; what it writes to buffers goes nowhere.
     """
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        kept = Kept() if keeps else None
-        before = {k: _Twin(v) for k, v in [*enumerate(args), *kwargs.items()] if _may_change(v)}
-        written: list[Tensor] | None = None
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    kept = Kept() if keeps else None
+    before = {k: _Twin(v) for k, v in [*enumerate(args), *kwargs.items()] if _may_change(v)}
+    written: list[Tensor] | None = None
 
-        def region(*args: Any, **kwargs: Any) -> Any:
-            nonlocal written
-            if kept is not None:
-                kept.begin()
-            with within(region=kept):
-                if written is None:
-                    marks = [(b, version_of(b)) for b in module.buffers()]
-                    try:
-                        return forward(*args, **kwargs)
-                    finally:
-                        written = [b for b, version in marks if version_of(b) != version]
-                args = tuple(before[i]() if i in before else a for i, a in enumerate(args))
-                kwargs = {k: before[k]() if k in before else v for k, v in kwargs.items()}
-                held = [b.clone() for b in written]
+    def region(*args: Any, **kwargs: Any) -> Any:
+        nonlocal written
+        if kept is not None:
+            kept.begin()
+        with within(region=kept):
+            if written is None:
+                marks = [(b, version_of(b)) for b in module.buffers()]
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    with torch.no_grad():
-                        for b, value in zip(written, held, strict=True):
-                            b.copy_(value)
+                    written = [b for b, version in marks if version_of(b) != version]
+            args = tuple(before[i]() if i in before else a for i, a in enumerate(args))
+            kwargs = {k: before[k]() if k in before else v for k, v in kwargs.items()}
+            held = [b.clone() for b in written]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                with torch.no_grad():
+                    for b, value in zip(written, held, strict=True):
+                        b.copy_(value)
 
-        return checkpoint(region, *args, use_reentrant=False, **kwargs)
-
-    return run
+    return checkpoint(region, *args, use_reentrant=False, **kwargs)
 
 
 def version_of(x: Tensor) -> int:
@@ -211,17 +208,12 @@ class _Twin:
 _SMALL = 4096  # bytes: what is less costs more to move than to keep
 
 
-def _on_host(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a forward whose saved tensors lie in host memory until backward; the weights stay."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with _host_memory([*module.parameters(), *module.buffers()]):
-            return forward(*args, **kwargs)
-
-    return run
+def _on_host(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward with its saved tensors in host memory until backward; the weights stay."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    with _host_memory([*module.parameters(), *module.buffers()]):
+        return forward(*args, **kwargs)
 
 
 def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:

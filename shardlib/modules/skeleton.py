@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_wrapped_hook
+from shardlib.modules.around import Around
 
 __all__ = ["copied", "exchanged", "skeleton"]
 
@@ -168,7 +169,7 @@ def _parts(value: Any) -> list[Any] | None:
             return [value.cell_contents]
         except ValueError:  # nothing is there yet
             return []
-    return [value.__dict__] if is_wrapped_hook(value) else None
+    return [value.__dict__] if kind is Around or is_wrapped_hook(value) else None
 
 
 def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.collectives import played, storage
+from shardlib.collectives import lead
 from shardlib.layouts import Dim, Layout
+from shardlib.ops import keyed
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
 from shardlib.ops.padding import beside, filled, the_dim
@@ -142,12 +143,7 @@ def _block(x: ShardedTensor, dim: int) -> int:
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
     """Give, per dimension, where this rank's block's elements lie: [n] (simulated: [ranks, n])."""
-    mesh, shape = x.mesh, tuple(x.padded_shape)
-    found = [x.sharding.indices(shape, mesh, place) for place in played(mesh)]
-    tables = [
-        torch.tensor([list(f[d]) for f in found], device=x.raw.device) for d in range(len(shape))
-    ]
-    return [storage(list(t), mesh) for t in tables]
+    return [keyed.along(x, d).flatten(lead(x.mesh)) for d in range(len(x.padded_shape))]
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:

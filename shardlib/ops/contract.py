@@ -7,6 +7,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import any_autocast
@@ -78,6 +79,8 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         known = (int, float, complex) if a.dtype.is_complex else (int, float)
         if any(isinstance(k, bool) or not isinstance(k, known) for k in (beta, alpha)):
             raise Unfit("torch decides what factors of other types mean")
+        if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
+            return F.linear(a, b.mT, c)  # rounds once, as torch does
         out = (
             torch.matmul(a, b)
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")

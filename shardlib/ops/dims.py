@@ -36,18 +36,20 @@ from shardlib.mesh import Mesh, remember
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import Slot
-from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run
+from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run, written_to
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
     has_padding,
+    is_half,
     lift,
     real_axes,
     total,
     typeof,
     vary,
+    widened,
 )  # fmt: skip
 
 __all__ = ["Labels", "rows_call"]
@@ -118,13 +120,26 @@ def rows_call(
     budget = -1.0 if quiet else implicit_budget()
     if plan.moved and (budget is None or max(plan.moved) > budget):
         raise _refused(func, leaves, tree, at, values, plan)
+    values = written_to(func, args, kwargs, values)
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
     given = list(leaves)
-    for i, v, target, over in zip(at, values, plan.targets, plan.overs, strict=True):
+    brought: list[ShardedTensor] = []
+    for v, target in zip(values, plan.targets, strict=True):
         if target is not None:
             v = reshard(v, target)
             v = v if v.raw.is_contiguous() else v.becomes(v.raw.contiguous())
-        given[i] = vary(v.raw, mesh, (over | deferred) - v.deferred) if over or deferred else v.raw
+        brought.append(v)
+    overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
+    dtype = _rounded_to(brought, overs, plan) if func is torch.einsum else None
+    if dtype is not None:
+        raws: Any = widened([v.raw for v in brought], mesh, overs)
+    else:
+        raws = [
+            vary(v.raw, mesh, over) if over else v.raw
+            for v, over in zip(brought, overs, strict=True)
+        ]
+    for i, raw in zip(at, raws, strict=True):
+        given[i] = raw
     out = each(func, mesh, given, at, tree)
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
     for i, v, target in zip(at, values, plan.targets, strict=True):
@@ -132,10 +147,12 @@ def rows_call(
             if alike(raw, given[i]):
                 link(raw, v.raw)
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
+        if plan.summed and not pending:
+            raw = _summed(raw, mesh, plan, dtype, len(values))
+        elif dtype is not None:
+            raw = raw.to(dtype)
         if plan.summed and pending:
             layout = Layout(layout.dims, plan.summed)
-        elif plan.summed:
-            raw = total(raw, mesh, plan.summed)
         found[k] = ShardedTensor(raw, Place(layout, size, mesh, deferred=deferred))
     if func in WRITERS:
         if plan.targets[0] is not None:
@@ -208,6 +225,30 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
             if isinstance(inner[i], ShardedTensor) and alike(made, inner[i].raw):
                 link(y.raw, leaves[i].raw)
     return optree.tree_unflatten(shape, found)
+
+
+def _rounded_to(
+    values: list[ShardedTensor], overs: list[frozenset[str]], plan: _Plan
+) -> torch.dtype | None:
+    """Give the half precision to which a product of fp32 operands is rounded, if it is.
+
+    It is where ranks have parts: of the product, or of a vector's gradient.
+    """
+    if not is_half(values[0].raw):
+        return None
+    vectors = any(
+        over and v.raw.requires_grad and len(v.padded_shape) < 2
+        for v, over in zip(values, overs, strict=True)
+    )
+    return values[0].dtype if plan.summed or vectors else None
+
+
+def _summed(
+    raw: Tensor, mesh: Mesh, plan: _Plan, dtype: torch.dtype | None, operands: int
+) -> Tensor:
+    """Sum the ranks' parts; a matrix that is a product travels in half precision if it is."""
+    matrix = operands > 1 and raw.ndim - lead(mesh) > 1
+    return total(raw, mesh, plan.summed, dtype, dtype if matrix else None)
 
 
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})

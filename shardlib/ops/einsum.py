@@ -66,10 +66,7 @@ def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: 
 
     ``exact``  a letter has one size, as in products; torch.einsum's may be 1 in some operands.
     """
-    try:
-        terms, right = _parsed(equation, [t.ndim for t in operands])
-    except Unfit:
-        return torch.einsum(equation, *operands)
+    terms, right = _parsed(equation, [t.ndim for t in operands])
     sizes: dict[str, int] = {}
     for c, n in [
         (c, n)

@@ -37,6 +37,7 @@ from shardlib.tensor import (
     of_pending,
     partial_escape,
     real_axes,
+    refuse_arrays,
     settle,
     to_pending,
     total,
@@ -44,7 +45,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["aligned", "brought", "converted", "elementwise"]
+__all__ = ["aligned", "brought", "converted", "elementwise", "onto"]
 
 _NAMES = """
     add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2
@@ -205,6 +206,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensors = [a for a in args if isinstance(a, Tensor)]
     if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
         if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
+            if len(args) > 1 and hasattr(args[1], "ndim"):  # torch compares with arrays too
+                refuse_arrays(args, func.__name__)
             return blockwise(func, args, kwargs, x.place)
         if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
             return blockwise(func, args, kwargs, x.place)
@@ -232,6 +235,14 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
         return out  # the name of its type
+    if out.is_meta and not x.raw.is_meta and holds_values(x.mesh):
+        raise BadArgument(
+            "a meta tensor has no values, and this mesh's ranks do",
+            op=func.__name__,
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix='torch.empty(x.shape, dtype=x.dtype, device="meta")',
+        )
     if (
         x.sharding.partial
         and x.is_floating_point()
@@ -261,6 +272,8 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
         raise Unfit("the places of a condition: their number hangs on the values")
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
+    if len(given) < len(args):
+        refuse_arrays(args, name)
     values = [lift(a, mesh, name) for a in given]
     partial = _partial(name, values, args)
     moved, out, shape, deferred = aligned(name, values, partial)
@@ -318,9 +331,10 @@ def aligned(
 ) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
     """Give blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
+    same = len({v.dtype for v in values}) == 1
     return (
         [
-            _met(v, raw, over, out, shape) if over else raw
+            _met(v, raw, over, out, shape, same) if over else raw
             for v, raw, over in zip(values, raws, overs, strict=True)
         ],
         out,
@@ -330,11 +344,19 @@ def aligned(
 
 
 def _met(
-    v: ShardedTensor, raw: Tensor, over: tuple[str, ...], out: Layout, shape: torch.Size
+    v: ShardedTensor,
+    raw: Tensor,
+    over: tuple[str, ...],
+    out: Layout,
+    shape: torch.Size,
+    alike: bool,
 ) -> Tensor:
-    """Mark a block that meets data of which it has no part: its gradient is summed there."""
-    # one without dimensions promotes as such, so it gets none
-    if v.padded_shape and over and v.padded_shape != shape and is_half(raw):
+    """Mark a block that meets data of which it has no part: its gradient is summed there.
+
+    ``alike``  whether all operands have its dtype.
+    """
+    # among others one without dimensions promotes as such, so it gets none
+    if (alike or v.padded_shape) and over and v.padded_shape != shape and is_half(raw):
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
     return vary(raw, v.mesh, over)
 
@@ -404,7 +426,7 @@ class _Spread(Local):
             return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
         with bind(ctx.mesh):
             g = wrap(grads[0], ctx.mesh)
-            whole = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype, wire=g.dtype)
+            whole = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype)
             return unwrap(whole), None, None, None
 
 
@@ -559,14 +581,14 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
             )
         x.raw.copy_(new.raw)
         return x
-    rest = iter([_onto(v, x, func.__name__) for v in values[1:]])
+    rest = iter([onto(v, x, func.__name__) for v in values[1:]])
     new_args = (x.raw, *(next(rest) if isinstance(a, Tensor) else a for a in args[1:]))
     new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     local_call(func, x.mesh, new_args, new_kwargs)
     return x
 
 
-def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
+def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     """Return an operand's block as it meets ``x``, which stays where it lies."""
     lead = len(x.padded_shape) - len(v.padded_shape)
     if lead < 0 or any(
@@ -602,9 +624,8 @@ def _onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         v = settle(v)
     meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
     over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
-    return _met(
-        v, v.raw, real_axes(x.mesh, over) if v.raw.requires_grad else (), x.sharding, x.padded_shape
-    )
+    axes = real_axes(x.mesh, over) if v.raw.requires_grad else ()
+    return _met(v, v.raw, axes, x.sharding, x.padded_shape, v.dtype == x.dtype)
 
 
 # ---------------------------------------------------------------- declared: any number of results,

@@ -108,6 +108,14 @@ def _indexed(b: Bound) -> Labels:
     return out
 
 
+def _text(i: Any) -> str:
+    """Write an index as its user did."""
+    if isinstance(i, slice):
+        start, stop = ("" if n is None else repr(n) for n in (i.start, i.stop))
+        return f"{start}:{stop}" + ("" if i.step is None else f":{i.step!r}")
+    return "..." if i is Ellipsis else "i" if isinstance(i, Tensor) else repr(i)
+
+
 def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Serve a padded operand: pieces of the dimensions that are not padded."""
     x, index = args
@@ -117,6 +125,8 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
     touched = _touched(index, x.ndim)
     if touched is not None and all(x.shape[d] == x.padded_shape[d] for d in touched):
         return of_true_sizes(run, func, (x, index), {})
+    if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index):
+        raise Unfit("a mask has the true sizes")
     last_only(x, func)
     named = [i for i in index if i is not None and i is not Ellipsis]
     dotted = any(i is Ellipsis for i in index)
@@ -127,7 +137,7 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
             op="getitem",
             operands={"tensor": typeof(x)},
             mesh=x.mesh,
-            fix="sl.unshard(x)[..., 0]",
+            fix=f"sl.unshard(x)[{', '.join(map(_text, index))}]",
         )
     out = run(func, (x.with_padding, index), {})
     return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
@@ -229,7 +239,11 @@ _ALL = slice(None)
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     """Give x[..., -1] of a split dimension: the rank that has it sends it to others, a copy."""
     out = _picked(
-        x, tuple(replicated(torch.tensor(i), x.mesh) if isinstance(i, int) else i for i in given)
+        x,
+        tuple(
+            replicated(torch.full((), i, device=x.mesh.device), x.mesh) if isinstance(i, int) else i
+            for i in given
+        ),
     )
     if out is None:
         return piece(Tensor.__getitem__, (x, given), {})
@@ -245,9 +259,9 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
         with torch.inference_mode(False):  # what is kept may be saved for a backward later
             mine = shard(torch.arange(n), Layout((token,)), mesh).raw
             size = mine.shape[-1]
-            table = torch.full((*mine.shape[:-1], n), size)
-            table.scatter_(-1, mine, torch.arange(size).expand_as(mine))
-            found = remember(mesh.plans, key, table.to(mesh.device))
+            table = mine.new_full((*mine.shape[:-1], n), size)
+            table.scatter_(-1, mine, torch.arange(size, device=mine.device).expand_as(mine))
+            found = remember(mesh.plans, key, table)
     return found
 
 

@@ -26,6 +26,7 @@ from shardlib.collectives import blocks, played, storage
 from shardlib.kernels.bits import bits
 from shardlib.kernels.pack import DIMS, Where, box
 from shardlib.layouts import Layout
+from shardlib.mesh import uploaded
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
@@ -167,8 +168,8 @@ def drawn(
             index, paired = _only(*place)
             flat.copy_(_numbers(index, key, make, paired)[: len(flat)])
             continue
-        tables, paired = _tables(*place)
-        for at, index in _chunks([t.to(out.device) for t in tables]):
+        tables, paired = _tables(*place, out.device)
+        for at, index in _chunks(tables, out.device):
             n = index.numel()
             if out.device.type == "cpu" and n % 64:
                 index = F.pad(index, (0, -n % 64))
@@ -205,8 +206,9 @@ def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tenso
 @lru_cache(maxsize=64)
 def _only(*place: Any) -> tuple[Tensor, bool]:
     """Return the positions of a block that is one chunk, ready to be used."""
-    tables, paired = _tables(*place)
-    index = torch.cat([c for _, c in _chunks(list(tables))])
+    host = torch.device("cpu")
+    tables, paired = _tables(*place, host)
+    index = torch.cat([c for _, c in _chunks(tables, host)])
     return F.pad(index, (0, -len(index) % 64)), paired
 
 
@@ -215,14 +217,14 @@ def along(x: ShardedTensor, dim: int) -> Tensor:
 
     Shaped to broadcast with the raw block.
     """
-    size, ndim = tuple(x.padded_shape), len(x.padded_shape)
-    tables = []
-    for coord in played(x.mesh):
-        held = x.sharding.resolve(ndim).indices(size, x.mesh, coord)[dim]
-        tables.append(torch.tensor(list(held), dtype=torch.int64))
-    found = storage(tables, x.mesh)
+    size, ndim, device = tuple(x.padded_shape), len(x.padded_shape), x.raw.device
+    layout = x.sharding.resolve(ndim)
+    held = [layout.indices(size, x.mesh, coord)[dim] for coord in played(x.mesh)]
+    found = storage(
+        [uploaded(h if isinstance(h, range) else tuple(h), device) for h in held], x.mesh
+    )
     shape = [*found.shape[:-1], *[1] * dim, -1, *[1] * (ndim - 1 - dim)]
-    return found.reshape(shape).to(x.raw.device)
+    return found.reshape(shape)
 
 
 @lru_cache(maxsize=256)
@@ -232,7 +234,8 @@ def _tables(
     axes: tuple[tuple[str, int], ...],
     coord: tuple[int, ...],
     whole: tuple[int, ...],
-    pairs: bool = False,
+    pairs: bool,
+    device: torch.device,
 ) -> tuple[tuple[Tensor, ...], bool]:
     """Give, per dimension, what each of the block's positions adds to the linear index.
 
@@ -256,22 +259,21 @@ def _tables(
     last = out[-1] if out else torch.ones(1, dtype=torch.int64)
     alone = len(last) % 2 or last[0] % 2 or not torch.equal(last, torch.arange(len(last)) + last[0])
     if not pairs or alone or any(bool((t % 2).any()) for t in out[:-1]):
-        return tuple(out), False
-    return (*(t // 2 for t in out[:-1]), last[::2] // 2), True
+        return tuple(t.to(device) for t in out), False
+    return tuple(t.to(device) for t in (*(t // 2 for t in out[:-1]), last[::2] // 2)), True
 
 
-def _chunks(tables: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+def _chunks(tables: tuple[Tensor, ...], device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """(place in the flat block, linear positions from there on), a cache full at a time."""
     sizes = [len(t) for t in tables]
     if 0 in sizes:
         return
-    cpu = not tables or tables[0].device.type == "cpu"
-    step = _STEP if cpu else math.prod(sizes)
+    step = _STEP if device.type == "cpu" else math.prod(sizes)
     cut, columns = len(sizes), 1
     while cut and (columns < 128 or columns * sizes[cut - 1] <= step):
         cut -= 1
         columns *= sizes[cut]
-    rows, column = _outer(tables[:cut]), _outer(tables[cut:])
+    rows, column = _outer(tables[:cut], device), _outer(tables[cut:], device)
     if columns > step:
         for r in range(len(rows)):
             for c in range(0, columns, step):
@@ -282,8 +284,8 @@ def _chunks(tables: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
         yield r * columns, (rows[r : r + many, None] + column).flatten()
 
 
-def _outer(tables: list[Tensor]) -> Tensor:
-    total = torch.zeros(1, dtype=torch.int64, device=tables[0].device if tables else "cpu")
+def _outer(tables: tuple[Tensor, ...], device: torch.device) -> Tensor:
+    total = torch.zeros(1, dtype=torch.int64, device=device)
     for t in tables:
         total = (total[:, None] + t).flatten()
     return total

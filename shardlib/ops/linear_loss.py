@@ -117,7 +117,9 @@ def linear_cross_entropy(
     summed: Any = _Loss.apply(rows.raw, *raws, flat.raw, scale, places, how)
     deferred = x.deferred | w.deferred | (b.deferred if b is not None else frozenset())
     out = total(summed, mesh, axes)
-    return ShardedTensor(out, Place(Layout(), torch.Size(), mesh, deferred=deferred - {*axes}))
+    return ShardedTensor(
+        out, Place(Layout(), torch.Size(), mesh, deferred=deferred - {*axes, *w.sharding.axes})
+    )
 
 
 def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) -> None:

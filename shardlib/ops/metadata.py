@@ -6,19 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib._compat import begins_forward_ad, may_swap_data, no_torch_function
+from shardlib._compat import (
+    begins_forward_ad,
+    describes_memory,
+    may_swap_data,
+    no_torch_function,
+    transform_called,
+)
 from shardlib.collectives import holds_values, lead
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
+from shardlib.ops.registry import implicit_budget
+from shardlib.placing import reshard
 from shardlib.tensor import (
     _UNCAST,
     TABLE,
     ShardedTensor,
     block_of,
     gradient_of,
+    gradient_place,
     implements,
     is_dense,
     lift,
+    no_trace,
     no_transform,
     on_shapes,
     partial_escape,
@@ -31,7 +41,7 @@ if begins_forward_ad is not None:
 
     @implements(begins_forward_ad, padded=True)
     def _dual(func: Any, args: Any, kwargs: Any) -> Any:
-        raise no_transform("jvp")
+        raise no_transform(transform_called() or "jvp", args)
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,17 +59,32 @@ implements(
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex,
     torch.numel,
+    torch.is_signed, torch.result_type,
+    torch.get_device, Tensor.get_device, Tensor.ndimension, Tensor.dense_dim, Tensor.sparse_dim,
+    Tensor.is_distributed, torch.is_distributed, Tensor.dim_order,
     Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, padded=True,
 )(_plain)  # fmt: skip
 
 
 @implements(
     Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg,
-    Tensor.is_inference, torch.is_inference, padded=True,
+    Tensor.is_inference, torch.is_inference, Tensor.is_pinned, padded=True,
 )  # fmt: skip
 def _of_blocks(func: Any, args: Any, kwargs: Any) -> bool:
-    (x,) = (*args, *kwargs.values())
-    return func(x.raw)
+    x, *rest = (*args, *kwargs.values())
+    return func(x.raw, *rest)
+
+
+@implements(torch.is_same_size, Tensor.is_same_size, padded=True)
+def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    x, other = (*args, *kwargs.values())
+    return x.shape == other.shape
+
+
+@implements(describes_memory, padded=True)
+def _described(func: Any, args: Any, kwargs: Any) -> bool:
+    """Refuse what torch.export and fake tensors begin with when they describe a tensor's memory."""
+    raise no_trace("torch.export")
 
 
 @implements(Tensor.is_contiguous, padded=True)
@@ -160,28 +185,28 @@ def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
 @implements(Tensor.register_hook, padded=True)
 def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     x, hook = args
-    like = x.becomes(x.raw.detach())  # not x: its hook would keep it
+    place = gradient_place(x.place)  # not x: its hook would keep it, and its memory
 
     def run(raw: Tensor) -> Tensor | None:
-        found = hook(gradient_of(like, raw))
-        return None if found is None else _hooked(like, found)
+        given = ShardedTensor(raw, place)
+        found = hook(given)
+        return None if found is None else _hooked(given, found)
 
     return x.raw.register_hook(run)
 
 
-def _hooked(like: ShardedTensor, found: Any) -> Tensor:
-    want = gradient_of(like, like.raw)
+def _hooked(given: ShardedTensor, found: Any) -> Tensor:
     if (
         not isinstance(found, ShardedTensor)
-        or found.sharding != want.sharding
-        or found.padded_shape != want.padded_shape
+        or found.sharding != given.sharding
+        or found.padded_shape != given.padded_shape
     ):
         raise ShardError(
             "a hook's gradient lies otherwise than the one it was given",
             op="register_hook",
-            operands={"given": typeof(want), "grad": typeof(found)},
-            mesh=like.mesh,
-            fix=f"return sl.reshard(grad, {str(want.sharding)!r})",
+            operands={"given": typeof(given), "grad": typeof(found)},
+            mesh=given.mesh,
+            fix=f"return sl.reshard(grad, {str(given.sharding)!r})",
         )
     return found.raw
 
@@ -332,16 +357,34 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 @implements(Tensor.data.__set__, padded=True)
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """Serve ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
-    x, new = args
+    x = args[0]
+    x.raw.data = _as_data(*args).raw.detach()
+    with no_torch_function():  # the wrapper's own dtype and device
+        func(x, x.becomes(x.raw.detach()))
+
+
+@implements(torch.ops.aten.set_.source_Tensor, padded=True)
+def _set(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    """Serve ``x.set_(y)``, by which torch's parametrizations move a parameter."""
+    func(args[0].raw, _as_data(*args).raw)
+    return args[0]
+
+
+def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
+    """Lay ``new`` as ``x`` lies, where that moves nothing or is within ``sl.implicit``."""
     if not isinstance(new, ShardedTensor) and scope().promoting:
         new = lift(new, x.mesh, "data")
-    alike = isinstance(new, ShardedTensor) and (new.sharding, new.padded_shape, new.shape) == (
+    near = isinstance(new, ShardedTensor) and new.mesh is x.mesh
+    if near and not new.is_padded and new.shape == x.padded_shape:
+        way, size = new.sharding >> x.sharding, new.raw.element_size()
+        if way.bytes(tuple(new.shape), x.mesh, size) <= (implicit_budget() or 0):
+            new = reshard(new.detach(), x.sharding)
+    alike = near and (new.sharding, new.padded_shape, new.shape) == (
         x.sharding,
         x.padded_shape,
         x.shape,
     )
-    if not alike or new.mesh is not x.mesh:
-        verb = "reshard" if isinstance(new, ShardedTensor) and new.mesh is x.mesh else "shard"
+    if not alike:
         fit = isinstance(new, Tensor) and new.shape == x.shape
         raise ShardError(
             "data is replaced by data of the same size and layout",
@@ -351,11 +394,11 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
                 "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__,
             },
             mesh=x.mesh,
-            fix=f"x.data = sl.{verb}(y, sl.layout_of(x))" if fit else "x = y",
+            fix=f"x.data = sl.{'reshard' if near else 'shard'}(y, sl.layout_of(x))"
+            if fit
+            else "x = y",
         )
-    x.raw.data = new.raw.detach()
-    with no_torch_function():  # the wrapper's own dtype and device
-        func(x, x.becomes(x.raw.detach()))
+    return new
 
 
 if may_swap_data is not None:

@@ -117,7 +117,7 @@ class _Normalise(Local):
             sums = (psum(sums, axes) if axes else sums) / count
             dx = g - y * sums[..., 0:1]
             dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
-            found = (_settled(dx.reshape(x.shape), overs[0], x.dtype), dw, db)
+            found = (_settled(dx.reshape(x.shape), overs[0], x.dtype, x.dtype), dw, db)
             return *[None] * 7, *(None if t is None else unwrap(t) for t in found)
 
 
@@ -193,7 +193,7 @@ def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | N
         ]
         dx = storage(made, mesh).view(x_raw.shape)
         if overs[0]:
-            dx = unwrap(_settled(wrap(dx, mesh), overs[0], x_raw.dtype))
+            dx = unwrap(_settled(wrap(dx, mesh), overs[0], x_raw.dtype, x_raw.dtype))
         out: list[Tensor | None] = [dx, None, None]
         if w_raw is not None or ctx.like is not None:
             columns = [norm_columns(x, g, m, s) for (x, _, _), g, m, s in given]
@@ -224,9 +224,9 @@ def _flat_blocks(
     return out
 
 
-def _settled(x: Tensor, over: Axes, dtype: torch.dtype) -> Tensor:
-    """Sum over further axes, in ``dtype``."""
-    return psum(x, over, out=dtype, wire=dtype) if over else x.to(dtype)
+def _settled(x: Tensor, over: Axes, dtype: torch.dtype, wire: torch.dtype | None = None) -> Tensor:
+    """Sum over further axes and round to ``dtype``; parts travel in ``wire``, else as they are."""
+    return psum(x, over, out=dtype, wire=wire) if over else x.to(dtype)
 
 
 def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
@@ -260,7 +260,9 @@ def _whole(
         found = None if run is None else run(raw, shape, w, b, eps)
         if found is not None:
             return found
-    if not lead(mesh) and (not is_half(raw) or raw.device.type in ("cpu", "meta")):
+    # torch 2.13 takes no gradient of a wide shift alone
+    mixes = raw.device.type in ("cpu", "meta") and (w is not None or b is None)
+    if not lead(mesh) and (not is_half(raw) or mixes):
         return F.layer_norm(raw, shape, w, b, eps)
     # every rank has its own scale; elsewhere no kernel mixes dtypes
     wide = raw.float() if is_half(raw) else raw

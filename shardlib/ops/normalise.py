@@ -81,6 +81,7 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
             operands={"running_mean": typeof(mean)},
             fix="running_mean.detach()",
         )
+    dtype, x = x.dtype, x.float() if is_half(x) else x
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     if g["training"] or mean is None:
@@ -99,4 +100,4 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         centred = x - m.view(shape)
     out = centred * (v + g["eps"]).rsqrt().view(shape)
     out = out if w is None else out * w.view(shape)
-    return out if b is None else out + b.view(shape)
+    return (out if b is None else out + b.view(shape)).to(dtype)

@@ -139,7 +139,7 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={"tensor": typeof(x)},
             fix="x.double().mean()",
         )
-    half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed, or to travel
+    half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed
     more = more | {"dtype": torch.float32} if half else more
     if gone:
         raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
@@ -147,9 +147,11 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         exact = x.dtype.is_floating_point or x.dtype.is_complex
         asked_ = more.get("dtype") or (x.dtype if exact else torch.int64)
         raw = x.raw.to(asked_, copy=True)  # a sum is another tensor, also where it adds nothing
+    # a part that is one element of half precision travels as that element
+    wire = x.dtype if half and x.dtype == asked and raw.numel() == x.raw.numel() else None
     if func in (torch.mean, Tensor.mean):
-        raw = raw / (x.padded_shape.numel() // max(1, shape.numel()))
-    raw = total(raw, x.mesh, axes, asked if half else None)
+        raw, wire = raw / (x.padded_shape.numel() // max(1, shape.numel())), None
+    raw = total(raw, x.mesh, axes, asked if half else None, wire)
     return x.becomes(raw, layout, shape)
 
 

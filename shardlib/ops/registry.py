@@ -11,14 +11,14 @@ then names decide: the first of that list that fits says where the result lies, 
 cheap ones the first runs.
 """
 
-import difflib
+import inspect
 import textwrap
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from shardlib.cost import Cost
-from shardlib.errors import NoImplementation, ShardError
+from shardlib.errors import NoImplementation, ShardError, similar
 from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
 from shardlib.mesh import Entered, Mesh, Registered, Scope, remember, scope
@@ -175,7 +175,7 @@ def _check_known(op: str, name: str, by: str) -> None:
             some, names = op, known
         else:
             some, names = next((o, [a.name for a in found]) for o, found in _ALGORITHMS.items())
-        (near,) = difflib.get_close_matches(name, names, 1, 0.0)
+        (near,) = similar(name, names, 1, 0.0)
         raise ShardError(
             f"unknown algorithm {name!r}; {what}",
             op=by,
@@ -438,4 +438,16 @@ def why(op: str, *operands: Any) -> Why:
             op="why",
             fix=f"sl.why({next(iter(_CASES))!r}, a, b)",
         )
+    try:
+        inspect.signature(_CASES[op]).bind(*operands)
+    except TypeError as e:
+        names = ", ".join(inspect.signature(_CASES[op]).parameters)
+        raise ShardError(f"{op}({names}): {e}", op="why", fix=_why_line(op)) from None
     return explain_choice(op, _CASES[op](*operands))
+
+
+def _why_line(op: str) -> str:
+    """Write the call with the operands that the operation cannot do without."""
+    needed = inspect.signature(_CASES[op]).parameters.values()
+    count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed)
+    return f"sl.why({', '.join([repr(op), *'abcdefgh'[:count]])})"

@@ -17,7 +17,7 @@ from shardlib.mesh import Mesh, scope
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.attention.kernels import on_paper
 from shardlib.ops.attention.masks import Causal, Full
-from shardlib.ops.elementwise import aligned
+from shardlib.ops.elementwise import onto
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.recompute import once
@@ -30,6 +30,7 @@ from shardlib.tensor import (
     local_call,
     partial_escape,
     typeof,
+    vary,
 )
 
 __all__ = ["scaled_dot_product_attention"]
@@ -110,21 +111,27 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
             fix="F.scaled_dot_product_attention"
             "(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
         )
-    mask = given.pop("attn_mask", None)
+    mask, deferred = given.pop("attn_mask", None), q.deferred | k.deferred | v.deferred
     if mask is not None:
         mask = lift(mask, mesh, "scaled_dot_product_attention")
+        if mask.sharding.partial:
+            raise partial_escape("scaled_dot_product_attention", mask)
+        deferred = deferred.union(mask.deferred).difference(q.sharding.axes)
         scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
-        frame = ShardedTensor(
-            q.raw[..., :1], Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh)
-        )
-        (_, given["attn_mask"]), *_ = aligned("scaled_dot_product_attention", [frame, mask])
+        lies = Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh, deferred=deferred)
+        frame = ShardedTensor(q.raw[..., :1], lies)
+        given["attn_mask"] = onto(mask, frame, "scaled_dot_product_attention")
     run = on_paper if q.raw.is_meta and not holds_values(mesh) else func
     size = torch.Size((*q.padded_shape[:-1], v.padded_shape[-1]))
-    place = Place(q.sharding, size, mesh, deferred=q.deferred | k.deferred | v.deferred)
+    place = Place(q.sharding, size, mesh, deferred=deferred)
     alike = len(args) == 3 and all(map(operator.is_, args, (q, k, v)))
-    if mask is None and alike and scope().region is None:
+    same = q.deferred == k.deferred == v.deferred == deferred
+    if mask is None and alike and same and scope().region is None:
         return blockwise(func, args, kwargs, place, run)
-    raw = once(lambda: local_call(run, mesh, (q.raw, k.raw, v.raw), given))
+    raws = tuple(
+        vary(t.raw, mesh, deferred.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)
+    )
+    raw = once(lambda: local_call(run, mesh, raws, given))
     return ShardedTensor(raw, place)
 
 

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
@@ -147,8 +148,11 @@ def _with_ones(
     dims = list(out.resolve(len(new)).dims)
     for i, d in enumerate(layout.dims):
         start = math.prod(shape[:i])
-        before = sum(math.prod(shape[:k]) == start for k in range(i))
+        # of dimensions that start together only the last has a size, and its axes stay with one
+        alone = shape[i] == 1
+        before = sum(math.prod(shape[:k]) == start for k in range(i)) if alone else 0
         found = [j for j, s in enumerate(starts) if s == start]
+        found = [j for j in found if (new[j] == 1) is alone] or found
         if d == bare[i] or not found:
             continue
         j = found[min(before, len(found) - 1)]
@@ -279,10 +283,27 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
             inner, outer = block[d] * local[d], whole[d] * size[d]
-    try:
-        torch.empty_strided(size, whole, device="meta").view(new)
-    except RuntimeError:
-        return False
+    return _viewable(size, whole, new)
+
+
+def _viewable(size: Sequence[int], stride: Sequence[int], new: Sequence[int]) -> bool:
+    """Say whether a tensor of these sizes and strides has a view of ``new`` sizes.
+
+    No tensor is made: on paper one of the whole size would be counted as a rank's memory.
+    """
+    if math.prod(size) == 0:
+        return True
+    left = [n for n in new if n != 1]
+    run = 1  # elements that follow each other without a gap, behind dimension d
+    dims = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
+    for d in reversed(range(len(dims))):
+        run *= dims[d][0]
+        if d and dims[d - 1][1] == dims[d][0] * dims[d][1]:
+            continue
+        while left and run % left[-1] == 0 and run > 1:
+            run //= left.pop()
+        if run != 1:
+            return False
     return True
 
 

@@ -55,12 +55,13 @@ from shardlib.tensor import (
     on_shapes,
     real_axes,
     replicated,
+    settle,
     torch_refuses,
     typeof,
     vary,
 )  # fmt: skip
 
-__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run"]
+__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run", "written_to"]
 
 _NEVER = frozenset(
     """
@@ -68,7 +69,7 @@ _NEVER = frozenset(
     __dlpack__ numpy __array__ register_hook register_post_accumulate_grad_hook __reduce_ex__
     __deepcopy__ as_strided as_strided_ pin_memory _typed_storage __cuda_array_interface__ to_sparse
     to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn map_ map2_
-    apply_ module_load _has_compatible_shallow_copy_type get_device
+    apply_ module_load _has_compatible_shallow_copy_type
     """.split()
 )  # what is about memory or the autograd graph, not about values
 
@@ -296,6 +297,7 @@ def on_whole(
             raise refusal
         raise _refused(func, name, leaves, tree, values, at, bytes_, refusal)
     moved = [_gathered(v) if w is None else w for v, w in zip(values, wholes, strict=True)]
+    moved = written_to(func, args, kwargs, moved)
     deferred = frozenset().union(*(v.deferred for v in moved))
     per_rank = bool(deferred) and lead(mesh) > 0
     raws: list[Any] = []
@@ -598,7 +600,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
     refuse_overlap(x.raw, name, {"tensor": typeof(x)}, mesh)
     front = lead(mesh) if ranks else 0
-    if tuple(raw.shape[front:]) != tuple(moved.padded_shape) or x.is_padded:
+    if tuple(raw.shape[front:]) != tuple(moved.padded_shape):
         what = {"tensor": typeof(x)}
         raise Unsupported(
             "a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)"
@@ -616,9 +618,24 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
                 deferred=moved.deferred,
             ),
         )  # type: ignore[arg-type]
+    if x.is_padded:
+        pairs = zip(reversed(x.padded_shape), reversed(x.shape), strict=True)
+        filled = F.pad(new.raw, [k for n, m in pairs for k in (0, n - m)])
+        new = new.becomes(filled, shape=x.padded_shape)
     if x.sharding.partial:
         new = reshard(new, x.sharding)
     x.raw.copy_(reshard(new, x.sharding).raw)
+
+
+def written_to(func: Any, args: Any, kwargs: Any, values: list[Any]) -> list[Any]:
+    """End deferrals of operands that the tensors they are written to do not share.
+
+    Such a tensor keeps its place, and with it what its cotangent is.
+    """
+    if all(not v.deferred for v in values) or not (targets := written(func, args, kwargs)):
+        return values
+    kept = frozenset().union(*(t.deferred for t in targets if isinstance(t, ShardedTensor)))
+    return [v if v.deferred <= kept else settle(v) for v in values]
 
 
 def replied(

@@ -44,7 +44,8 @@ class Item:
     Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
     text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
     taken for it.  ``whole`` is its global shape, ``tiled`` the one that its blocks tile, with
-    padding; leaves of two groups share no bucket.
+    padding; leaves of two groups, each a word or a
+    tuple of groups, share no bucket.
     """
 
     path: str
@@ -54,7 +55,7 @@ class Item:
     value: int
     place: str = ""
     whole: tuple[int, ...] = ()
-    group: str = ""
+    group: Any = ""
     layout: Layout = _SCALAR
     tiled: tuple[int, ...] = ()
 
@@ -217,11 +218,22 @@ def index(
 
 def _bucket(items: Sequence[Item], k: int, key: Any, slots: list[Slot], ways: int) -> Bucket:
     dtype, axes, group = key
-    places = "\n".join(f"{s.shape} {items[s.leaves[0]].place}" for s in slots)
-    digest = hashlib.blake2b(places.encode(), digest_size=4).hexdigest()
-    name = f"{str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'} {group}{k} {digest}"
+    places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
+    digest = hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
+    # the number comes first and alone, so that no group's words make two names alike
+    words = f"{k} {str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'}"
+    name = f"{words} {' '.join(_words(group))} {digest}".replace("  ", " ")
     used = slots[-1].offset + slots[-1].length
     return Bucket(name, dtype, axes, tuple(slots), max(_up(used, ALIGN * ways), ALIGN * ways))
+
+
+def _words(group: Any) -> Iterator[str]:
+    """List the words of a group, which may be pairs of groups."""
+    if isinstance(group, tuple):
+        for one in group:
+            yield from _words(one)
+    else:
+        yield str(group)
 
 
 def _up(n: int, by: int) -> int:

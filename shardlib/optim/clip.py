@@ -17,7 +17,7 @@ from shardlib.optim.buckets import Buckets
 from shardlib.optim.ranges import POSITIVE, ranged
 from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform, under
-from shardlib.optim.trees import EmptyState, each, ready
+from shardlib.optim.trees import EmptyState, each, names_of, ready
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
@@ -143,13 +143,13 @@ def _number(norm: Tensor, grads: Any) -> None:
 def _not_finite(grads: Any) -> Iterator[str]:
     """List the paths of the gradients that hold no numbers on the ranks played here."""
     paths, nodes, _ = optree.tree_flatten_with_path(grads, is_leaf=lambda x: isinstance(x, Buckets))
-    for path, g in zip(paths, nodes, strict=True):
+    for name, g in zip(names_of(paths), nodes, strict=True):
         if isinstance(g, Buckets):
             for (_, _, part), piece in zip(g.held, g.pieces, strict=True):
                 if not bool(torch.isfinite(piece).all()):
                     yield g.paths[part.slot.leaves[0]]
         elif isinstance(g, Tensor) and not bool(torch.isfinite(_raw(g)).all()):
-            yield ".".join(map(str, path))
+            yield name
 
 
 def _raw(x: Tensor) -> Tensor:

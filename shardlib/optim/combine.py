@@ -64,9 +64,9 @@ def chain(*transforms: Transform) -> Transform:
             if t.rescale is None:  # what others will be given is not known yet
                 return
 
-    def groups(params: Any) -> list[str]:
+    def groups(params: Any) -> list[Any]:
         words = [t.groups(params) for t in transforms if t.groups is not None]
-        return [" ".join(row) for row in zip(*words, strict=True)]
+        return list(zip(*words, strict=True))
 
     grouped = any(t.groups is not None for t in transforms)
     only_scaled = all(t.rescale is not None for t in transforms[:-1])

@@ -143,8 +143,9 @@ def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
 
 def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
     """All-gather whole buckets in place, all of them posted at once."""
-    for finish in [gather_later(flat, mesh, hops, ahead=False) for flat in flats]:
-        finish()
+    with bind(mesh):
+        for finish in [gather_later(flat, mesh, hops, ahead=False) for flat in flats]:
+            finish()
 
 
 def gather_later(

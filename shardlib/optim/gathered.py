@@ -11,21 +11,24 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (stage 3, P_os+g+p); p
 al., arXiv 2304.11277, section 3.3.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib._compat import Local, after_backward, backward_now
-from shardlib.collectives import lead
+from shardlib.collectives import lead, psum_scatter, unwrap, wrap
 from shardlib.errors import ShardError
-from shardlib.optim.buckets import Bucket, Buckets, Item, register
+from shardlib.mesh import Mesh, bind, settle
+from shardlib.optim.buckets import Bucket, Buckets, Index, Item, register
 from shardlib.optim.flat import gather_later, own_parts, scatter, slot_of, stack
 from shardlib.optim.memory import Room
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import Place, ShardedTensor, together_of
 
 __all__ = ["Parts", "Reading", "place_of"]
 
@@ -46,7 +49,7 @@ class Parts(Buckets):
     @contextmanager
     def opened(self) -> Iterator[dict[str, ShardedTensor]]:
         """Return the parameters by name, as values that are gathered when they are read."""
-        reading = Reading(self)
+        reading = self._reading()
         hooks: Any = nullcontext()
         if torch.is_grad_enabled() and not self.index.keep:
             hooks = torch.autograd.graph.saved_tensors_hooks(reading.pack, reading.unpack)
@@ -55,6 +58,17 @@ class Parts(Buckets):
                 yield reading.values()
         finally:
             reading.end_forward()
+
+    def _reading(self) -> "Reading":
+        """Return what reads these parts: in one graph the same, so that they are gathered once."""
+        if not torch.is_grad_enabled():
+            return Reading(self)
+        known = self.__dict__.get("last")
+        reading = None if known is None else known()  # it lives as long as its graph
+        if reading is None or not reading.is_of(self):
+            reading = Reading(self)
+            self.__dict__["last"] = weakref.ref(reading)
+        return reading
 
 
 register(Parts)
@@ -66,16 +80,37 @@ def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
     return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
+class Read:
+    """The way to a parameter's block, for values that have none until they are read."""
+
+    __slots__ = ("leaf", "name", "reading")
+
+    def __init__(self, reading: "Reading", name: str, leaf: int) -> None:
+        self.reading, self.name, self.leaf = reading, name, leaf
+
+    def __call__(self) -> Tensor:
+        return self.reading.read(self.name, self.leaf)
+
+    @property
+    def made(self) -> Any:
+        """What was derived from the block, which would keep it; see ``made_of``."""
+        return self.reading.made.get(self.name, {}).get(self.leaf)
+
+    @made.setter
+    def made(self, value: Any) -> None:
+        self.reading.made.setdefault(self.name, {})[self.leaf] = value
+
+
 class Reading:
-    """The parameters that one forward, and its backward, have gathered.
+    """The parameters that the forwards of one graph, and its backward, have gathered.
 
     ``now``      bucket name -> the parts that are read.
+    ``parts``    the same, as autograd knows them: see ``_Part``.
     ``flat``     buckets that are gathered.
-    ``blocks``   bucket name -> the parameters' blocks in it, as autograd knows them.
+    ``blocks``   (bucket name, whether a graph is made) -> the parameters' blocks in it.
+    ``made``     bucket name -> what was derived from its blocks.
     ``coming``   buckets on their way.
     ``seen``     the buckets in the order of first reading.
-    ``uses``     how often forward gathered each.
-    ``filling``  gradients of which some are to come.
     """
 
     def __init__(self, params: Parts) -> None:
@@ -87,19 +122,27 @@ class Reading:
         self.versions = {name: x.raw._version for name, x in params.items()}
         self.buckets = {b.name: b for b in self.index.buckets}
         self.flat: dict[str, Tensor] = {}
-        self.blocks: dict[str, dict[int, Tensor]] = {}
+        self.parts: dict[str, Tensor] = {}
+        self.gradients: dict[str, Gradient] = {}
+        self.blocks: dict[tuple[str, bool], dict[int, Tensor]] = {}
+        self.made: dict[str, dict[int, Any]] = {}
         self.coming: dict[str, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, str] = {}
-        self.uses: dict[str, int] = {}
         self.seen: list[str] = []
         self.done: set[str] = set()
-        self.flying: list[Callable[[], object]] = []
-        self.filling: dict[str, Filling] = {}
-        self.posted: set[str] = set()
+        self.thread = get_ident()
         self.asked = -1
+
+    def is_of(self, params: Parts) -> bool:
+        """Say whether these are the parts that it read, unchanged, in the same thread."""
+        return self.thread == get_ident() and all(
+            x.raw is self.now[name] and x.raw._version == self.versions[name]
+            for name, x in params.items()
+        )
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; reading it gathers."""
+        self.seen = []
         deferred = frozenset(a for a in self.index.axes if self.mesh.axes[a] > 1)
         out = {}
         for i, (b, slot) in self.index.where.items():
@@ -109,7 +152,7 @@ class Reading:
                 place,
                 item.dtype,
                 self.now[bucket.name].device,
-                lambda name=bucket.name, leaf=slot.leaves[0]: self.read(name, leaf),
+                Read(self, bucket.name, slot.leaves[0]),
             )
         return out
 
@@ -117,16 +160,26 @@ class Reading:
 
     def read(self, name: str, leaf: int) -> Tensor:
         """Return a parameter's block, recorded by autograd."""
-        if name not in self.blocks or name not in self.flat:
+        key = name, torch.is_grad_enabled()
+        if key not in self.blocks or name not in self.flat:
             flat = self._whole(name)
             if backward_now() == -1:
                 self._note(name)
-                if torch.is_grad_enabled():
-                    self.uses[name] = self.uses.get(name, 0) + 1
-            found = _Gather.apply(self.now[name], self, name, flat)
+            found = _Gather.apply(self._part(name), self, name, flat)
             slots = self.buckets[name].slots
-            self.blocks[name] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
-        return self.blocks[name][leaf]
+            self.blocks[key] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
+        return self.blocks[key][leaf]
+
+    def _part(self, name: str) -> Tensor:
+        """Return a bucket's part as all gathers of one graph read it."""
+        part = self.now[name]
+        if not (part.requires_grad and torch.is_grad_enabled()):
+            return part
+        if name not in self.parts:
+            made = Gradient(self.index, self.buckets[name], self.mesh, part)
+            self.gradients[name] = made
+            self.parts[name] = _Part.apply(part, made)  # type: ignore[assignment]
+        return self.parts[name]
 
     def again(self, name: str) -> Tensor:
         """Gather a bucket once more, in backward, and start the one that was read before it."""
@@ -179,14 +232,21 @@ class Reading:
     def _drop(self, name: str) -> None:
         flat = self.flat.pop(name)
         self.at.pop(flat.untyped_storage()._cdata, None)
-        self.blocks.pop(name, None)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Let go of a bucket's blocks and of what was derived from them, which would keep it."""
+        self.made.pop(name, None)
+        self.blocks.pop((name, True), None)
+        self.blocks.pop((name, False), None)
 
     def end_forward(self) -> None:
         """End forward: nothing is read in it any more."""
         if self.seen:
             self.room.order[:] = self.seen
         self._land()
-        self.blocks.clear()
+        for name in self.buckets:
+            self._forget(name)
         if not torch.is_grad_enabled():
             for name in list(self.flat):
                 self._drop(name)
@@ -215,88 +275,98 @@ class Reading:
 
     # ------------------------------------------------------------ gradients
 
-    def reduce(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
-        """Return this rank's part of a bucket's summed gradient; it is filled as backward ends.
-
-        What forward gathered twice, as a tied embedding, is summed when both have come: the first
-        call gives the part, the others nothing.
-        """
-        with torch.no_grad():
-            self.done.add(name)
-            if name in self.flat and not self.index.keep:
-                self._drop(name)
-            now, first = self.filling.get(name), name not in self.filling
-            if now is None:
-                now = self.filling[name] = self._fill(name)
-            _pack(now.flat, self.buckets[name], grads, add=not first)
-            now.left -= 1
-            if name in self.posted:  # a graph that runs twice: autograd adds to what it has at once
-                return self._finished(name)
-            self._at_the_end()
-            if now.left <= 0:
-                self._post(name)
-            return now.out if first else None
-
-    def _fill(self, name: str) -> "Filling":
-        bucket = self.buckets[name]
-        shard = self.now[name]
-        memory = self.room.memory
-        flat = memory.take((*stack(self.mesh), bucket.length), shard.dtype, shard.device)
-        out = memory.take(shard.shape, shard.dtype, shard.device)
-        return Filling(flat, out, self.uses.get(name, 1))
-
-    def _post(self, name: str) -> None:
-        """Post the sum of a bucket's gradient; at most two are on their way."""
-        now, memory = self.filling.pop(name), self.room.memory
-        self.posted.add(name)
-        later = scatter(now.flat, now.out, self.mesh, self.index.hops, memory)
-
-        def finish() -> None:
-            later()
-            memory.give(now.flat)
-
-        self.flying.append(finish)
-        while len(self.flying) > 2:
-            self.flying.pop(0)()
-
-    def _finished(self, name: str) -> Tensor:
-        now = self.filling[name]
-        self._post(name)
-        while self.flying:
-            self.flying.pop(0)()
-        out = now.out.clone()
-        self.room.memory.give(now.out)
-        return out
+    def take(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """Take the gradients of what one gather gave; return their sum's part if it has a graph."""
+        self.done.add(name)
+        if name in self.flat and not self.index.keep:
+            self._drop(name)
+        self._at_the_end()
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            return self.gradients[name].part_of(grads)
+        self.gradients[name].add(grads)
+        return None
 
     def _at_the_end(self) -> None:
         task = backward_now()
         if task != self.asked:
             self.asked = task
-            after_backward(self.end_backward)
+            after_backward(self.end_backward, self._forget_backward)
+
+    def _forget_backward(self) -> None:
+        """End a backward that raised: its transfers arrive, and what they brought is dropped."""
+        settle()
+        self.coming.clear()
+        self.room.flying.clear()
+        self.end_backward()
 
     def end_backward(self) -> None:
-        """End backward: all gradients have arrived, and nothing gathered stays."""
+        """End backward: nothing gathered stays."""
         with torch.no_grad():
-            for name in list(self.filling):  # of which some uses were not differentiated
-                self._post(name)
-            for finish in self.flying:
-                finish()
-        self.flying.clear()
-        self._land()
+            self._land()
+        while self.room.flying:
+            self.room.flying.pop(0)()
         self.asked = -1
         self.done.clear()
-        self.posted.clear()
         for name in list(self.flat):
             self._drop(name)
 
 
-@dataclass
-class Filling:
-    """A bucket's gradient, the part of its sum, and how many uses are still to give theirs."""
+class Gradient:
+    """The gradient of a bucket's part: every gather of a graph adds to it, and it is reduced once."""
 
-    flat: Tensor
-    out: Tensor
-    left: int
+    def __init__(self, index: Index, bucket: Bucket, mesh: Mesh, part: Tensor) -> None:
+        self.index, self.bucket, self.mesh = index, bucket, mesh
+        self.like = part.detach().new_empty(0)
+        self.flat: Tensor | None = None
+        self.task = -1
+
+    def add(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Add the gradients of what one gather gave."""
+        with torch.no_grad():
+            if self.flat is None:
+                self.flat = self._memory(self.bucket.length)
+            # what a backward left here that did not come to its end is void
+            first, self.task = self.task != backward_now(), backward_now()
+            _pack(self.flat, self.bucket, grads, add=not first)
+
+    def post(self) -> Callable[[], Tensor] | None:
+        """Post the sum of what this backward added, if it did; at most two are on their way."""
+        flat, room = self.flat, self.index.room
+        if flat is None or self.task != backward_now():
+            return None
+        self.flat, self.task = None, -1
+        with torch.no_grad():
+            out = self._memory(self.bucket.length // self.index.ways)
+            later = scatter(flat, out, self.mesh, self.index.hops, room.memory)
+
+            @cache
+            def finish() -> Tensor:
+                with torch.no_grad():
+                    later()
+                room.memory.give(flat)
+                return out
+
+            room.flying.append(finish)
+            while len(room.flying) > 2:
+                room.flying.pop(0)()
+        return finish
+
+    def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the part of these gradients' sum as a function that is differentiated again."""
+        rows, at, front = [], 0, stack(self.mesh)
+        for slot, g in zip(self.bucket.slots, grads, strict=True):
+            rows.append(self.like.new_zeros(*front, slot.offset - at))
+            found = self.like.new_zeros(*front, slot.length) if g is None else g
+            rows.append(found.reshape(*front, slot.length))
+            at = slot.offset + slot.length
+        rows.append(self.like.new_zeros(*front, self.bucket.length - at))
+        with bind(self.mesh):
+            whole = wrap(torch.cat(rows, -1), self.mesh)
+            return unwrap(psum_scatter(whole, self.index.axes, 0))
+
+    def _memory(self, n: int) -> Tensor:
+        memory, like = self.index.room.memory, self.like
+        return memory.take((*stack(self.mesh), n), like.dtype, like.device)
 
 
 def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:
@@ -313,8 +383,29 @@ def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: b
         flat[..., start:stop] = 0
 
 
+class _Part(Local):
+    """Identity on a bucket's part; backward runs after all gathers have added their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, gradient: Gradient) -> Tensor:
+        ctx.gradient, ctx.leaf = gradient, together_of(part)
+        ctx.set_materialize_grads(False)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (more,), leaf = grads, ctx.leaf
+        finish = ctx.gradient.post()
+        if finish is None:
+            return more, None
+        if more is None and leaf is not None and leaf[0].takes(leaf[1]):
+            leaf[0].owe(leaf[1], finish)
+            return None, None
+        return finish() if more is None else more + finish(), None
+
+
 class _Gather(Local):
-    """A bucket's part to the blocks of its parameters; backward reduces their gradients.
+    """A bucket's part to the blocks of its parameters; backward adds up their gradients.
 
     One function of many results: a slice of the gathered vector for each would make a vector of
     zeros for each in backward.
@@ -329,4 +420,4 @@ class _Gather(Local):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return ctx.reading.reduce(ctx.name, grads), None, None, None
+        return ctx.reading.take(ctx.name, grads), None, None, None

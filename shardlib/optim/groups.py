@@ -196,11 +196,11 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
         found = split(params)
         asked(groups(grads, found), state, groups(trainable(params), found), step)
 
-    def words(params: Any) -> list[str]:
+    def words(params: Any) -> list[Any]:
         found = split(params)
         own = {n: t.groups(params) for n, t in transforms.items() if t.groups is not None}
         return [
-            label if label not in own else f"{label} {own[label][i]}"
+            label if label not in own else (label, own[label][i])
             for i, label in enumerate(found.values())
         ]
 

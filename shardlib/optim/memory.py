@@ -1,7 +1,7 @@
 """Memory that is used again: fresh pages cost as much as a sum over them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Memory:
         fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
         base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
         if base is None:
-            base = torch.empty(n, dtype=dtype, device=device)
+            base = _empty(n, dtype, device)
         self.lent.add(base.data_ptr())
         return base[:n].view(shape)
 
@@ -42,12 +42,17 @@ class Memory:
 
 
 class Room:
-    """Memory that readings of one index share, and the order in which the last one read buckets."""
+    """Memory that readings of one index share.
+
+    ``order``   the buckets in the order in which the last one read them.
+    ``flying``  what waits for the sums of gradients that are on their way.
+    """
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.order: list[str] = []
         self.buffers: list[Tensor] = []
+        self.flying: list[Callable[[], object]] = []
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return memory of an earlier gather that no tensor looks at any more, or new memory."""
@@ -57,5 +62,11 @@ class Room:
             if fits and storage_users(t) == 1:
                 return t[:n].view(shape)
         self.buffers = [t for t in self.buffers if storage_users(t) > 1 or t.numel() >= n]
-        self.buffers.append(torch.empty(n, dtype=like.dtype, device=like.device))
+        self.buffers.append(_empty(n, like.dtype, like.device))
         return self.buffers[-1][:n].view(shape)
+
+
+def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return new memory that later calls may write to, also where this one is under inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(n, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ from shardlib.mesh import bind
 from shardlib.optim.buckets import Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
 from shardlib.optim.owned import Owned
+from shardlib.optim.trees import names_of
 from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
@@ -46,13 +47,12 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     """
     _no_cycle(state)
     out: dict[str, Any] = {}
-    for name, x in _nodes(state):
+    for keys, x in _nodes(state)[0]:
         if isinstance(x, Buckets | Owned):
             found = x.by_parameter() if isinstance(x, Owned) else _by_parameter(x)
-            for path, value in found:
-                out[f"{name}.{path}" if name else path] = value
+            out.update((keys[path], value) for path, value in found)
         elif x is not None:  # frozen
-            out[name] = x
+            out[keys[""]] = x
     return out
 
 
@@ -85,8 +85,9 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
             op="load_state_dict",
             fix="kept = sl.optim.state_dict(state)",
         )
-    nodes = _nodes(state)
-    for name, x in nodes:
+    nodes, tree = _nodes(state)
+    for keys, x in nodes:
+        name = keys.get("", "")
         if name.rpartition(".")[2] == "made_for" and kept.get(name, x) != x:
             raise ShardError(
                 "this state's blocks are of neighbours in the layout and world size that it was "
@@ -95,12 +96,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
                 operands={"state": name},
                 fix="state = tx.init(params)",
             )
-    wanted = {
-        f"{name}.{path}" if name and path else name or path
-        for name, x in nodes
-        for path in (x.paths_held if isinstance(x, Buckets | Owned) else [""])
-        if x is not None
-    }
+    wanted = {name for keys, x in nodes if x is not None for name in keys.values()}
     missing, unknown = sorted(wanted - set(kept)), sorted(set(kept) - wanted)
     if missing or unknown:
         told = [
@@ -113,16 +109,14 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
             op="load_state_dict",
             fix="state = tx.init(params)",
         )
-    of_now: Any = state
-    leaves, tree = optree.tree_flatten(of_now, is_leaf=_is_buckets, none_is_leaf=True)
     with torch.no_grad():
         new = [
-            _filled(x, name, kept)
+            _filled(x, keys, kept)
             if isinstance(x, Buckets)
-            else _owned(x, name, kept)
+            else _owned(x, keys, kept)
             if isinstance(x, Owned)
-            else _like(x, name, kept.get(name))
-            for x, (name, _) in zip(leaves, nodes, strict=True)
+            else _like(x, keys[""], kept.get(keys[""]))
+            for keys, x in nodes
         ]
     filled: Any = optree.tree_unflatten(tree, new)
     return filled
@@ -154,13 +148,22 @@ def _is_buckets(x: Any) -> bool:
     return isinstance(x, Buckets | Owned)
 
 
-def _nodes(state: Any) -> list[tuple[str, Any]]:
-    """List (name, leaf) of a state; buckets are leaves here."""
-    paths, leaves, _ = optree.tree_flatten_with_accessor(
+def _nodes(state: Any) -> tuple[list[tuple[dict[str, str], Any]], Any]:
+    """List (path inside the leaf -> name, leaf) of a state, and its tree; buckets are leaves here.
+
+    Of a leaf that is no bucket the path is "".
+    """
+    paths, leaves, tree = optree.tree_flatten_with_accessor(
         state, is_leaf=_is_buckets, none_is_leaf=True
     )
-    names = [".".join(str(getattr(e, "field", e.entry)) for e in path) for path in paths]
-    return list(zip(names, leaves, strict=True))
+    inside = [x.paths_held if _is_buckets(x) else [""] for x in leaves]
+    at = [tuple(getattr(e, "field", e.entry) for e in path) for path in paths]
+    rows = zip(at, leaves, inside, strict=True)
+    every = [(*path, p) if _is_buckets(x) else path for path, x, some in rows for p in some]
+    names = iter(names_of(every))
+    return [
+        ({p: next(names) for p in some}, x) for x, some in zip(leaves, inside, strict=True)
+    ], tree
 
 
 # ---------------------------------------------------------------- buckets
@@ -203,7 +206,7 @@ def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
     return ShardedTensor(block.clone(), place)
 
 
-def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
+def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
     """Make buckets like ``x`` with the values of these names."""
     out = {}
     for bucket in x.index.buckets:
@@ -212,7 +215,7 @@ def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
         for slot in bucket.slots:
             for n, i in enumerate(slot.leaves):
                 item = x.index.items[i]
-                key = f"{name}.{item.path}" if name else item.path
+                key = keys[item.path]
                 _check(key, kept[key], item.whole, old.raw.dtype)
                 value = _placed(kept[key], item.layout, x.mesh)
                 blocks[i] = value.local if n == 0 else value.local * 0
@@ -220,17 +223,17 @@ def _filled(x: Buckets, name: str, kept: Mapping[str, Any]) -> Buckets:
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]
             out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)))
     # between the slots stays what init left: a zero of codes is another number
-    new = x.like({n: v.becomes(v.raw.clone()) for n, v in x.items()})
+    new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
     for to, value in zip(new.pieces, x.like(out).pieces, strict=True):
         to.copy_(value)
     return new
 
 
-def _owned(x: Owned, name: str, kept: Mapping[str, Any]) -> Owned:
+def _owned(x: Owned, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Owned:
     """Fill what owners keep with the values of these names."""
-    found = {path: kept[f"{name}.{path}" if name else path] for path in x.paths_held}
+    found = {path: kept[keys[path]] for path in x.paths_held}
     for path, value in found.items():
-        _check(f"{name}.{path}", value, x.shape(path), x.vector.dtype)
+        _check(keys[path], value, x.shape(path), x.vector.dtype)
     return x.filled(found)
 
 
@@ -255,8 +258,13 @@ def _like(x: Any, name: str, value: Any) -> Any:
     _check(name, value, tuple(x.shape), x.dtype)
     if isinstance(x, ShardedTensor):
         new = _placed(value, x.sharding, x.mesh)
-        return x.becomes(new.raw.clone())
-    return (unshard(value) if isinstance(value, ShardedTensor) else value).clone()
+        return x.becomes(_flagged(new.raw.clone(), x))
+    return _flagged(unshard(value) if isinstance(value, ShardedTensor) else value.clone(), x)
+
+
+def _flagged(new: Tensor, x: Tensor) -> Tensor:
+    """Have what takes a value's place require a gradient where that did; the rest stays frozen."""
+    return new.detach().requires_grad_(x.requires_grad)
 
 
 def _is_number(value: Any) -> bool:

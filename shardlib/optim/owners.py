@@ -21,7 +21,7 @@ from shardlib.collectives import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.api import ragged_all_to_all
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind, coordinates, rank_along
+from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.optim.buckets import Buckets, parts
 from shardlib.optim.newton_schulz import flops
@@ -584,4 +584,4 @@ def _span(places: tuple[int, ...]) -> slice | tuple[int, ...]:
 
 def _index(places: slice | tuple[int, ...], dims: int, like: Tensor) -> Tensor:
     given = range(places.start, places.stop) if isinstance(places, slice) else places
-    return torch.tensor(list(given), device=like.device).reshape(-1, *[1] * dims)
+    return uploaded(given, like.device).reshape(-1, *[1] * dims)

@@ -20,6 +20,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Index, Item, index, overlap
 from shardlib.optim.flat import Hops, adopt, own
+from shardlib.optim.trees import names_of
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["MOST", "Seen", "changed", "flat", "index_of"]
@@ -104,9 +105,9 @@ class Seen:
         paths, order, words = _named(params, self.groups)
         if self.apart:
             names = _groups(paths, order)
-            words = [f"{n} {w}".strip() for n, w in zip(names, words, strict=True)]
+            words = list(zip(names, words, strict=True))
         if any(held) and len(held) == len(leaves):
-            words = [f"{w} frozen" if f else w for w, f in zip(words, held, strict=True)]
+            words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.axes)
         if theirs is not None:
             if theirs.items != items:
@@ -199,23 +200,21 @@ def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
     return every, held, tree
 
 
-def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[str]]:
+def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
     """Return the trained leaves' paths, numbers in the order of the tree as made, and groups.
 
     optree sorts dicts by key; the order in which they were made is that of the modules.
     """
-    paths, leaves, tree = optree.tree_flatten_with_path(params)
+    paths, every, _ = optree.tree_flatten_with_path(params, none_is_leaf=True)
+    leaves, tree = optree.tree_flatten(params)
     kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
     made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
-    names = [".".join(map(str, path)) for path in paths]
-    words = [""] * len(leaves)
-    if groups is not None:
-        every = optree.tree_leaves(params, none_is_leaf=True)
-        found = zip(every, groups(params), strict=True)
-        words = [word for x, word in found if x is not None]
+    said = [""] * len(every) if groups is None else groups(params)
+    rows = zip(every, names_of(paths), said, strict=True)
+    found = [(name, word) for x, name, word in rows if x is not None]
     order = tuple(number[at] for at in made if at in number)
-    return [names[i] for i in kept], order, [words[i] for i in kept]
+    return [found[i][0] for i in kept], order, [found[i][1] for i in kept]
 
 
 def _as_made(tree: Any, numbers: Any) -> list[int]:
@@ -269,7 +268,7 @@ def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
 
 
 def _items(
-    leaves: list[Any], paths: list[str], words: list[str], cut: tuple[str, ...]
+    leaves: list[Any], paths: list[str], words: list[Any], cut: tuple[str, ...]
 ) -> tuple[Mesh, tuple[Item, ...]]:
     items: list[Item] = []
     values: dict[int, int] = {}

@@ -4,7 +4,6 @@ Parameters are known by path, the keys from the root joined by dots, which under
 that is left of the tree.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.errors import RuleLint, ShardError
+from shardlib.errors import RuleLint, similar
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.trees import each
+from shardlib.optim.trees import each, names_of
 
 __all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named", "one_each", "only"]
 
@@ -31,8 +30,6 @@ of the tree that gives one."""
 def named(tree: Any) -> dict[str, Any]:
     """Map each path to its leaf, None for a frozen one; of ``Buckets``, to shapes alone.
 
-    Raises: ShardError where two leaves have one path.
-
     >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
     ['a.b', 'a.c', 'd.0']
     """
@@ -40,15 +37,7 @@ def named(tree: Any) -> dict[str, Any]:
         items = [tree.index.items[i] for b in tree.index for s in b.slots for i in s.leaves]
         return {item.path: torch.empty(item.whole, device="meta") for item in items}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    names = [".".join(map(str, path)) for path in paths]
-    if len(set(names)) < len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise ShardError(
-            f"two leaves are called {twice!r}",
-            op="named",
-            fix="params = dict(module.named_parameters())",
-        )
-    return dict(zip(names, leaves, strict=True))
+    return dict(zip(names_of(paths), leaves, strict=True))
 
 
 def one_each(tree: Any) -> list[tuple[str, Any]]:
@@ -198,7 +187,7 @@ def _by_tree(
 
 
 def _nothing(pattern: Any, known: Mapping[str, Any], op: str, fix: str = "") -> RuleLint:
-    near = difflib.get_close_matches(str(pattern), list(known), 1, 0.0)
+    near = similar(str(pattern), list(known), 1, 0.0)
     return RuleLint(
         f"{pattern!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
         op=op,

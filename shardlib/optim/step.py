@@ -10,6 +10,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm
 from shardlib.optim.handover import hand_over
+from shardlib.optim.replicas import compare
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import given_for
 from shardlib.tensor import ShardedTensor, typeof
@@ -75,6 +76,7 @@ def step(
     after = run_in_place(tx, mine, state, params, told)
     del mine  # which may hold the gradients once more
     news = hand_over(params, grads, state, after)
+    compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
     return *news, Info(told.norm, told.lr, told.skipped)
 
 

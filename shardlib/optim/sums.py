@@ -129,18 +129,23 @@ def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
         for (number, *_), piece in zip(_numbered(tree), tree.pieces, strict=True):
             by = numbers[number]
             assert by is not None, "slots are never frozen"
-            piece.mul_(by.to(piece.device, piece.dtype))
+            piece.mul_(_factor(by, piece))
         return
     for x, by in zip(optree.tree_leaves(tree, none_is_leaf=True), numbers, strict=True):
         if by is not None:
             raw = x.raw if isinstance(x, ShardedTensor) else x
-            raw.mul_(by.to(raw.device, raw.dtype))
+            raw.mul_(_factor(by, raw))
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
-        return x.becomes(x.raw * by.to(x.raw.device, x.raw.dtype))
-    return x * by.to(x.device, x.dtype)
+        return x.becomes(x.raw * _factor(by, x.raw))
+    return x * _factor(by, x)
+
+
+def _factor(by: Tensor, x: Tensor) -> Tensor:
+    """Round a number as ``x``; one of the host goes along with the call and is not uploaded."""
+    return by.to(x.dtype) if by.device.type == "cpu" else by.to(x.device, x.dtype)
 
 
 class _Share(NamedTuple):

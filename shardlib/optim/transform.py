@@ -80,7 +80,8 @@ class Transform(NamedTuple):
                  all gradients by one number: it says so in ``step.scale`` and touches nothing.
     ``check``    ``check(grads, state, params, step)`` raises what ``donate`` would about gradients
                  that are no numbers, and writes nothing: who steps several transforms asks all first.
-    ``groups``   ``groups(params)`` has a word per leaf: parameters of other words share no bucket.
+    ``groups``   ``groups(params)`` has a word per leaf, or a tuple of words: parameters of other words
+                 share no bucket.
     ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
     ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at
                  stage 3; of any other transform the parameters as they are.
@@ -107,7 +108,7 @@ class Transform(NamedTuple):
     rescale: Callable[[Any, Any, Any, Step], Any] | None = None
     check: Callable[[Any, Any, Any, Step], object] | None = None
     sink: Callable[[Any], Any] | None = None
-    groups: Callable[[Any], list[str]] | None = None
+    groups: Callable[[Any], list[Any]] | None = None
     shard: Callable[[Any], Any] = kept_whole
     halves: bool = False
 

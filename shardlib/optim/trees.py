@@ -18,11 +18,12 @@ from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.replicas import compare
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "given_for", "moments", "need", "nothing", "ready",
-    "settled", "trainable", "wide", "zeros_like",
+    "EmptyState", "apply_updates", "each", "given_for", "moments", "names_of", "need", "nothing",
+    "ready", "settled", "trainable", "wide", "zeros_like",
 ]  # fmt: skip
 
 
@@ -50,6 +51,7 @@ def apply_updates(params: Params, updates: object) -> Params:
         return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
 
     found: Any = optree.tree_map(flagged, new, old)
+    compare("apply_updates", found)
     return found
 
 
@@ -76,6 +78,40 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update")
     with torch.no_grad():
         _same_tree(first, others)
         return optree.tree_map(one, first, *others, none_is_leaf=True)
+
+
+def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Join each path's keys by dots, so that no two paths of a tree have one name.
+
+    Where keys hold dots that would make two names alike, the keys of that level are quoted and the
+    dots in them escaped.
+
+    >>> names_of([("h", 0, "w"), ("h.1", "w")]), names_of([("h", "w"), ("h.w",)])
+    (['h.0.w', 'h.1.w'], ["'h'.w", "'h\\\\.w'"])
+    """
+    plain = [".".join(map(str, path)) if path[-1:] != ("",) else _folded(path) for path in paths]
+    if len(set(plain)) == len(plain):
+        return plain
+    below: dict[Any, list[int]] = {}
+    for i, path in enumerate(paths):
+        below.setdefault((type(path[0]), path[0]), []).append(i)
+    rows: list[tuple[Any, str]] = [("", "")] * len(plain)
+    for (_, key), some in below.items():
+        for i, name in zip(some, names_of([paths[i][1:] for i in some]), strict=True):
+            rows[i] = key, name
+    joined = [f"{key}.{name}" if name else str(key) for key, name in rows]
+    if len(set(joined)) == len(joined):
+        return joined
+    quoted = [repr(key).replace("\\", r"\\").replace(".", r"\.") for key, _ in rows]
+    return [f"{q}.{name}" if name else q for q, (_, name) in zip(quoted, rows, strict=True)]
+
+
+def _folded(path: tuple[Any, ...]) -> str:
+    """Join keys of which the last are empty: as a bare leaf, which has none, they add nothing."""
+    name = ""
+    for key in reversed(path):
+        name = f"{key}.{name}" if name else str(key)
+    return name
 
 
 def trainable(params: Any) -> Any:
@@ -247,7 +283,7 @@ def _same_tree(first: Any, others: Sequence[Any]) -> None:
     for other in others:
         theirs, _, structure = optree.tree_flatten_with_path(other, none_is_leaf=True)
         if structure != tree:
-            names = [".".join(map(str, p)) for p in set(paths) ^ set(theirs)]
+            names = names_of(list(set(paths) ^ set(theirs)))
             raise ShardError(
                 f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}",
                 op="update",

@@ -197,7 +197,8 @@ def zero(
         given = _given(grads, leaves, held, tree)
         with torch.no_grad():
             state, where = followed(given, state, leaves, where, mesh)
-            parts = reduced(given, where, mesh, Memory())
+            with bind(mesh):
+                parts = reduced(given, where, mesh, Memory())
             updates, state = tx.update(parts, state, _parts(leaves, where, mesh))
             blocks: dict[int, Tensor] = {}
             with bind(mesh):
@@ -233,7 +234,8 @@ def zero(
         where, mesh = seen.index(params, leaves, held, tree, state)
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
-        parts = reduced(given, where, mesh, memory)
+        with bind(mesh):  # which settles what an exception leaves posted
+            parts = reduced(given, where, mesh, memory)
         seen.keep_pieces(parts)
         if step.ask:
             step.norm = global_norm(parts)

@@ -352,7 +352,7 @@ def _explained(
         watch = _Watch(t, paper.size, backward, paths)
         leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         together = _Together([x.raw for x in leaves if x.raw.requires_grad], t)
-        with known, together, Live() as live:
+        with known, together, Live(paper=True) as live:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
             saved = live.now

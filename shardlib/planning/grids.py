@@ -158,6 +158,14 @@ def choose(
     {'x': 8, 'y': 1, 'z': 1} FSDP
     """
     layers = _layers(model)
+    wrong = {n: v for n, v in (("world", world), ("batch", batch), ("sequence", sequence))
+             if type(v) is not int}  # fmt: skip
+    if wrong:
+        raise ShardError(
+            f"counts are integers: {', '.join(f'{n}={v!r}' for n, v in wrong.items())}",
+            op="choose",
+            fix="sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)",
+        )
     if world < 1 or batch < 1 or sequence < 1 or not layers:
         what = (
             f"world={world}, batch={batch}, sequence={sequence}"

@@ -6,7 +6,6 @@ of them then run on paper, forward and backward, with each distinct layer once a
 model of 80 layers takes as long as one of two.
 """
 
-import difflib
 import itertools
 import math
 from collections import defaultdict
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlib.errors import BadArgument, ShardError
+from shardlib.errors import BadArgument, ShardError, similar
 from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dimensions import Dimensions, trace_dimensions
@@ -246,7 +245,7 @@ def plan(
     names = [recipe] if isinstance(recipe, str) else list(recipe)
     for name in names:
         if name not in RECIPES:
-            near = difflib.get_close_matches(name, RECIPES, 1, 0.5) or RECIPES[:1]
+            near = similar(name, RECIPES, 1, 0.5) or RECIPES[:1]
             raise BadArgument(
                 f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
                 op="plan",
@@ -285,9 +284,14 @@ def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
 
 
 def loss_of(out: Any, labels: Any) -> Tensor | None:
-    """Return the loss in forward's output: a scalar, its ``loss``, or its logits against labels."""
+    """Return the loss in forward's output: a scalar, its ``loss``, or its logits against labels.
+
+    Of outputs in half precision it is computed in fp32.
+    """
     found = getattr(out, "loss", None)
     out = found if isinstance(found, Tensor) else getattr(out, "logits", out)
+    if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+        out = out.float()
     if isinstance(out, Tensor) and out.numel() == 1:
         return out
     if isinstance(out, Tensor) and isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:

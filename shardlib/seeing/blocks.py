@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from shardlib.mesh import coordinates
 from shardlib.ops.attention.engine import Plan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
-from shardlib.tensor import ShardedTensor, layout_of, typeof
+from shardlib.tensor import ShardedTensor, layout_of, named_tensors, typeof
 
 __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
 
@@ -85,25 +85,28 @@ def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
     return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
 
 
+Tensors: TypeAlias = Tensor | Mapping[str, "Tensors"] | Sequence["Tensors"]
 Given = TypeVar("Given")
 
 
 @overload
-def visualize(x: Tensor, /, dims: tuple[int, int] | None = None) -> Drawing: ...
-@overload
 def visualize(x: str | Plan, /, dims: None = None, **axes: int) -> Frames: ...
 @overload
-def visualize(x: Given, /, dims: None = None) -> Given | str: ...
+def visualize(x: Tensors, /, dims: tuple[int, int] | None = None) -> Drawing: ...
+@overload
+def visualize(x: Given, /, dims: None = None) -> Given: ...
 def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) -> object:
     """Draw a tensor: which ranks hold which block; of an algorithm or a plan every step.
 
     An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;
     a plan is that of an attention; what ``sl.seeing.frames`` and others give is shown as it is.  A
     notebook shows it as a table, ``.show()`` prints it in colours where rich is there.  Of more
-    than two split dimensions there is a table for each piece of those in front.
+    than two split dimensions there is a table for each piece of those in front; of a tree of
+    tensors, the drawings of each under its name.
 
     ``dims``  the two dimensions to show of more; if None, all that are split.
-    Raises: OutOfRange for dimensions that the tensor does not have.
+    Raises: OutOfRange for dimensions that the tensor does not have; PlainTensor for what is no
+    tensor and has no picture.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -123,13 +126,20 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     """
     if isinstance(x, str | Plan):
         return frames(x, **axes)
-    if not isinstance(x, Tensor):
-        return x if hasattr(x, "_repr_html_") else str(x)
-    pending = layout_of(x).partial
-    notes = [f"every block is one part of a sum over {' '.join(pending)}"] if pending else []
-    drawn = grids(x, dims)
+    if not isinstance(x, Tensor) and hasattr(x, "_repr_html_"):
+        return x
+    drawn, notes = [], {}
+    for name, one in named_tensors(x, "visualize").items():
+        if pending := layout_of(one).partial:
+            of = f"of {name} " if name else ""
+            notes[f"every block {of}is one part of a sum over {' '.join(pending)}"] = True
+        title = f"{name}  {typeof(one)}" if name else ""
+        drawn += [
+            replace(g, title=f"{title} {g.title}".strip() if title else g.title)
+            for g in grids(one, dims)
+        ]
     if any(g.cut for g in drawn):
-        notes.append(f"of more than {_MOST} pieces along a dimension the first {_MOST} are shown")
+        notes[f"of more than {_MOST} pieces along a dimension the first {_MOST} are shown"] = True
     return Drawing(drawn, "; ".join(notes))
 
 

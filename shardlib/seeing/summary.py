@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.optim.buckets import Buckets
 from shardlib.planning.explain import size
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, named_tensors, typeof
 
 __all__ = ["Summary", "SummaryRow", "summary"]
 
@@ -98,9 +97,10 @@ class Summary:
 def summary(params: object, state: object = None) -> Summary:
     """Write one line per parameter: its type and layout, its bytes on a rank and as a whole.
 
-    ``params``  a dictionary of tensors, or any tree.
+    ``params``  a dictionary of tensors, or any tree; ``dict(model.named_parameters())`` of a module.
     ``state``   an optimizer's state, counted to the parameters that it is of; what ``zero`` cuts
                 without regard to their borders, as each rank's share on average.
+    Raises: PlainTensor for what is no tensor and no tree of them.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -115,13 +115,7 @@ def summary(params: object, state: object = None) -> Summary:
     2 parameters  2,112 elements   2.12 KiB  8.25 KiB        4.25 KiB
     on x=2 y=2
     """
-    tree: Any = params
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    found = {
-        ".".join(map(str, path)): x
-        for path, x in zip(paths, leaves, strict=True)
-        if isinstance(x, Tensor)
-    }
+    found = named_tensors(params, "summary")
     of: dict[str, int] = dict.fromkeys(found, 0)
     other = _count(state, of, ())
     rows = tuple(

@@ -31,7 +31,7 @@ from shardlib.tensor.tensor import ShardedTensor
 from shardlib.tensor.together import together_of
 
 __all__ = [
-    "Wide", "gradient_of", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
+    "Wide", "gradient_of", "gradient_place", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
     "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
 ]  # fmt: skip
 
@@ -87,21 +87,26 @@ class _Vary(Local):
         g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
         if g is None:
             return None, None, None, None
-        # its parts travel as they are and are summed in fp32
+        # its parts travel in half precision and are summed in fp32
         half = ctx.dtype in (torch.bfloat16, torch.float16)
         g, narrow = (g.float(), ctx.dtype) if half else (g, None)
-        if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow):
+        if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow, narrow):
             return None, None, None, None
-        return _Sum.apply(g, ctx.mesh, ctx.axes, narrow), None, None, None
+        return _Sum.apply(g, ctx.mesh, ctx.axes, narrow, narrow), None, None, None
 
 
 def _handed_over(
-    leaf: Any, g: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None
+    leaf: Any,
+    g: Tensor,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    narrow: torch.dtype | None,
+    wire: torch.dtype | None = None,
 ) -> bool:
     """Say whether a leaf's gradient will be summed together with others'."""
     if leaf is None or not leaf[0].takes(leaf[1]):
         return False
-    leaf[0].take(leaf[1], g, mesh, axes, narrow)
+    leaf[0].take(leaf[1], g, mesh, axes, narrow, wire)
     return True
 
 
@@ -110,16 +115,21 @@ class _Sum(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None = None
+        ctx: Any,
+        raw: Tensor,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        narrow: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
     ) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
-            out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=narrow))
+            out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=wire))
         return out.clone() if out._is_view() else out  # autograd lets no one write to an alias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None
+        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
 
 class _Share(Local):
@@ -214,9 +224,10 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
     if raw.is_inference():
         return {}
     tracked = raw.requires_grad and torch.is_grad_enabled()
-    if x.made is None or not x.made.fits(raw, tracked):
-        x.made = _Made(raw, tracked)
-    return x.made.found
+    holder: Any = x if x.read is None else x.read  # of what is gathered: it forgets with the block
+    if holder.made is None or not holder.made.fits(raw, tracked):
+        holder.made = _Made(raw, tracked)
+    return holder.made.found
 
 
 def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
@@ -242,8 +253,8 @@ def widened(
 ) -> list[Tensor | None]:
     """Call ``vary`` on several values, and widen those of half precision, for gradients together.
 
-    Those summed over the same axes travel in one psum; half precision is summed
-    wide, and rounded as it travels and once.
+    Those summed over the same axes travel in one psum; half precision travels and is summed in
+    fp32, and is rounded once.
     """
     met = [
         real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
@@ -296,15 +307,21 @@ class _VaryAll(Local):
 
 
 def total(
-    raw: Tensor, mesh: Mesh, axes: Collection[str], narrow: torch.dtype | None = None
+    raw: Tensor,
+    mesh: Mesh,
+    axes: Collection[str],
+    narrow: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
 ) -> Tensor:
     """Sum over ``axes``; the result is replicated and so is its cotangent.
 
-    ``narrow``  the dtype of what travels and of the result, where raw is wider.
+    ``narrow``  the dtype of the result, where raw is wider: it is rounded once.
+    ``wire``    the dtype in which the parts travel, raw's own if None; of parts that it cannot
+                hold each is rounded before the sum, and where they cancel little is left.
     """
     over = real_axes(mesh, axes)
     if over:
-        return _Sum.apply(raw, mesh, over, narrow)  # type: ignore[return-value]
+        return _Sum.apply(raw, mesh, over, narrow, wire)  # type: ignore[return-value]
     return raw if narrow is None else raw.to(narrow)
 
 
@@ -345,13 +362,15 @@ def settle(x: ShardedTensor) -> ShardedTensor:
     return ShardedTensor(_Share.apply(x.raw, count), Place(x.sharding, x.padded_shape, x.mesh))  # type: ignore[arg-type]
 
 
+def gradient_place(place: Place) -> Place:
+    """Return the place of a value's gradient: its layout, pending over the axes that it defers."""
+    layout = place.layout
+    if place.deferred or layout.partial:
+        layout = Layout(layout.dims, tuple(sorted(place.deferred)), layout.skew)
+        layout = layout.resolve(len(place.shape))
+    return Place(layout, place.shape, place.mesh, place.true_shape)
+
+
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
     """Make a value of a gradient block: in ``x``'s layout, pending over axes that ``x`` defers."""
-    layout = x.sharding
-    if x.deferred:
-        layout = Layout(layout.dims, tuple(sorted(x.deferred)), layout.skew).resolve(
-            len(x.padded_shape)
-        )
-    elif layout.partial:
-        layout = Layout(layout.dims, (), layout.skew).resolve(len(x.padded_shape))
-    return ShardedTensor(raw_grad, Place(layout, x.padded_shape, x.mesh, x.place.true_shape))
+    return ShardedTensor(raw_grad, gradient_place(x.place))

@@ -5,14 +5,35 @@ from typing import Any
 from torch import Tensor
 
 from shardlib._compat import Local, under_transform
-from shardlib.collectives import holds_values, lead
+from shardlib.collectives import holds_values, lead, spans_processes, verify
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, scope, within
+from shardlib.mesh import Entered, Mesh, Scope, scope, within
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, no_transform, typeof
 
-__all__ = ["check_met", "lift", "promoting", "replicated"]
+__all__ = ["check_met", "constants", "lift", "promoting", "replicated"]
+
+
+class constants(Entered):
+    """Count plain tensors that meet sharded ones as constants: the same values on every rank.
+
+    As in the forward of ``sl.parallelize``; ``with sl.constants():`` or a decorator.  A tensor does
+    not say where its values are from: ``torch.arange(8)`` and a batch that this rank alone read look
+    alike, so outside this scope a plain tensor is refused.  On real ranks they are compared, once
+    for each line and every time in check mode, and moved to the mesh's device.  One that asks for a
+    gradient gets it whole, on every rank.
+    Raises: RankFailed where the ranks hold different values.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=2), sl.constants():
+    ...     x = sl.shard(torch.ones(4, 8), "x .")
+    ...     sl.typeof(x * torch.arange(8.0).cos() + torch.linspace(0, 1, 4)[:, None])
+    'f32[4@x, 8]'
+    """
+
+    def changes(self, now: Scope) -> dict[str, Any]:
+        return {"promoting": "verified"}
 
 
 def promoting() -> within:
@@ -30,13 +51,21 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
                 operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
                 fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
             )
-    elif x.ndim > 0 and not scope().promoting:
+    elif x.ndim > 0 and not (counts := scope().promoting):
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
             operands={"t": typeof(x)},
             mesh=mesh,
-            fix='sl.shard(t, "...")',
+            fix='sl.shard(t, "...")  # or, of constants: with sl.constants():',
+        )
+    elif x.ndim > 0 and counts == "verified" and spans_processes(mesh):
+        raw = x.detach()
+        verify(
+            op,
+            mesh,
+            {f"the plain {typeof(x)}": (raw, _WHOLE.resolve(x.ndim))},
+            "sl.shard(t, '...', src=0)",
         )
 
 
@@ -80,6 +109,13 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     raw: Any = x
     if lead(mesh):
         raw = _Copies.apply(x, mesh.size)
-    elif not holds_values(mesh) and x.device.type != "meta":
+    elif x.device.type == "meta":
+        pass  # a module without values, which a loader gives
+    elif not holds_values(mesh):
         raw = x.to("meta")
-    return ShardedTensor(raw, Place(Layout.parse("...").resolve(x.ndim), x.shape, mesh))
+    elif x.ndim and not x.is_meta and x.device.type != mesh.device.type and spans_processes(mesh):
+        raw = x.to(mesh.device)
+    return ShardedTensor(raw, Place(_WHOLE.resolve(x.ndim), x.shape, mesh))
+
+
+_WHOLE = Layout.parse("...")

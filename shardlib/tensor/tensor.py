@@ -6,10 +6,11 @@ block ``raw``, so nothing is dispatched again on the way back (gradients.py).
 """
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import optree
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from shardlib._compat import (
     any_autocast,
     function_modes,
+    intercept_proxies,
     is_dtensor,
     no_torch_function,
+    transform_called,
     under_transform,
 )
 from shardlib.aliases import LINKS, WRITERS, refuse_write, written
@@ -37,16 +40,17 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, Registered, remember, scope
+from shardlib.mesh import Mesh, Registered, enter, leave, remember, scope
 from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
-    "no_implementation", "no_transform", "on_shapes", "partial_escape", "repeats_so",
-    "torch_refuses", "typeof",
+    "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
+    "partial_escape", "refuse_arrays", "refuse_trace", "repeats_so", "torch_refuses", "typeof",
 ]  # fmt: skip
 
+Tree = TypeVar("Tree")
 Implementation = Callable[..., Any]
 Padded = Callable[[Implementation, Any, Any, Any], Any]
 
@@ -275,10 +279,12 @@ class ShardedTensor(torch.Tensor):
             return implementation(func, args, kwargs or {})
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs or {})
+        except ShardError:
+            raise
         except _MISTAKES as e:
             raise _said(e, func, args, kwargs or {}) from None
         except RuntimeError as e:
-            if (told := _explained(e, func, args)) is not None:
+            if (told := _explained(e, func, args, kwargs or {})) is not None:
                 raise told from e
             raise
 
@@ -298,11 +304,30 @@ class ShardedTensor(torch.Tensor):
         given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         return ShardedTensor.__torch_function__(Tensor.backward, (), (self, gradient), given)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **kwargs: Any) -> Any:
+        """Compute with numpy's numbers as with Python's; refuse its arrays, by name."""
+        refuse_arrays(given, f"numpy.{ufunc.__name__}")
+        if kwargs or method != "__call__" or ufunc.__name__ not in _OPERATORS:
+            raise PlainTensor(
+                "numpy computes on whole arrays",
+                op=f"numpy.{ufunc.__name__}",
+                operands={"x": typeof(self)},
+                mesh=self.mesh,
+                fix="sl.unshard(x).numpy()",
+            )
+        numbers = [
+            a if isinstance(a, Tensor) or not hasattr(a, "item") else a.item() for a in given
+        ]
+        return _OPERATORS[ufunc.__name__](*numbers)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TABLE:  # a method that asks no subclass before
+            return TABLE[func](func, args, kwargs or {})
+        if name := transform_called():
+            raise no_transform(name, (args, kwargs or {}))
         raise NoImplementation(
-            f"{func} reached a ShardedTensor below its implementations (torch.func transforms and "
-            "C++ code do that)",
+            f"{func} reached a ShardedTensor below its implementations (C++ code does that)",
             op=str(func),
             operands={
                 "x": next(
@@ -318,8 +343,13 @@ class ShardedTensor(torch.Tensor):
         return f"{head})" if self.raw.numel() > _SHOWN else f"{head}\n{self.local!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        """Copy the blocks as torch copies a tensor: a Parameter without its gradient."""
         if id(self) not in memo:
-            memo[id(self)] = _keep_kind(self, self.becomes(copy.deepcopy(self.raw, memo)))
+            if isinstance(self, torch.nn.Parameter):
+                raw = self.raw.detach().clone().requires_grad_(self.raw.requires_grad)
+            else:
+                raw = copy.deepcopy(self.raw, memo)
+            memo[id(self)] = _keep_kind(self, self.becomes(raw))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -334,7 +364,9 @@ class ShardedTensor(torch.Tensor):
                 fix="sl.unshard(x)",
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _unpickle, (self.raw.detach(), self.place, self.raw.requires_grad, is_parameter)
+        lies, shape, mesh, *rest = self.place
+        place = (str(lies), tuple(shape), mesh, *_plainly(*rest))
+        return _unpickle, (self.raw.detach(), place, self.raw.requires_grad, is_parameter)
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -471,7 +503,7 @@ def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return _run(repeat, args, kwargs)
     except RuntimeError as e:
-        if (told := _explained(e, func, args)) is not None:
+        if (told := _explained(e, func, args, kwargs)) is not None:
             raise told from e
         raise
 
@@ -565,7 +597,9 @@ def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
     """Refuse a call that would read padding, which may hold anything; others may be right."""
-    if func not in TABLE and FALLBACK:
+    if _asks_no_value(func):
+        return _unknown(func, args, kwargs)
+    if FALLBACK:
         try:
             return FALLBACK[0](func, args, kwargs, None)
         except ShardError:
@@ -593,10 +627,35 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
             refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
 
 
+def refuse_arrays(args: Sequence[Any], op: str) -> None:
+    """Refuse an array of another library among the operands.  Raises: PlainTensor."""
+    for a in args:
+        if getattr(a, "ndim", 0) and not isinstance(a, Tensor):
+            ours = next(x for x in args if isinstance(x, ShardedTensor))
+            raise PlainTensor(
+                "an array met a sharded tensor, and nothing says where its data sits",
+                op=op,
+                operands={"array": f"{a.dtype} {list(a.shape)}", "x": typeof(ours)},
+                mesh=ours.mesh,
+                fix='sl.shard(torch.as_tensor(array), "...")',
+            )
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+    "divide": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
+    "power": operator.pow, "equal": operator.eq, "not_equal": operator.ne, "less": operator.lt,
+    "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
+}  # fmt: skip
+"""numpy's names of the operators that its numbers take part in."""
+
 _MENDED = (Unfit, NoImplementation, Unsupported, PartialEscape, RankMismatch)
 """What an implementation may refuse with where whole operands would do."""
 
-_MISTAKES = (TypeError, AttributeError, IndexError)
+_MISTAKES = (
+    TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError,
+    RecursionError,
+)  # fmt: skip
 """What arguments that torch refuses meet on their way, and what a mistake here raises."""
 
 
@@ -617,6 +676,8 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
         told = told if bad is None else bad
         told.final = True  # type: ignore[attr-defined]
         raise told from None
+    except (RuntimeError, *_MISTAKES) as e:
+        raise torch_refuses(func, args, kwargs) or e from None
 
 
 def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
@@ -642,7 +703,9 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
         return None
     except (*_MISTAKES, ValueError, RuntimeError) as e:
         text = str(e).partition("\n")[0]
-        if "meta" in text.lower() or "data-dependent" in text or "data_ptr" in text:
+        if any(
+            word in text.lower() for word in ("meta", "data-dependent", "data_ptr", "fake impl")
+        ):
             return None
         found = [x for x in leaves if isinstance(x, ShardedTensor)]
         kind = OutOfRange if isinstance(e, IndexError) else BadArgument
@@ -655,11 +718,13 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
     return None
 
 
-def _explained(e: RuntimeError, func: Any, args: Any) -> ShardError | None:
-    """Make the error for what torch's own of these two says badly; None for any other."""
+def _explained(e: RuntimeError, func: Any, args: Any, kwargs: Any) -> ShardError | None:
+    """Make the error for what torch's own says badly, or refuses of whole tensors too, else None."""
     if name := under_transform():
-        return no_transform(name)
-    return _not_overwritten(func, args) if _NOT_OVERWRITTEN in str(e) else None
+        return no_transform(transform_called() or name, args)
+    if _NOT_OVERWRITTEN in str(e):
+        return _not_overwritten(func, args)
+    return torch_refuses(func, args, kwargs) if "out of memory" not in str(e) else None
 
 
 _NOT_OVERWRITTEN = "is a view and is being modified inplace"
@@ -691,15 +756,38 @@ def _guarded(implementation: Implementation) -> Implementation:
             return implementation(func, args, kwargs)
         except _MENDED as e:
             return _otherwise(e, func, args, kwargs)
+        except ShardError:
+            raise
         except _MISTAKES as e:
             raise _said(e, func, args, kwargs) from None
 
     return run
 
 
-def _unpickle(raw: Tensor, place: Place, grad: bool, is_parameter: bool) -> ShardedTensor:
-    x = ShardedTensor(raw.requires_grad_(grad), place)
+def _plainly(true_shape: Any, deferred: Any, out: Any, merged: Any) -> tuple[Any, ...]:
+    """Write the rest of a place in what torch.load takes with ``weights_only``."""
+    true = None if true_shape is None else tuple(true_shape)
+    return true, sorted(deferred), None if out is None else str(out), merged
+
+
+def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> ShardedTensor:
+    lies, shape, mesh, true, deferred, out, merged = place
+    x = ShardedTensor(
+        raw.requires_grad_(grad),
+        Place(
+            Layout.parse(lies),
+            torch.Size(shape),
+            mesh,
+            None if true is None else torch.Size(true),
+            frozenset(deferred),
+            None if out is None else Layout.parse(out),
+            merged,
+        ),
+    )
     return torch.nn.Parameter(x, requires_grad=grad) if is_parameter else x  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([_unpickle])  # of state dicts: torch.load's weights_only
 
 
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
@@ -719,16 +807,69 @@ _SHORT = {
 }  # fmt: skip
 
 
-def typeof(x: Tensor) -> str:
+def _of_leaves(f: Callable[[Any], Any], x: Any) -> Any:
+    """Call ``f`` on each tensor of a tree; what is no tensor stays.  Raises: PlainTensor."""
+    if optree.tree_structure(x).is_leaf():
+        raise no_tensor(x, f.__name__)
+    return optree.tree_map(lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf, x)
+
+
+def named_tensors(x: object, op: str) -> dict[str, Tensor]:
+    """List a tree's tensors by their paths, as ``b.0``; of one tensor, itself.
+
+    Raises: PlainTensor for a value that is no tensor and no tree of them.
+    """
+    tree: Any = x
+    paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    named = {
+        ".".join(map(str, p)): v
+        for p, v in zip(paths, leaves, strict=True)
+        if isinstance(v, Tensor)
+    }
+    if not named and (leaves or spec.is_leaf()):
+        raise no_tensor(x, op)
+    return named
+
+
+def no_tensor(x: Any, op: str, layout: str = "...") -> PlainTensor:
+    """Return the error for a value that is no tensor, with the line that makes one of it."""
+    made = "torch.ones(2, 2)"
+    if isinstance(x, torch.nn.Module):
+        made = "dict(x.named_parameters())"
+    elif isinstance(x, int | float | complex | list | tuple) or hasattr(x, "__array__"):
+        made = "torch.as_tensor(x)"
+    if op in ("typeof", "summary"):
+        fix = f"sl.{op}({made})"
+    else:
+        placed = f"sl.shard({made}, {layout!r})"
+        fix = f"sl.{op}({placed})" if op in ("layout_of", "visualize") else placed
+    text = repr(x) if isinstance(x, str | int | float | complex) else ""
+    return PlainTensor(
+        f"{type(x).__name__} is no tensor, and no tree of them",
+        op=op,
+        operands={"given": f"{text[:60]}..." if len(text) > 60 else text} if text else {},
+        fix=fix,
+    )
+
+
+@overload
+def typeof(x: Tensor) -> str: ...
+@overload
+def typeof(x: Tree) -> Tree: ...
+def typeof(x: object) -> object:
     """Write dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
+
+    Of a tree the tree of these; what is no tensor in it stays as it is.
+    Raises: PlainTensor for a value that is no tensor.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
-    ...     sl.typeof(sl.shard(torch.zeros(4, 6), "x y"))
-    'f32[4@x, 6@y]'
-    >>> sl.typeof(torch.zeros(3))
-    'f32[3]'
+    ...     w = sl.shard(torch.zeros(4, 6), "x y")
+    >>> sl.typeof(w), sl.typeof({"w": w, "step": 3}), sl.typeof(torch.zeros(3))
+    ('f32[4@x, 6@y]', {'w': 'f32[4@x, 6@y]', 'step': 3}, 'f32[3]')
     """
+    if not isinstance(x, Tensor):
+        return _of_leaves(typeof, x)
     if is_dtensor(x):
         nowhere: Any = None  # its type does not name the mesh
         place = Place(Layout.from_dtensor(x), x.shape, nowhere)
@@ -745,16 +886,25 @@ def typeof(x: Tensor) -> str:
     return f"{_SHORT.get(x.raw.dtype, str(x.raw.dtype))}[{body}]{tail}{skew}{padded}"
 
 
-def layout_of(x: Tensor) -> Layout:
-    """Read the layout of a sharded tensor or DTensor.
+@overload
+def layout_of(x: Tensor) -> Layout: ...
+@overload
+def layout_of(x: object) -> object: ...
+def layout_of(x: object) -> object:
+    """Read the layout of a sharded tensor or DTensor; of a tree, the tree of its layouts.
+
+    Raises: PlainTensor for what has none.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
-    ...     sl.layout_of(sl.shard(torch.zeros(4, 6), "x ."))
-    Layout('x .')
+    ...     w, b = sl.shard(torch.zeros(4, 6), "x ."), sl.shard(torch.zeros(4), "x")
+    >>> sl.layout_of(w), sl.layout_of({"w": w, "b": b})
+    (Layout('x .'), {'w': Layout('x .'), 'b': Layout('x')})
     """
     if isinstance(x, ShardedTensor):
         return x.sharding
+    if not isinstance(x, Tensor):
+        return _of_leaves(layout_of, x)
     if is_dtensor(x):
         return Layout.from_dtensor(x)
     raise PlainTensor(
@@ -797,28 +947,71 @@ def block_of(x: ShardedTensor) -> Tensor:
 
 _INSTEAD = {
     "vmap": "torch.vmap(f)(sl.unshard(x))",
+    "make_dual": "torch.autograd.functional.jvp(f, x, sl.shard(tangent, sl.layout_of(x)))",
     "grad": "sl.grad(f)(x)",
-    "jvp": "torch.func.jvp(f, (sl.unshard(x),), (sl.unshard(x),))",
+    "grad_and_value": "sl.value_and_grad(f)(x)",
+    "vjp": "torch.autograd.functional.vjp(f, x)",
+    "jvp": "torch.autograd.functional.jvp(f, x, sl.shard(tangent, sl.layout_of(x)))",
+    "jacrev": "torch.autograd.functional.jacobian(f, x)",
+    "jacfwd": "torch.autograd.functional.jacobian(f, x)",
+    "hessian": "torch.autograd.functional.hessian(f, x)",
 }
 
 
-def no_transform(name: str) -> Unsupported:
+def no_transform(name: str, args: Any = ()) -> Unsupported:
     """Make the error for a sharded value under one of torch.func's transforms."""
-    return Unsupported(
+    found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
+    refusal = Unsupported(
         f"torch.func's {name} does not know sharded values",
         op=f"torch.func.{name}",
+        operands=lettered(map(typeof, found)),
+        mesh=found[0].mesh if found else None,
         fix=_INSTEAD.get(name, "f(sl.unshard(x))"),
     )
+    refusal.final = True  # type: ignore[attr-defined]
+    return refusal
 
+
+def no_trace(name: str) -> Unsupported:
+    """Make the error for a sharded value in a trace that would keep its blocks as constants."""
+    return Unsupported(
+        f"{name} records calls on plain tensors, and would keep this value's blocks as constants",
+        op=name,
+        fix="f(sl.unshard(x))",
+    )
+
+
+def refuse_trace() -> None:
+    """Raise where torch.jit.trace or make_fx records: they know neither transfers nor places."""
+    if torch.jit.is_tracing():
+        raise no_trace("torch.jit.trace")
+    if isinstance(scope().watcher, _Traced):
+        raise no_trace("make_fx")
+
+
+class _Traced:
+    """The watcher of calls while make_fx records: it refuses each."""
+
+    def __call__(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        raise no_trace("make_fx")
+
+    verb = __call__
+
+
+intercept_proxies(lambda mode: enter(mode, watcher=_Traced()), leave)
 
 _VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
 
 
+def _asks_no_value(func: Any) -> bool:
+    """Say whether it is a property without an implementation that no value decides."""
+    name = getattr(func, "__name__", "")
+    known = func in TABLE or name not in ("__get__", "__set__")
+    return not known and getattr(func.__self__, "__name__", "") not in _VALUES
+
+
 def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = getattr(func, "__name__", str(func))
-    if (name == "__get__" or name == "__set__") and getattr(
-        func.__self__, "__name__", ""
-    ) not in _VALUES:
+    if _asks_no_value(func):
         with no_torch_function():
             return func(*args, **kwargs)
     if FALLBACK:

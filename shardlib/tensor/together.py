@@ -19,7 +19,7 @@ __all__ = ["LEAST", "MOST", "Together", "together_of"]
 LEAST, MOST = 1 << 20, 25 << 20
 """Bytes of a bucket: less costs more in messages than it hides, and MOST is as DDP's."""
 
-_Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None]
+_Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 class Together:
@@ -37,6 +37,7 @@ class Together:
         self.most = min(max(sum(r.nbytes for r in self.raws) // 5, LEAST), MOST)
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
+        self.owed: list[tuple[int, Callable[[], Tensor]]] = []
         self.flying: list[tuple[list[tuple[int, torch.Size]], int, Callable[[], Tensor]]] = []
 
     def __enter__(self) -> "Together":
@@ -55,14 +56,24 @@ class Together:
         return self.open and not torch.is_grad_enabled() and not self.raws[i]._backward_hooks
 
     def take(
-        self, i: int, g: Tensor, mesh: Mesh, axes: tuple[str, ...], narrow: torch.dtype | None
+        self,
+        i: int,
+        g: Tensor,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        out: torch.dtype | None,
+        wire: torch.dtype | None,
     ) -> None:
-        """Sum ``g`` over ``axes`` with others; ``narrow`` as ``out`` and ``wire`` of psum."""
-        key = mesh, axes, g.dtype, narrow
+        """Sum ``g`` over ``axes`` with others; ``out`` and ``wire`` as psum has them."""
+        key = mesh, axes, g.dtype, out, wire
         rows = self.waiting.setdefault(key, [])
         rows.append((i, g))
         if sum(x.nbytes for _, x in rows) >= self.most:
             self._post(key)
+
+    def owe(self, i: int, wait: Callable[[], Tensor]) -> None:
+        """Take the gradient that ``wait()`` gives, of what sums it by itself."""
+        self.owed.append((i, wait))
 
     def finish(self) -> dict[int, Tensor]:
         """Post what waits, wait for all: leaf -> the sum of what was handed over of it."""
@@ -76,17 +87,19 @@ class Together:
                 g = flat[..., at : at + n].view(shape)
                 found[i] = found[i] + g if i in found else g
                 at += n
-        self.flying = []
+        for i, wait in self.owed:
+            g = wait()
+            found[i] = found[i] + g if i in found else g
+        self.flying, self.owed = [], []
         return found
 
     def _post(self, key: _Key) -> None:
-        mesh, axes, _, narrow = key
+        mesh, axes, _, out, wire = key
         rows, front = self.waiting.pop(key), lead(key[0])
         vectors = [g.flatten(front) if g.ndim > front else g.unsqueeze(-1) for _, g in rows]
-        how = {} if narrow is None else {"out": narrow, "wire": narrow}
         with torch.no_grad(), bind(mesh):
             flat = vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)
-            later = start(psum, wrap(flat, mesh), axes, **how)
+            later = start(psum, wrap(flat, mesh), axes, out=out, wire=wire)
         self.flying.append(([(i, g.shape) for i, g in rows], front, lambda: unwrap(later.wait())))
 
 

@@ -1,5 +1,8 @@
 """``sl.check_model``: a right model passes on every mesh, and a wrong one says where it is wrong."""
 
+import dataclasses
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +78,7 @@ def test_recipes_and_every_form_of_a_batch_are_taken() -> None:
     for batch in (x, [x], {"input": x}):
         proof = sl.check_model(model, sl.recipes.megatron1d, {"x": 2}, batch, steps=0)
         assert set(proof.errors["x=2"]) == {"output", "loss", "gradient", "norm"}
-    with pytest.raises(sl.ShardError, match="no floating point"):
+    with pytest.raises(sl.ShardError, match="no floating point"):  # numbers have no mean
         sl.check_model(nn.Identity(), [], {"x": 2}, torch.arange(4))
 
 
@@ -109,7 +112,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(
     made = caught.value.operands["made by"]
     assert "gelu(f64[4@data, 6, 16@x])" in made and "test_proof.py:" in made
     assert made.startswith("the gradient of") == (wrong == "gradient")
-    first = "output 0 differs" if wrong == "value" else "gradient of embed.weight differs"
+    first = "output differs" if wrong == "value" else "gradient of embed.weight differs"
     assert first in str(caught.value)
     assert isinstance(caught.value, AssertionError)
 
@@ -139,3 +142,112 @@ def test_what_has_nothing_to_learn_is_compared_by_its_values() -> None:
         rules = [("*", "...")] if list(model.parameters()) else []
         proof = sl.check_model(model, rules, {"x": 2}, torch.randn(4, 4))
         assert {k.removeprefix("train ") for k in proof.errors["x=2"]} == {"output", "loss"}
+
+
+@dataclasses.dataclass
+class Held:
+    hidden: Tensor
+    ids: Tensor
+    more: Any = None
+
+
+class Cache:
+    """An object that no library of trees knows."""
+
+    def __init__(self, *keys: Tensor) -> None:
+        self.layers = [SimpleNamespace(keys=k) for k in keys]
+        self.owner = self
+
+
+class Returning(nn.Module):
+    def __init__(self, form: str, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.form, self.scale = nn.Linear(4, 6), form, scale
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        z = y * (self.scale if isinstance(y, sl.ShardedTensor) else 1.0)
+        out = {
+            "dataclass": lambda: Held(y, y.argmax(-1), [z]),
+            "mapping": lambda: UserDict(y=y, more=UserDict(z=z)),
+            "namedtuple": lambda: namedtuple("Two", "y z")(y, z),
+            "object": lambda: (y, Cache(y, z)),
+            "function": lambda: (y, lambda: z),
+        }
+        return out[self.form]()
+
+
+@pytest.mark.parametrize("form", ["dataclass", "mapping", "namedtuple", "object", "function"])
+def test_every_tensor_of_any_output_object_is_compared(form: str) -> None:
+    rules, x = [("*.weight", "x ."), ("*.bias", "x")], torch.randn(4, 4)
+    assert sl.check_model(Returning(form).eval(), rules, {"x": 2}, x).left == {
+        "function": ["output 1 (function)"],
+        "object": ["output 1.owner (Cache)"],
+    }.get(form, [])
+    wrong = Returning(form, 1.0 + 1e-6).eval()
+    path = {
+        "dataclass": "more.0", "mapping": "more.z", "namedtuple": "z", "object": "1.layers.1.keys"
+    }  # fmt: skip
+    loss: Any = lambda out: torch.zeros((), dtype=torch.float64)  # noqa: E731
+    if form == "function":  # it cannot be called here, which the table says
+        proof = sl.check_model(wrong, rules, {"x": 2}, x, loss=loss)
+        assert "not compared: output 1 (function)" in str(proof)
+        return
+    with pytest.raises(ModelDiffers, match=f"output {path[form]} differs by 1.0e-06"):
+        sl.check_model(wrong, rules, {"x": 2}, x, loss=loss)
+
+
+class Opaque(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        y = super().forward(input)
+        return lambda: y
+
+
+def test_a_proof_that_compares_nothing_fails() -> None:
+    with pytest.raises(sl.ShardError, match="no tensor that can be compared"):
+        sl.check_model(
+            Opaque(4, 4), [("*", "...")], {"x": 2}, torch.randn(4, 4), loss=lambda f: f()
+        )
+
+
+class Half(nn.Linear):
+    """Its loss is computed in less than its parameters, as those of transformers are."""
+
+    def forward(self, input: Tensor) -> Any:
+        y = super().forward(input).to(torch.bfloat16).float()
+        return {"loss": F.mse_loss(y, torch.ones_like(y, dtype=torch.float32))}
+
+
+def test_lower_precision_inside_is_computed_in_fp64() -> None:
+    rules = [("weight", "x ."), ("bias", "x")]
+    proof = sl.check_model(Half(8, 8), rules, {"x": 2}, torch.randn(4, 8))
+    assert proof.raised == ["to to bfloat16", "float to float32", "ones_like to float32"]
+    assert max(proof.errors["x=2"].values()) < 1e-12
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["megatron1d", "cube3d"])
+def test_a_model_of_transformers_is_proved_with_its_cache_and_its_loss(recipe: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    ids = torch.randint(32, (8, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    model = transformers.LlamaForCausalLM(config).eval()
+    rules: Any = getattr(sl.recipes, recipe)
+    proof = sl.check_model(model, rules, {"x": 2, "y": 2, "z": 2}, batch, steps=2)
+    assert set(proof.errors["x=2 y=2 z=2"]) == {"output", "loss", "gradient", "norm", "step"}
+    assert max(proof.errors["x=2 y=2 z=2"].values()) < 1e-10
+    assert not proof.left and proof.raised
+
+    def bent(model: Any, mesh: Any) -> Any:  # the logits alone are wrong
+        model.lm_head.register_forward_hook(lambda m, given, out: out * (1 + 1e-6 * sharded(out)))
+        return rules(model, mesh)
+
+    def sharded(x: Any) -> bool:
+        return isinstance(x, sl.ShardedTensor)
+
+    with pytest.raises(ModelDiffers, match="output logits differs by 1\\.0e-06"):
+        sl.check_model(model, bent, {"x": 2, "y": 2, "z": 2}, {"input_ids": ids})

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.checkpoint import agree, disk, files, folder
+from shardlib.checkpoint import disk, files, folder
 from shardlib.errors import CheckpointError
+from shardlib.mesh.store import Client
 
 WORLD, TIMEOUT = 4, 8.0
 
@@ -34,11 +35,23 @@ WORLD, TIMEOUT = 4, 8.0
 class Case(NamedTuple):
     """``victims`` die before their ``nth`` operation; ``how``: a save in
     place, without an exchange of names, of a step, or asynchronous.
+
+    ``point``  where rank 0 dies instead, from the begin of its commit on: "after rename 2".
     """
 
     victims: tuple[int, ...]
     nth: int
     how: str = "place"
+    point: str = ""
+
+
+POINTS = {
+    "place": "fsync 1, exchange 1, fsync 2, unlink 1, unlink 3, rmdir 1, set 1",
+    "aside": "fsync 1, rename 1, rename 2, fsync 2, unlink 1, unlink 3, rmdir 1, set 1",
+    "step": "fsync 1, rename 1, fsync 2, set 1, rename 2, unlink 1, unlink 3, rmdir 1",
+}
+"""Operations of a commit, by ``how``, and of what follows: the removal of the old one, a word."""
+POINTS["later"] = POINTS["place"]
 
 
 def tree(k: int) -> dict[str, Any]:
@@ -49,15 +62,17 @@ def tree(k: int) -> dict[str, Any]:
     }
 
 
-def counting(before: Callable[[str], None]) -> None:
-    """Call ``before`` ahead of every operation that others can see."""
+def counting(before: Callable[[str], None], after: Callable[[str], None]) -> None:
+    """Call these around every operation that others can see."""
 
     def wrap(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before(name)
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
+            after(name)
+            return out
 
         setattr(owner, name, run)
 
@@ -66,20 +81,8 @@ def counting(before: Callable[[str], None]) -> None:
     wrap(fcntl, "flock")
     wrap(folder, "exchange")
     wrap(files, "allocate")
-    store = agree.job_store()
-    original = store.set
-
-    class Store:
-        """The job's store, whose words are operations too."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-        def set(self, key: str, value: str) -> None:
-            before("say")
-            original(key, value)
-
-    agree.job_store = Store  # type: ignore[assignment]
+    wrap(Client, "set")  # a word to the others
+    wrap(folder.Work, "commit")
 
 
 def save(path: str, k: int, how: str) -> None:
@@ -97,16 +100,24 @@ def rank_main(rank: int, place: str, case: Case) -> None:
         disk._ALONE, disk._spare = 0, lambda: True  # the second thread writes, and dies
     disk._EARLY = 1 << 14
     done: list[str] = []
+    since: list[str] = []  # the begin of the commit
 
     def before(name: str) -> None:
         done.append(name)
+        if name == "commit" or since:
+            since.append(name)
         if rank in case.victims and len(done) == case.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        named("before", name)
+
+    def named(when: str, name: str) -> None:
+        if since and f"{when} {name} {since.count(name)}" == case.point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with sl.make_mesh(x=2, y=2, device="cpu"):
         save(f"{place}/c", 1, case.how)
         write = open
-        counting(before)
+        counting(before, lambda name: named("after", name))
         began = time.monotonic()
         try:
             save(f"{place}/c", 2, case.how)
@@ -146,6 +157,15 @@ def run(case: Case) -> tuple[list[str], dict[str, Any]]:
         for r in range(WORLD):
             with contextlib.suppress(FileNotFoundError):
                 said[r] = json.loads(Path(place, f"said{r}").read_text())
+        if (
+            silent := set(range(WORLD))
+            - set(said)
+            - set(case.victims)
+            - ({0} if case.point else set())
+        ):
+            wrong.append(f"ranks {sorted(silent)} ended without a word")
+        if case.point and 0 in said:
+            wrong.append(f"rank 0 did not come to {case.point}")
         try:
             k = held(place)
         except Exception as e:
@@ -185,20 +205,37 @@ def drawn(count: int, seed: int = 0) -> list[Case]:
     return cases
 
 
+def in_commit(count: int, seed: int = 0) -> list[Case]:
+    """Every named point of every way, over and over, in drawn order."""
+    draw, cases = random.Random(seed), []
+    every = [
+        Case((), 0, how, f"{when} {point}")
+        for how, points in POINTS.items()
+        for point in points.split(", ")
+        for when in ("before", "after")
+    ]
+    while len(cases) < count:
+        cases += draw.sample(every, len(every))
+    return cases[:count]
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--count", type=int, default=60)
+    p.add_argument("--commit", type=int, default=60, help="kills at named points of the commit")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     bad, slowest, held_by = 0, 0.0, {1: 0, 2: 0}
-    for case in drawn(args.count, args.seed):
+    cases = drawn(args.count, args.seed) if args.count else []
+    cases += in_commit(args.commit, args.seed)
+    for case in cases:
         wrong, found = run(case)
         bad += bool(wrong)
         slowest = max(slowest, found.get("slowest", 0.0))
         held_by[found.get("holds", 1)] += 1
         print(case, found, *wrong, flush=True)
     print(
-        f"{args.count} kills, {bad} wrong; old {held_by[1]}, new {held_by[2]}; slowest survivor {slowest:.2f} s"
+        f"{len(cases)} kills, {bad} wrong; old {held_by[1]}, new {held_by[2]}; slowest survivor {slowest:.2f} s"
     )
     return bool(bad)
 

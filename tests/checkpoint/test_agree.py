@@ -1,12 +1,17 @@
 """All ranks get one answer or raise the same, whoever is late, gone or apart."""
 
+import os
+import pickle
+import signal
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from shardlib.checkpoint.agree import Group
 from shardlib.errors import CheckpointError
+from tests.workers import Pool
 
 
 def told(f: Any) -> tuple[Any, float]:
@@ -55,3 +60,24 @@ def test_all_get_one_answer_or_one_error(pool: Any) -> None:
     assert total == slow == 6 and soon
     assert fault == "rank 2: odd" and zero.startswith("ZeroDivisionError")
     assert silent == "rank 3 said nothing during 'writing' for 0.5 s"
+
+
+def killed(who: int) -> Any:
+    """The rank is killed while the others come to their first agreement."""
+    if dist.get_rank() == who:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: Group("save", 50.0).agree("the tree", 0))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_is_killed_before_its_first_word_is_gone_at_once(who: int) -> None:
+    workers = Pool(3)
+    try:
+        for pipe in workers.pipes:
+            pipe.send_bytes(pickle.dumps((killed, (who,), {"x": 3}, 60.0)))
+        said = [pickle.loads(p.recv_bytes()) for r, p in enumerate(workers.pipes) if r != who]
+    finally:
+        workers.close()
+    for done, (text, seconds) in said:
+        assert done and text == f"rank {who} died: its process is gone" and seconds < 5

@@ -125,3 +125,30 @@ def test_the_caller_is_ahead_by_one_stretch_at_most(
         behind.end()
     assert os.fstat(fd).st_size == 2 * PIECE
     os.close(fd)
+
+
+def test_a_disk_that_takes_nothing_ends_the_save_and_reaches_no_later_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_spare", lambda: True)
+    goes_on, inner = threading.Event(), os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        if threading.current_thread().name == "shardlib write":
+            goes_on.wait(20.0)
+        return inner(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    data = memoryview(bytes(1 << 20))
+    with pytest.raises(OSError, match="the disk took nothing for"), Behind(fd, 0, 0.1) as behind:
+        behind.put(data)
+        thread = behind.thread
+        behind.put(data)
+    os.close(fd)
+    later = os.open(tmp_path / "later", os.O_RDWR | os.O_CREAT)
+    goes_on.set()
+    assert thread is not None
+    thread.join(20.0)
+    assert os.fstat(later).st_size == 0 and not thread.is_alive()
+    os.close(later)

@@ -1,8 +1,10 @@
 """Files are safetensors, read only where wanted, and whatever a hostile one says is refused."""
 
+import gc
 import json
 import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 import shardlib as sl
+from shardlib.checkpoint import files
 from shardlib.checkpoint.boxes import meet, whole
+from shardlib.checkpoint.contents import MANIFEST
+from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import (
     Folder,
     Part,
@@ -26,7 +32,6 @@ from shardlib.checkpoint.files import (
     read_header,
     write_file,
 )
-from shardlib.checkpoint.folder import MANIFEST
 from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import DTYPES, same, value
 
@@ -330,3 +335,74 @@ def test_junk_under_a_right_checksum_is_refused_or_harmless(
 def test_numbers_are_not_taken_for_more_than_they_are() -> None:
     with pytest.raises(ValueError):
         parsed("1" * 10_000, "f")  # Python's own limit on digits
+
+
+@given(st.data())
+def test_a_part_of_a_chunk_is_read_as_it_would_be_cut(data: Any) -> None:
+    """Whatever the gaps between rows: read together, one by one, or in several goes."""
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    where = []
+    for n in shape:
+        start = data.draw(st.integers(0, n - 1))
+        where.append(slice(start, data.draw(st.integers(start + 1, n))))
+    span, near = data.draw(st.sampled_from([8, 20, 64, 1 << 20])), data.draw(st.integers(0, 64))
+    with tempfile.TemporaryDirectory() as d, pytest.MonkeyPatch.context() as patch:
+        Path(d, "f").write_bytes(b"123" + bytes(memory(x)))
+        patch.setattr(files, "_SPAN", span)
+        patch.setattr(files, "_NEAR", near)
+        with opened(Path(d)) as folder:
+            c = files.Chunk("f", whole(shape), x.dtype, 3, x.nbytes, (), None)
+            sizes = [s.stop - s.start for s in where]
+            out = (
+                torch.zeros([*sizes, 2])[..., 0] if data.draw(st.booleans()) else torch.zeros(sizes)
+            )
+            assert torch.equal(folder.block(c, where, out), x[tuple(where)])
+
+
+def _cut_while_read(path: str) -> str:
+    """Load onto another layout while the file shrinks after the first tiles were read."""
+    file, compare, done = Path(path, "rank_00000.safetensors"), files._compare, []
+
+    def cut(*args: Any) -> None:
+        compare(*args)
+        done.append(os.truncate(file, 4096))
+
+    files._compare = cut
+    try:
+        with sl.simulate(x=2):
+            sl.load(path, layouts=". x")
+    except sl.ShardError as e:
+        return f"{len(done)} {e.message}"
+    finally:
+        files._compare = compare
+    return "read"
+
+
+def _cut_on_ranks(path: str) -> str:
+    return _cut_while_read(f"{path}/{dist.get_rank()}")
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(
+    pool: Any, tmp_path: Path
+) -> None:
+    w = torch.randn(2048, 1024)
+    for r in range(5):
+        sl.save(tmp_path / str(r), {"w": w})
+    said = pool.run(_cut_on_ranks, str(tmp_path), x=2, y=2)
+    assert said == [_cut_while_read(str(tmp_path / "4"))] * 4
+    assert "rank_00000.safetensors" in said[0] and "('w')" in said[0]
+
+
+def test_a_header_of_many_tensors_is_read_while_nothing_is_collected(tmp_path: Path) -> None:
+    """The collector would walk all that was read again and again."""
+    many = {f"w{i}": entry(shape=[1], data_offsets=[4 * i, 4 * i + 4]) for i in range(20_000)}
+    write(tmp_path / "f", json.dumps(many).encode(), bytes(80_000))
+    runs: list[Any] = []
+    gc.callbacks.append(lambda phase, info: runs.append(info))
+    try:
+        with opened(tmp_path) as folder:
+            layout_of_file(folder.file("f"), "f")
+    finally:
+        gc.callbacks.pop()
+    assert len(runs) <= 2 and gc.isenabled()

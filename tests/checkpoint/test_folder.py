@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardlib.checkpoint import folder
-from shardlib.checkpoint.folder import Work, clean, opened, read_manifest
+from shardlib.checkpoint import contents, folder
+from shardlib.checkpoint.contents import read_manifest
+from shardlib.checkpoint.folder import Work, clean, opened
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "aside"])
@@ -22,7 +23,8 @@ def made(target: Path, says: int) -> Work:
     name, hold = Work.make(str(target))
     work = Work(str(target), name)
     os.close(hold)
-    folder.write_manifest(work.fd, {"format": folder.FORMAT, "id": work.id, "says": says})
+    about = {"format": contents.FORMAT, "id": work.id, "says": says, "files": []}
+    contents.write_manifest(work.fd, about)
     return work
 
 
@@ -109,8 +111,17 @@ def test_leftovers_go_and_what_is_in_use_stays(tmp_path: Path) -> None:
 def test_a_manifest_that_was_touched_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "c"
     written(target, 0)
-    path = target / folder.MANIFEST
+    path = target / contents.MANIFEST
     for text in ("", "{}", "[1]\n", path.read_text().replace("says", "sais")):
         path.write_text(text)
         with pytest.raises(ValueError, match="damaged"):
             says(target)
+
+
+def test_a_lock_that_another_saver_never_lets_go_ends_a_save(tmp_path: Path) -> None:
+    with (
+        folder._locked(str(tmp_path), fcntl.LOCK_EX),
+        pytest.raises(OSError, match=r"another saver held the lock of the directory for 0\.1 s"),
+    ):
+        Work.make(str(tmp_path / "c"), seconds=0.1)
+    assert os.listdir(tmp_path) == []

@@ -333,3 +333,31 @@ def test_four_processes_read_and_write_a_model(pool: Any, tmp_path: Path) -> Non
     held = dict(dense.named_parameters())
     assert all(torch.equal(p, held[n]) for n, p in again.named_parameters())
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def _halves(path: str) -> list[Any]:
+    """Save a model in bf16 with a tokenizer, and load what was written by its own configuration."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, "?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    dense = llama(tied=False)
+    _, params = sl.parallelize(dense, [("*", "...")])
+    halves = {n: p.detach().to(torch.bfloat16) for n, p in params.items()}
+    sl.save_hf(path, halves, dense, tokenizer=tokenizer)
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    _, again = sl.load_hf(path, model, [("*", "...")])
+    return [
+        all(torch.equal(sl.unshard(again[n]), sl.unshard(p)) for n, p in halves.items()),
+        str(config.dtype),
+        transformers.AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab(),
+        str(dense.config.dtype) != "torch.bfloat16",
+    ]
+
+
+def test_the_configuration_says_the_dtype_that_was_saved(pool: Any, tmp_path: Path) -> None:
+    with sl.simulate(x=2):
+        assert _halves(str(tmp_path / "one")) == [True, "torch.bfloat16", True, True]
+    for said in pool.run(_halves, str(tmp_path / "four"), x=2, y=2):
+        assert said == [True, "torch.bfloat16", True, True]

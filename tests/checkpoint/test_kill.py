@@ -11,6 +11,10 @@ CASES = [
     Case((3,), 5),
     Case((0, 1, 2, 3), 7, "step"),
     Case((0,), 27, "later"),
+    Case((), 0, "place", "after exchange 1"),
+    Case((), 0, "aside", "after rename 1"),
+    Case((), 0, "step", "after unlink 1"),
+    Case((), 0, "later", "after fsync 2"),
 ]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
+from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder
-from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import placed
@@ -31,15 +31,47 @@ def test_every_file_is_whole_and_holds_what_its_rank_wrote(tmp_path: Path) -> No
         assert folder.bytes_read < 64 * 48 * 4
 
 
+def touched(path: Path, *keys: str, value: object) -> None:
+    """Put something else into the manifest, under a right checksum."""
+    said = json.loads((path / MANIFEST).read_bytes().partition(b"\n")[0])
+    at = said
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    body = json.dumps(said).encode()
+    (path / MANIFEST).write_bytes(body + f"\n{zlib.crc32(body):08x}\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        ("w", "shape", [10**30, 48]),
+        ("w", "shape", [2**62, 2**62]),
+        ("w", "tiled", [10**30, 48]),
+        ("w", "mesh", [["x", 10**30], ["y", 2]]),
+        ("w", "ranks", [10**30] * 4),
+        ("step", "", ["float", "0x1p99999"]),
+        ("step", "", [["float", "0x1p0"]]),
+        ("step", "", ["float", "0x1p0", "0x1p0"]),
+        ("step", "", ["number", "0x1p0"]),
+    ],
+)
+def test_numbers_that_no_tensor_has_are_refused(
+    tmp_path: Path, key: str, field: str, value: object
+) -> None:
+    with sl.simulate(x=2, y=2):
+        sl.save(tmp_path / "c", placed())
+    touched(tmp_path / "c", *(("tensors", key, field) if field else ("values", key)), value=value)
+    for call in (sl.checkpoint.verify, sl.checkpoint.describe, sl.load):
+        with pytest.raises(CheckpointError, match=r"shardlib\.json"):
+            call(tmp_path / "c")
+
+
 def test_a_layout_that_the_files_do_not_have_is_found(tmp_path: Path) -> None:
     """A manifest under a right checksum whose layout is another one."""
     with sl.simulate(x=2, y=2):
         sl.save(tmp_path / "c", placed())
-    path = tmp_path / "c" / MANIFEST
-    said = json.loads(path.read_bytes().partition(b"\n")[0])
-    said["tensors"]["w"]["layout"] = "y x"
-    body = json.dumps(said).encode()
-    path.write_bytes(body + f"\n{zlib.crc32(body):08x}\n".encode())
+    touched(tmp_path / "c", "tensors", "w", "layout", value="y x")
     with opened(tmp_path / "c") as folder:
         assert any("another part of 'w'" in w for w in Manifest.of(folder).damage(folder, range(4)))
     with pytest.raises(CheckpointError, match="another part of 'w'"):

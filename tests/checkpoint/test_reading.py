@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from examples.gpt import GPT
-from shardlib.checkpoint.folder import MANIFEST
+from shardlib.checkpoint.contents import MANIFEST
 from shardlib.errors import BadArgument, CheckpointError
 from tests.checkpoint.cases import DTYPES, MESHES, layouts, placed, put, same, tree, value, whole
 from tests.checkpoint.test_files import JUNK, places, replaced
@@ -42,7 +42,7 @@ def test_drawn_trees_come_back_under_other_layouts(data: Any, tmp_path_factory: 
             assert again["p"][n].sharding == x.sharding and same(whole(again["p"][n]), leaves[n])
     with sl.simulate(**two):
         like = {n: put(torch.zeros_like(x), draw(layouts(x.ndim, two))) for n, x in leaves.items()}
-        got = sl.load(path, {"p": like, "n": [0] * 7})
+        got = sl.load(path, {"p": like, "n": [0, 0, 0, "", 0, 0, None]})
         assert got["n"] == values
         for n, x in leaves.items():
             assert got["p"][n].place == like[n].place
@@ -288,3 +288,11 @@ def test_a_manifest_of_junk_under_a_right_checksum_is_refused(
         for n, x in tree().items():
             if like is not None and at[0] != "values":
                 assert torch.equal(found[n], x) if isinstance(x, torch.Tensor) else found[n] == x
+
+
+def test_a_value_of_another_kind_is_refused(tmp_path: Path) -> None:
+    sl.save(tmp_path / "c", {"lr": 0.5, "name": "adam", "best": None})
+    assert sl.load(tmp_path / "c", {"lr": 1, "name": "", "best": 2.0})["best"] is None
+    for like in ({"lr": "0.5", "name": "", "best": 0}, {"lr": 0.5, "name": 3, "best": 0}):
+        with pytest.raises(CheckpointError, match="in the checkpoint, and"):
+            sl.load(tmp_path / "c", like)

@@ -1,5 +1,6 @@
 """What raised was not written, what returned was; all ranks end alike, and nothing is left over."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import shardlib as sl
 from shardlib.checkpoint import folder, writing
 from shardlib.checkpoint.tree import Content
 from shardlib.errors import BadArgument, CheckpointError
+from shardlib.mesh.failures import current_job
 from tests.checkpoint.cases import placed
+from tests.workers import Pool
 
 
 def told(f: Any) -> str:
@@ -394,3 +397,82 @@ def _ended_while_saving(path: str) -> bool:
 
 def test_loads_go_on_while_a_save_is_written(pool: Any, tmp_path: Path) -> None:
     assert all(pool.run(_ended_while_saving, str(tmp_path), x=4))
+
+
+def _failing_later(path: str) -> tuple[list[str], str]:
+    """Errors of a save that fails while nobody waits: the lines that they name."""
+    write, world = writing.write_file, dist.is_initialized()
+
+    def fails(*args: Any) -> Any:
+        if not world or dist.get_rank() == 1:
+            raise ValueError("odd")
+        return write(*args)
+
+    writing.write_file, out = fails, []
+    try:
+        saving = sl.save(path, {"a": 1}, wait=False)
+        here = f"{Path(__file__).name}:{inspect.currentframe().f_lineno - 1}"  # type: ignore[union-attr]
+        with pytest.raises(CheckpointError) as e:
+            saving.wait()
+        out.append(e.value.line)
+        assert f"at  {here}" in str(e.value)
+    finally:
+        writing.write_file = write
+    return out, here
+
+
+def test_an_error_of_a_save_in_its_thread_names_the_line_of_save(tmp_path: Path) -> None:
+    lines, here = _failing_later(str(tmp_path / "c"))
+    assert lines == [here]
+
+
+def test_an_error_of_a_save_in_its_thread_names_the_line_of_save_on_all_ranks(
+    pool: Any, tmp_path: Path
+) -> None:
+    for lines, here in pool.run(_failing_later, str(tmp_path / "c"), x=2, y=2):
+        assert lines == [here]
+
+
+def _raising_meanwhile(path: str) -> float:
+    """A rank raises while what it began to save is written, and its process waits for that."""
+    write = writing.write_file
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    writing.write_file = slow
+    saving = sl.save(path, {"a": sl.shard(torch.ones(3), "x")}, wait=False)
+    if dist.get_rank() == 1:
+        job = current_job()
+        assert job is not None
+        job.raised(ValueError("a loss of nan"))
+    saving.wait()
+    return float(sl.load(path)["a"].raw.sum())
+
+
+def test_what_a_rank_that_raised_has_begun_to_save_is_saved(tmp_path: Path) -> None:
+    workers = Pool(3)
+    try:
+        assert workers.run(_raising_meanwhile, str(tmp_path / "c"), x=3) == [1.0] * 3
+    finally:
+        workers.close()
+
+
+def test_a_wait_for_a_save_ends_where_nothing_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, inner = threading.Event(), os.fsync
+
+    def fsync(fd: int) -> None:
+        goes_on.wait(20.0)
+        inner(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(writing, "_SLACK", 0.0)
+    saving = sl.save(tmp_path / "c", {"a": torch.ones(3)}, wait=False, timeout=0.2)
+    with pytest.raises(CheckpointError, match="nothing was written for"):
+        saving.wait()
+    goes_on.set()
+    saving.wait()  # the disk is back
+    assert sl.load(tmp_path / "c")["a"].tolist() == [1.0] * 3

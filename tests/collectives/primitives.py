@@ -136,7 +136,7 @@ PRIMITIVES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Reference, str]] = 
         lambda b, p: [total(b) if i == 1 else torch.zeros_like(b[0]) for i in range(p)], "one",
     ),
     "axis_index": (lambda x, a: x * 0 + sl.axis_index(a), lambda b, p: [x * 0 + i for i, x in enumerate(b)], "none"),
-    "pick": (lambda x, a: (x * sl.collectives.pick([3.0, 5.0, 7.0, 9.0], a)).to(x.dtype), lambda b, p: [x * (3 + 2 * i) for i, x in enumerate(b)], "none"),
+    "pick": (lambda x, a: (x * sl.collectives.pick([3.0, 5.0, 7.0, 9.0][: sl.axis_size(a)], a)).to(x.dtype), lambda b, p: [x * (3 + 2 * i) for i, x in enumerate(b)], "none"),
     "start pbroadcast": (lambda x, a: sl.collectives.start(sl.collectives.pbroadcast, x, a, 1).wait(), lambda b, p: [b[1]] * p, "one"),
     "start shift": (lambda x, a: sl.collectives.start(sl.collectives.shift, x, a, -1).wait(), cycle(-1), "shift"),
     "start all_gather": (lambda x, a: sl.collectives.start(sl.all_gather, x, a, 1).wait(), lambda b, p: [torch.cat(b, 1)] * p, "gather"),

@@ -378,3 +378,29 @@ def test_collectives_on_flat_vectors_are_those_that_allocate(
     with sl.simulate(**mesh):
         assert flat_vectors(axes) == []
     assert pool.run(flat_vectors, axes, **mesh) == [[]] * 4
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1.5, b"x", ("x", 0)])
+@pytest.mark.parametrize("verb", [sl.psum, sl.pmax, sl.all_gather, sl.collectives.pvary])
+def test_an_axis_that_is_no_name_is_refused(verb: Any, axis: Any) -> None:
+    with sl.simulate(x=2), pytest.raises(sl.errors.ShardError, match="axis"):
+        verb(torch.ones(2), axis)
+
+
+@pytest.mark.parametrize("verb", [sl.psum, sl.pmean, sl.pmax, sl.all_gather, sl.psum_scatter])
+def test_a_collective_of_what_is_no_block_is_refused(verb: Any) -> None:
+    with sl.simulate(x=2):
+        for x in (None, 0, 1.5, [1.0]):
+            with pytest.raises(sl.errors.BadArgument, match="takes a tensor"):
+                verb(x, "x")
+        x = sl.shard(torch.arange(4.0), "x")
+        with pytest.raises(sl.errors.BadArgument, match="this value is sharded"):
+            verb(x, "x")
+
+
+def test_a_table_has_one_number_for_each_rank() -> None:
+    with sl.simulate(x=2):
+        assert sl.collectives.pick(torch.tensor([3.0, 4.0]), "x").ranks.tolist() == [3.0, 4.0]
+        for table in ([1.0], [1.0, 2.0, 3.0], ["a", "b"], torch.ones(3)):
+            with pytest.raises(sl.errors.BadArgument, match="'x' has 2 ranks"):
+                sl.collectives.pick(table, "x")  # type: ignore[arg-type]

@@ -1,13 +1,16 @@
 """Check mode: ranks that part ways are told apart before anything moves; off, nothing is added."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.collectives import checking, digest
 from tests import faults
+from tests.workers import Pool
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,37 @@ def test_a_digest_tells_values_apart(dtype: torch.dtype) -> None:
     assert digest(x) == digest(x.clone()) != digest(y)
     assert digest(x) == digest(x.T.contiguous().T)
     assert digest(torch.empty(0)) == ""
+
+
+def _apart(early: bool, calls: int) -> str:
+    rank = dist.get_rank()
+    long = "q" * 500
+    try:
+        with sl.check():
+            y = sl.shard(torch.ones(4, 4), "x .") * (1.0 + (early and rank))
+            for _ in range(calls):
+                y = y * 1.0
+            mode = checking()
+            assert mode is not None
+            mode.note(f"f({long}{'b' if rank and not early else 'a'}{long})")
+            sl.psum(torch.ones(4), "x")
+    except sl.ShardError as e:
+        return e.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("early", "calls", "said"),
+    [
+        (True, 1000, r"2\.0.*and rank.*1\.0|1\.0.*and rank.*2\.0"),
+        (True, 4500, "different calls"),
+        (False, 1, "qb.*qa|qa.*qb"),
+    ],
+)
+def test_what_differs_is_printed_wherever_it_stands(early: bool, calls: int, said: str) -> None:
+    workers = Pool(2)  # their own: the job fails
+    try:
+        one, other = workers.run(_apart, early, calls, x=2)
+    finally:
+        workers.close()
+    assert one == other and re.search(said, one) and len(one) < 1200

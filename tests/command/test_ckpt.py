@@ -56,9 +56,14 @@ def test_reshard_writes_what_another_mesh_would_have(run: Path, tmp_path: Path) 
 
 
 def test_to_and_from_hugging_face_are_inverse(run: Path, tmp_path: Path) -> None:
-    there, back = tmp_path / "hf", tmp_path / "back"
-    assert main(["ckpt", "to-hf", str(run), str(there)]) == 0
+    there, back, config = tmp_path / "hf", tmp_path / "back", tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text('{"dtype": "float64"}')
+    assert main(["ckpt", "to-hf", str(run), str(there)]) == 2  # what nobody could load
+    assert not there.exists()
+    assert main(["ckpt", "to-hf", str(run), str(there), "--config", str(config)]) == 0
     assert (there / "model.safetensors").exists()
+    assert json.loads((there / "config.json").read_text()) == {"dtype": "float32"}
     assert main(["ckpt", "from-hf", str(there), str(back)]) == 0
     before, after = sl.load(run)["params"], sl.load(back)["params"]
     assert before.keys() == after.keys()

@@ -77,7 +77,7 @@ WRONG = {  # --set -> what the line says
     "data.batch=1000000": "rows of a dataset that has",
     "data.workers=99999": "1,024 at most",
     'data.layout=""': "[data] layout: ",
-    "data.layout={}": "[data.layout]: the layouts are no tree",
+    "data.layout={}": "[data.layout]: {} is no layout",
     'data={"batch" = 4, "text" = {"path" = "README.md", "context" = 4, "tokenizer" = "nowhere"}}': "is no directory",
     'layout={"recipe" = "megatron1d", "data" = "x"}': "is the axis that megatron1d takes for axis",
     'optimizer={"name" = "adamw", "lr" = {"name" = "warmup_cosine", "peak" = -1.0, "warmup" = 1, "steps" = 2}}': "peak=-1.0 is not 0 or more",

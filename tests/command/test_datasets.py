@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.command.datasets import Windows, text, tokens
+from shardlib.command.datasets import Windows, documents, text, tokens
 
 
 def test_windows_tile_the_numbers_and_labels_follow_them() -> None:
@@ -45,3 +45,17 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(sl.errors.BadArgument, match="3 tokens have no window of context=4"):
         text(str(tmp_path / "a.txt"), context=4)
+
+
+def test_documents_of_files_and_of_json_lines_are_packed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.jsonl").write_text('{"said": "de"}\n\n{"said": "f"}\n')
+    rows = documents([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], 6, field="said")
+    assert [bytes(r["input_ids"].tolist()) for r in rows] == [b"abcdef"]
+    assert rows[0]["position_ids"].tolist() == [0, 1, 2, 0, 1, 0]
+    assert rows[0]["labels"].tolist() == [*b"bc", -100, ord("e"), -100, -100]
+    with pytest.raises(sl.ShardError, match=r"b\.jsonl:1 is no JSON object with a text"):
+        documents(str(tmp_path / "b.jsonl"), 6)
+    (tmp_path / "c.txt").write_text("")
+    with pytest.raises(sl.ShardError, match="holds no text"):
+        documents(str(tmp_path / "c.txt"), 6)

@@ -1,6 +1,7 @@
 """One command: exit codes, JSON, and nothing imported that was not asked for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,14 @@ def test_lines_fit_a_terminal_of_100_columns(
     assert main([given[0], str(DEMO), *given[1:], *small, "--set", "data.batch=4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100, max(lines, key=len)
+
+
+@pytest.mark.parametrize("flags", [[], ["-OO"]])
+def test_an_empty_rank_is_no_rank_and_docstrings_may_be_missing(flags: list[str]) -> None:
+    where = {**os.environ, "RANK": "", "WORLD_SIZE": "", "PYTHONPATH": str(ROOT)}
+    for arguments, code in ((["keys", "log"], 0), (["train", "no.toml"], 2), (["--help"], 0)):
+        command = [sys.executable, *flags, "-m", "shardlib", *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

@@ -1,8 +1,12 @@
 """What a run says of itself."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
+import shardlib as sl
 from shardlib.command.progress import flops_of, log, peak_of
 
 
@@ -34,3 +38,12 @@ def test_records_are_of_this_run(tmp_path) -> None:  # type: ignore[no-untyped-d
         writer.close()
         lines = file.read_text().splitlines()
         assert len(lines) == first + len(steps)
+
+
+def test_a_file_that_no_log_wrote_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "thesis.tex"
+    for text in ("mine", "mine\n", '{"step": 1}\nmine\n{"step": 2}\n', '{"a": 1}\n'):
+        file.write_text(text)
+        with pytest.raises(sl.ShardError, match="no log wrote"):
+            log(jsonl=str(file)).open(False, 0)
+        assert file.read_text() == text

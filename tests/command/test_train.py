@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardlib.command.config import Config, read
+import shardlib as sl
+from examples.corpus import windows
+from shardlib.command.building import module_of
+from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.main import main
-from shardlib.command.train import Report, start, train
+from shardlib.command.train import Report, check, start, train
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "examples" / "demo.toml"
@@ -76,6 +80,118 @@ def test_half_precision_and_a_scaled_loss_train(tmp_path: Path) -> None:
     scaled = losses(start(demo(tmp_path / "c", "optimizer.loss_scale.start=8.0"), simulated=True))
     assert close(plain, scaled)
     assert bf16 != plain and max(abs(a - b) for a, b in zip(plain, bf16, strict=True)) < 0.05
+
+
+def test_the_loss_of_a_half_run_is_computed_in_fp32(tmp_path: Path) -> None:
+    """Logged numbers are no multiples of bfloat16's steps, 1/32 at a loss of 5."""
+    for sets in (("precision.param=bfloat16",), ("precision.param=bfloat16", "accumulate=2")):
+        found = losses(start(demo(tmp_path / "-".join(sets), *sets), simulated=True))
+        assert sum(x * 128 != round(x * 128) for x in found) >= len(found) - 1
+    own = ("precision.param=bfloat16", "loss=tests.command.test_train:half")
+    found = start(demo(tmp_path / "own", *own), simulated=True).losses
+    assert len(found) == 6
+
+
+def half(apply: Any, params: Any, batch: Any) -> Any:
+    return apply(params, *batch).to(torch.bfloat16)
+
+
+EVAL = (
+    'eval={"every" = 2, "batch" = 4, "dataset" = {"make" = "examples.corpus:windows", '
+    '"name" = "topics", "ctx" = 16}}'
+)
+
+
+def few(name: str, ctx: int, count: int = 7) -> list[Any]:
+    """The first rows of a corpus."""
+    rows: Any = windows(name, ctx)
+    return [rows[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_is_the_mean_over_labels_and_changes_no_step(stage: int, tmp_path: Path) -> None:
+    sets = (f"optimizer.zero.stage={stage}", 'mesh={"data" = 2, "x" = 1, "y" = 2}', "log.every=1")
+    rows = 'dataset={"make" = "tests.command.test_train:few", "name" = "topics", "ctx" = 16}'
+    judged = start(
+        demo(tmp_path / "a", *sets, f"eval.{rows}", "eval.every=2", "eval.batch=4"), simulated=True
+    )
+    plain = start(demo(tmp_path / "b", *sets), simulated=True)
+    assert losses(judged) == losses(plain) and list(judged.evaluations) == [2, 4, 6]
+    params = sl.load(judged.path)["params"]
+    module = module_of(read(DEMO, SMALL)).module
+    module.load_state_dict(params, strict=False)
+    module.eval()
+    ids, labels = (torch.stack(list(x)) for x in zip(*few("topics", 16), strict=True))
+    with torch.no_grad():
+        want = module(ids, labels).item()
+    assert abs(judged.evaluations[6] - want) < 1e-4
+
+
+RECORDS: list[dict[str, Any]] = []
+
+
+def test_records_go_to_any_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RECORDS.clear()
+    sets = ("log.to=tests.command.test_train:heard", "eval.every=3", EVAL)
+    start(demo(tmp_path, *sets, "eval.every=3"), simulated=True)
+    assert [r["step"] for r in RECORDS if "loss" in r] == [1, 2, 4, 6]
+    assert [r["step"] for r in RECORDS if "eval_loss" in r] == [3, 6]
+    assert "eval loss" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"\[log\] to: 'tests.command.test_train' has no 'herd'"):
+        check(demo(tmp_path, "log.to=tests.command.test_train:herd"))
+
+
+def heard(row: dict[str, Any]) -> None:
+    RECORDS.append(row)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("eval.every=2",), r"\[eval\]: rows come from one of the tables \[eval.text\]"),
+        (("eval.evry=2",), r"\[eval\] evry: unknown key; did you mean 'every'"),
+        ((EVAL, "eval.every=-1"), "every=-1: 0 or more"),
+        (("export.path=",), 'path="": write a directory'),
+        (("export.path=a", "export.tokenizer=b"), "b is no directory of a tokenizer"),
+    ],
+)
+def test_what_cannot_be_evaluated_or_exported_is_refused(
+    sets: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(demo(tmp_path, *sets))
+
+
+def test_more_batches_for_an_update_than_there_are_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"accumulate: 100000000000000000000 batches of an update"
+    ):
+        start(demo(tmp_path, "accumulate=100000000000000000000"), simulated=True)
+
+
+def test_an_end_says_from_where_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = (*SMALL, f"checkpoint.path={tmp_path}", "log.every=1", "checkpoint.wait=true")
+    given = [x for s in sets for x in ("--set", s)]
+    for at, said in ((1, "begins anew: nothing was saved yet"), (5, "goes on from ")):
+        stop = ["--set", "log.to=tests.command.test_train:stop"]
+        STOP[0] = at
+        assert main(["train", str(DEMO), "--simulate", *given, *stop]) == 130
+        told = capsys.readouterr()
+        assert f"interrupted; the same command {said}" in told.err
+        assert "every 3 steps in" in told.out and "the same command goes on" in told.out
+    assert str(tmp_path / "step_00000003") in told.err
+    assert main(["train", str(DEMO), "--simulate", *given]) == 0
+    assert "goes on from step 3" in capsys.readouterr().out
+
+
+STOP = [0]
+
+
+def stop(row: dict[str, Any]) -> None:
+    if row["step"] == STOP[0]:
+        raise KeyboardInterrupt
 
 
 def test_a_run_that_was_done_does_nothing_more(

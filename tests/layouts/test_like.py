@@ -85,7 +85,7 @@ def test_a_family_of_one_s_own_is_taken_everywhere(family: Any, tmp_path: Any) -
             sl.from_local(lambda: X[0:4], family),
             sl.from_local(lambda: {"a": X[0:4]}, {"a": family})["a"],
             sl.shard_map(lambda t: 2 * t, in_layouts=family, out_layouts=family)(a),
-            sl.shard_map(lambda t: 2 * t, in_layouts=[family], out_layouts=[family])(a),
+            sl.shard_map(lambda t: 2 * t, in_layouts=[family], out_layouts=family)(a),
             sl.matmul(a, sl.shard(torch.ones(2, 2), "..."), family),
             next(iter(sl.data(torch.arange(16.0).reshape(8, 2), 8, family))),
             sl.parallelize(linear, [("weight", family), ("bias", "...")])[1]["weight"],

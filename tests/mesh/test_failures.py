@@ -1,9 +1,9 @@
 """A rank that fails is named by every other rank, with what it was about."""
 
+import errno
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import warnings
@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.mesh import failures
 from shardlib.mesh.failures import _ranges, spelled
 from tests import faults
+from tests.torchrun import ROOT, torchrun
 
 
 @pytest.mark.parametrize(
@@ -93,24 +95,14 @@ def _forks() -> tuple[list[str], str]:
     return said, came
 
 
-def _torchrun(processes: int, restarts: int, *arguments: str) -> tuple[list[list[str]], str]:
+def _restarted(processes: int, restarts: int, *arguments: str) -> tuple[list[list[str]], str]:
     """What ``tests/restarts.py`` printed when it ended, and its errors."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = (
-        f"-m torch.distributed.run --nproc-per-node {processes} --max-restarts {restarts} "
-        f"--master-port {port}"
+    options = f"--standalone --max-restarts {restarts}"
+    program = (ROOT / "tests" / "restarts.py", *arguments)
+    printed, errors = torchrun(
+        processes, *program, options=options, env={"GLOO_SOCKET_IFNAME": "lo"}
     )
-    script = Path(__file__).parent.parent / "restarts.py"
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(script.parent.parent)},
-    )
-    ended = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended")]
-    return ended, done.stderr
+    return [text.split()[1:] for text in printed if text.startswith("ended")], errors
 
 
 def _uninterrupted() -> float:
@@ -121,15 +113,52 @@ def _uninterrupted() -> float:
 
 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    ended, errors = _torchrun(2, 1, str(tmp_path))
+    ended, errors = _restarted(2, 1, str(tmp_path))
     assert [begun for begun, _ in ended] == ["8"] * 2, errors[-2000:]
     assert [float(w) for _, w in ended] == pytest.approx([_uninterrupted()] * 2, rel=1e-6)
 
 
 def test_fewer_ranks_go_on_from_the_newest_checkpoint_that_verifies(tmp_path: Path) -> None:
-    ended, errors = _torchrun(2, 0, str(tmp_path), "damaged")
+    ended, errors = _restarted(2, 0, str(tmp_path), "damaged")
     assert not ended and "SIGKILL" in errors
-    ended, errors = _torchrun(1, 0, str(tmp_path))
+    ended, errors = _restarted(1, 0, str(tmp_path))
     assert [begun for begun, _ in ended] == ["7"], errors[-2000:]
     assert "step_00000008 is passed over: rank_00001.safetensors is damaged" in errors
     assert [float(w) for _, w in ended] == pytest.approx([_uninterrupted()], rel=1e-6)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EACCES])
+def test_a_file_that_cannot_be_opened_is_not_the_end_of_a_process(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = failures._Process.own()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    theirs = failures._Process(mine.host, ended.pid, failures._stat(ended.pid)[1])
+    ended.wait()
+
+    def refused(*_: Any, **__: Any) -> str:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(failures, "_host", lambda: mine.host)
+    assert mine.state() == "runs" and theirs.state() == "gone"
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "who", "check"),
+    [
+        ("killed", "in draw", 3, False),
+        ("seeds", "after draw", 1, False),
+        ("raise", "in save", 0, True),
+        ("killed", "in async", 2, False),
+        ("store", "before check", 1, False),
+        ("terminated", "in check", 0, True),
+    ],
+)
+def test_all_ranks_end_with_one_first_cause(
+    fault: str, place: str, who: int, check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of those that ``make faults`` draws."""
+    monkeypatch.setenv("SHARDLIB_TRACES", str(tmp_path))
+    told = faults.play(fault, who, place, check=check)
+    assert faults.unlike(fault, who, place, told) == []

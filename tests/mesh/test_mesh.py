@@ -17,6 +17,7 @@ from shardlib.errors import MeshError, NoMesh, UnknownAxis
 from shardlib.mesh import Mesh, as_mesh, bind
 from tests import fixes
 from tests.ops.matmul.test_matmul2d import relative
+from tests.torchrun import torchrun
 
 
 def test_the_mesh_in_scope_nests_and_ends() -> None:
@@ -81,22 +82,10 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
         "with sl.use_mesh(sl.make_mesh(x=2, device='cpu')):\n"
         "    a = sl.shard(torch.eye(4), 'x .')\n"
         "    total = sl.unshard(a @ sl.shard(torch.ones(4, 4), '. .')).sum().item()\n"
-        "import sys; sys.stdout.write(f'sum {total};')\n"
+        "print(f'sum {total}')\n"
     )
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        run, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
-    )
-    assert done.returncode == 0 and done.stdout.count("sum 16.0;") == 2, done.stdout + done.stderr
+    printed, errors = torchrun(2, script)
+    assert printed == ["sum 16.0\n"] * 2, errors[-3000:]
 
 
 def test_sixty_four_simulated_ranks_multiply() -> None:
@@ -342,5 +331,11 @@ def test_an_axis_that_no_layout_could_name_is_refused(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_mesh_without_a_gpu_is_refused() -> None:
-    with pytest.raises(sl.ShardError, match="no GPU"):
+    with pytest.raises(sl.ShardError, match="none of those that this process has: cpu"):
         sl.make_mesh(device="cuda", x=1)
+
+
+def test_a_size_is_an_integer_and_no_truth() -> None:
+    for make in (sl.simulate, sl.record):
+        with pytest.raises(MeshError, match="positive integers"):
+            make(x=True)

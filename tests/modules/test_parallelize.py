@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
@@ -157,7 +158,8 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "an unknown axis of products": ([("weight", ". x", "q ."), ("bias", ".")], "unknown axis 'q'"),
     "an axis twice": ([("weight", "x x"), ("bias", ".")], "axis 'x' is used twice"),
     "no layout": ([("weight", None), ("bias", ".")], "None is no layout"),
-    "placements": ([("weight", ("x", None)), ("bias", ".")], r"\('x', None\) is no layout"),
+    "a tuple of tokens": ([("weight", ("x", ".")), ("bias", ".")], r"\('x', '.'\) is no layout"),
+    "placements": ([("weight", [Shard(0), Shard(1)]), ("bias", ".")], "one for each axis of"),
     "a family": (
         [("weight", sl.Layout3D("x", "y", "z")), ("bias", ".")],
         "Layout3D.* has a layout for activations, .act, and one for weights",
@@ -187,7 +189,7 @@ def test_a_layout_that_does_not_fit_names_its_parameter_and_the_fix_runs(
     assert {str(p.sharding) for p in params.values()} == {". .", "."}
 
 
-@pytest.mark.parametrize("layout", ["q .", "x x", "(x .", None, ("x", None)])
+@pytest.mark.parametrize("layout", ["q .", "x x", "(x .", None, ("q", None), [Shard(0), Shard(1)]])
 def test_an_inputs_layout_that_cannot_be_names_the_input_and_the_fix_runs(layout: Any) -> None:
     space: dict[str, Any] = {
         "sl": sl,

@@ -6,6 +6,7 @@ from torch import nn
 
 import shardlib as sl
 from tests.test_grad import C, X
+from tests.workers import Pool
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,35 @@ def test_a_complex_number_has_no_implicit_cotangent() -> None:
             with pytest.raises(sl.ShardError, match="complex"):
                 backward()
         assert x.grad is None
+
+
+ASKED = {
+    "result_type": lambda x: torch.result_type(x, 2),
+    "result_type of two": lambda x: torch.result_type(x, x.double()),
+    "is_same_size": lambda x: (torch.is_same_size(x, x), x.is_same_size(x)),
+    "get_device": lambda x: (torch.get_device(x), x.get_device()),
+    "is_pinned": lambda x: x.is_pinned(),
+    "is_signed": lambda x: (torch.is_signed(x), x.is_signed()),
+    "ndimension": lambda x: (x.ndimension(), x.dim(), x.nbytes, x.type()),
+    "numel": lambda x: (torch.numel(x), x.nelement(), x.element_size(), x.itemsize),
+    "is_complex": lambda x: (torch.is_complex(x), torch.is_floating_point(x), torch.is_tensor(x)),
+    "can_cast": lambda x: (torch.can_cast(x.dtype, torch.int32), x.is_sparse, x.is_mps, x.is_xla),
+}
+
+
+def asked() -> list[str]:
+    """Facts of the type that are not dense's, or that move something."""
+    wrong, plain = [], torch.arange(15.0).view(3, 5)
+    for layout in ("x y", ". ."):
+        x = sl.shard(plain, layout, pad=True)
+        for name, f in ASKED.items():
+            with sl.trace() as t:
+                if f(x) != f(plain) or t.bytes:
+                    wrong.append(name)
+    return wrong
+
+
+def test_facts_of_a_type_need_no_data(pool: Pool) -> None:
+    with sl.simulate(x=2, y=2):
+        assert not asked()
+    assert not any(pool.run(asked, x=2, y=2))

@@ -366,3 +366,38 @@ def test_what_inference_keeps_serves_training(name: str) -> None:
         y = (x * 1).detach().requires_grad_()
         f(y).backward()
         assert torch.allclose(sl.unshard(y.grad), dense.grad)
+
+
+def implicitly() -> None:
+    for shape in ((3, 5), (4, 5)):
+        x = r(*shape)
+        with sl.implicit():
+            for write in (
+                lambda t: t.__setitem__((slice(None), 1), 0.0),
+                lambda t: t.__setitem__((-1, slice(1, 4)), 7.0),
+                lambda t: t.__setitem__(t > 0, 0.5),
+            ):
+                a, want = sl.shard(x, "x y", pad=True), x.clone()
+                write(a), write(want)
+                assert torch.equal(sl.unshard(a), want)
+                close(sl.unshard(a.sum()), want.sum())
+            a = sl.shard(x, "x y", pad=True)
+            assert torch.equal(sl.unshard(a[a > 0]), x[x > 0])
+            assert torch.equal(sl.unshard(a[:, -1]), x[:, -1])
+            close(sl.unshard(F.batch_norm(a, None, None, training=True)),
+                  F.batch_norm(x, None, None, training=True))  # fmt: skip
+
+
+def test_what_reads_or_writes_padding_runs_on_whole_values_where_they_may_move(pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        implicitly()
+    pool.run(implicitly, x=2, y=2)
+
+
+def test_a_refused_index_into_padding_has_a_fix_with_that_index() -> None:
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(r(4, 5), "x y", pad=True)
+        for text in (":, -1", ":, 1:3", "0, ::2"):
+            with pytest.raises(sl.ShardError) as e:
+                eval(f"x[{text}]", {"x": x})
+            assert e.value.fix == f"sl.unshard(x)[{text}]"

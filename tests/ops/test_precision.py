@@ -1,5 +1,8 @@
 """Half precision: no rule loses more than the dense product does, within a factor of 1.4."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +101,16 @@ OTHERS = {  # name -> function, operands, their layouts, mesh
     "var": (lambda x: x.var(-1), (X,), (". x",), {"x": 4}),
     "sum": (lambda x: x.sum(0), (X,), ("x .",), {"x": 8}),
     "mean": (lambda x: x.mean(0), (X,), ("x .",), {"x": 8}),
+    "addmm": (torch.addmm, (V, X, WIDE), (".", ". x", "x ."), {"x": 8}),
+    "a vector": (torch.mv, (X, V), ("x .", "."), {"x": 8}),
+    "einsum": (lambda x, v: torch.einsum("mk,k->m", x, v), (X, V), (". x", "x"), {"x": 8}),
+    "a scalar": (lambda x, s: x * s, (X, V[3]), ("x .", ""), {"x": 8}),
+    "batch_norm": (
+        lambda x, g, b: F.batch_norm(x, None, None, g, b, True),
+        (X, V, V),
+        ("x .", ".", "."),
+        {"x": 8},
+    ),
 }
 
 
@@ -129,3 +142,67 @@ def test_no_other_sum_loses_more_than_the_dense_one(name: str) -> None:
         assert error(mine, true) <= 1.4 * error(theirs, true), error(mine, true) / error(
             theirs, true
         )
+
+
+CANCEL = {  # parts of ranks that are large, with a sum that is small
+    "sum": lambda x: x.sum(0),
+    "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean(0),
+    "nansum": lambda x: x.nansum(0),
+    "var_mean": lambda x: torch.var_mean(x, 0)[1],
+    "einsum": lambda x: torch.einsum("mk->k", x),
+    "a bias' gradient": lambda x: gradient(lambda b: (x.detach() * 0 + b) * x, x, (48,)),
+    "a norm's gradient": lambda x: gradient(
+        lambda b: F.layer_norm(x * 0, (48,), None, b) * x, x, (48,)
+    ),
+    "a vector's gradient": lambda x: gradient(lambda b: x @ b, x, (48,)),
+}
+
+
+def gradient(f: Callable[[Tensor], Tensor], x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    b = torch.ones(shape, dtype=x.dtype)
+    b = sl.shard(b, ".") if isinstance(x, sl.ShardedTensor) else b
+    return torch.autograd.grad(f(b.requires_grad_()).sum(), b)[0]
+
+
+def cancelled(dtype: torch.dtype, ranks: int) -> dict[str, float]:
+    """How far each is from the exact value, over the distance of dense."""
+    draw = torch.Generator().manual_seed(4)
+    sign = 1 - 2 * (torch.arange(64) * ranks // 64 % 2)
+    x = (torch.randn(64, 48, generator=draw) + 20 * sign[:, None]).to(dtype)
+    found = {}
+    for name, f in CANCEL.items():
+        exact, dense = f(x.double()), f(x)
+        mine = f(sl.shard(x, "x ."))
+        assert mine.dtype == dtype, name
+        far, room = (float((t.double() - exact).norm()) for t in (sl.unshard(mine), dense))
+        found[name] = far / max(room, float(torch.finfo(dtype).eps) / 8 * float(exact.norm()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_is_rounded_once_and_not_at_each_rank(dtype: torch.dtype, ranks: int) -> None:
+    with sl.simulate(x=ranks):
+        found = cancelled(dtype, ranks)
+    assert max(found.values()) <= 1.4, found
+
+
+def test_a_sum_is_rounded_once_on_real_ranks_too(pool: Any) -> None:
+    with sl.simulate(x=4):
+        here = cancelled(torch.bfloat16, 4)
+    for there in pool.run(cancelled, torch.bfloat16, 4, x=4):
+        assert max(there.values()) <= 1.4, there
+        assert there.keys() == here.keys()
+
+
+def test_parts_travel_in_fp32_and_the_sum_in_half_precision() -> None:
+    x = torch.ones(64, 48).bfloat16()
+    with sl.simulate(x=4):
+        a = sl.shard(x, "x .")
+        with sl.trace() as t:
+            a.sum(0)
+        assert t.bytes == 48 * (4 + 2) * 3 / 4
+        with sl.trace() as t:  # each part is one element
+            sl.shard(x[:4], "x .").sum(0)
+        assert t.bytes == 48 * (2 + 2) * 3 / 4

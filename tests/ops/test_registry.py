@@ -142,3 +142,11 @@ def test_a_rule_registered_later_replaces_and_can_be_pinned() -> None:
             assert sl.why("matmul", a, sl.shard(torch.eye(4), ". .")).chosen == "oned"
         with pytest.raises(sl.ShardError, match="unknown algorithm 'canon'"):
             sl.algorithm(matmul="canon").__enter__()
+
+
+def test_why_says_which_operands_an_operation_takes() -> None:
+    with sl.simulate(x=2):
+        a = sl.shard(torch.ones(4, 4), "x .")
+        for op in ("matmul", "attention"):
+            with pytest.raises(sl.ShardError, match="missing a required argument"):
+                sl.why(op, a)

@@ -1,4 +1,5 @@
 import math
+import random
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.ops.views import view_layout
+from shardlib.ops.views import _viewable, view_layout
 from tests.ops.cases import VIEWS, run_on_meshes
 from tests.strategies import placed
 
@@ -118,3 +119,44 @@ def test_a_number_squeezed_is_a_view_and_one_cut_from_a_split_tensor_takes_no_wr
         with pytest.raises(sl.errors.Unsupported, match="share memory"):
             b[0].squeeze().add_(1)
         assert torch.equal(sl.unshard(b), torch.arange(4.0))
+
+
+def test_an_axis_of_one_rank_stays_with_the_dimension_that_has_a_size() -> None:
+    """A token at a time: [4, 32] -> [4, 1, 32] -> heads [4, 1, 4, 8], whatever the axis's size."""
+    for size in (1, 2):
+        layout, mesh = sl.Layout.parse("x y"), {"x": 2, "y": size}
+        for old, new in (
+            ((4, 32), (4, 1, 32)),
+            ((4, 1, 32), (4, 1, 4, 8)),
+            ((4, 32), (1, 4, 1, 32)),
+        ):
+            before = layout if len(old) == 2 else sl.Layout.parse("x . y")
+            out = view_layout(before, old, new, mesh)
+            assert isinstance(out, sl.Layout)
+            at = {a: d for d, token in enumerate(out.resolve(len(new)).dims) for a in token.axes}
+            assert new[at["y"]] in (32, 4) and new[at["x"]] == 4, (size, old, new, str(out))
+
+
+def test_a_view_exists_where_torch_has_one() -> None:
+    """Drawn sizes, strides and views: by the rule, without a tensor of the whole size."""
+    draw, found = random.Random(3), 0
+    for _ in range(3000):
+        size = [draw.choice([1, 2, 3, 4, 6]) for _ in range(draw.randint(0, 4))]
+        stride, gap = [0] * len(size), 1
+        for d in draw.sample(range(len(size)), len(size)):
+            stride[d] = gap
+            gap *= size[d] * draw.choice([1, 1, 1, 2])
+        stride = [0 if draw.random() < 0.05 else s for s in stride]
+        new, left = [], math.prod(size)
+        while left > 1:
+            new.append(draw.choice([n for n in range(2, left + 1) if left % n == 0]))
+            left //= new[-1]
+        new.insert(draw.randint(0, len(new)), 1)
+        try:
+            torch.empty_strided(size, stride, device="meta").view(new)
+            wanted = True
+        except RuntimeError:
+            wanted = False
+        assert _viewable(size, stride, new) == wanted, (size, stride, new)
+        found += wanted
+    assert 500 < found < 2800

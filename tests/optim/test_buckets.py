@@ -3,7 +3,7 @@ import pickle
 
 import optree
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -119,3 +119,45 @@ def test_what_is_remembered_of_lists_is_that_of_these_very_lists() -> None:
     odd = Pieces([torch.zeros(64), torch.zeros(3, dtype=torch.int32)])
     assert one.beside(three) is not first and one.beside(two, odd).dtype is None
     assert one.beside(odd).dtype is None and Pieces([]).beside(Pieces([])).count == []
+
+
+NASTY = [
+    f"{a}{b}{c}"
+    for a in ("h", "h.1", "")
+    for b in (".", " ", "/", "~", "é")
+    for c in ("1", "10", "0.w")
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from(NASTY), min_size=1, max_size=24, unique=True),
+    st.lists(
+        st.sampled_from(["a", "a b", "b", ("a", "b"), ("a b",), "a frozen", "1", "0"]), min_size=24
+    ),
+    st.booleans(),
+)
+@example([f"h.{i}.w" for i in range(24)], ["a"] * 24, True)
+def test_no_two_buckets_of_an_index_have_one_name(paths: list, groups: list, small: bool) -> None:
+    with sl.simulate(data=2):
+        params = {p: sl.shard(torch.full((3,), float(i)), ".") for i, p in enumerate(paths)}
+        params[paths[0]].requires_grad_(len(paths) % 2 == 0)  # then all others are frozen
+        group = dict(zip(paths, groups, strict=False))
+        tx = sl.optim.sgd(0.1)._replace(groups=lambda tree: [group[p] for p in sorted(tree)])
+        for stage in (1, 3):
+            full = sl.optim.zero(tx, "data", stage, bucket_mb=1e-5 if small else None)
+            parts = full.shard(params)
+            held = [parts] if stage == 3 else []
+            state = full.init(parts)
+            for tree in [*held, *(x for x in state if isinstance(x, Buckets))]:
+                names = [b.name for b in tree.index.buckets]
+                assert len(set(names)) == len(names) == len(tree)
+                for b in tree.index.buckets:  # what is of two groups lies apart
+                    assert (
+                        len({repr(group[tree.index.items[s.leaves[0]].path]) for s in b.slots}) == 1
+                    )
+            for tree in held:
+                found: dict = sl.optim.state_dict(tree)
+                assert {p: float(sl.unshard(x)[0]) for p, x in found.items()} == {
+                    p: float(i) for i, p in enumerate(paths)
+                }

@@ -39,5 +39,5 @@ def test_a_chain_keeps_apart_what_any_of_its_parts_does() -> None:
             {"a": sl.optim.scale(1.0), "b": sl.optim.scale(2.0)}, [("b", "b"), ("*", "a")]
         ),
     )
-    assert tx.groups is not None and tx.groups(PARAMS) == ["off b", "off a", "on a"]
+    assert tx.groups is not None and tx.groups(PARAMS) == [("off", "b"), ("off", "a"), ("on", "a")]
     assert sl.optim.chain(sl.optim.scale(2.0)).groups is None

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
+from shardlib._compat import storage_users
 from shardlib.optim.gathered import Parts
 
 o = sl.optim
@@ -310,3 +311,183 @@ def test_one_parameter_at_two_places_is_one_slot(stage: int, master: Any) -> Non
         assert torch.equal(after["a"], after["b"])
         assert torch.allclose(after["a"], torch.tensor(0.9), atol=2e-3)
         assert torch.allclose(after["c"], torch.tensor(0.925 if stage < 3 else 0.9), atol=2e-3)
+
+
+# ---------------------------------------------------------------- a loss that reads them often
+
+
+class Plain(nn.Module):
+    """Blocks of one weight each; ``remat``: recomputed; ``norm``: of which a number is read first."""
+
+    def __init__(self, depth: int, remat: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+        self.remat, self.norm = remat, norm
+
+    def forward(self, x: Any) -> Any:
+        for block in self.h:
+            by = 1.0
+            if self.norm:
+                with torch.no_grad():
+                    by = block.weight.square().sum().rsqrt()
+            y = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
+            x = x + torch.tanh(y * by)
+        return x
+
+
+def plain(depth: int, how: str = "", keep: bool = False) -> Any:
+    """(dense module, apply, transform, parts, two batches)."""
+    torch.manual_seed(0)
+    m = Plain(depth, how == "remat", how == "norm").double()
+    apply, params = sl.parallelize(m, [("*", "...")], inputs={"x": "data ."})
+    tx = o.zero(o.sgd(1.0), "data", 3, keep=keep)
+    return m, apply, tx, tx.shard(params), [torch.randn(4, 8).double() for _ in range(3)]
+
+
+def apart(module: Any, grads: Any) -> float:
+    """How far gradients by name are from the dense module's."""
+    got = {k: sl.unshard(x) for k, x in o.state_dict(grads).items()}
+    return max(float((got[k] - q.grad).abs().max()) for k, q in module.named_parameters())
+
+
+def often(how: str, keep: bool, depth: int = 3) -> float:
+    m, apply, tx, parts, (a, b, c) = plain(depth, how, keep)
+
+    def loss(f: Any) -> Any:
+        one = f(a).square().mean()
+        if how in ("no_grad", "inference"):  # a teacher in between
+            with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+                by = float(f(b).sin().mean())
+            one = one * by
+        return one + f(b).sin().mean() + (f(c).cos().mean() if how == "thrice" else 0.0)
+
+    loss(m).backward()
+    worst = 0.0
+    for vg in (sl.value_and_grad(lambda p: loss(lambda x: apply(p, x)), into=tx),
+               sl.value_and_grad(lambda p: loss(lambda x: apply(p, x)))):  # fmt: skip
+        for _ in range(2):  # the second time buckets are started ahead
+            worst = max(worst, apart(m, vg(parts)[1]))
+            if how == "inference":  # what is evaluated must leave no memory that cannot be written
+                with torch.inference_mode():
+                    apply(parts, a)
+    return worst
+
+
+OFTEN = ["", "thrice", "remat", "no_grad", "inference", "norm"]
+
+
+@pytest.mark.parametrize("how", OFTEN)
+def test_a_loss_that_calls_the_model_twice_has_one_gradient(how: str) -> None:
+    for ranks in (1, 2, 3):
+        with sl.simulate(data=ranks) if ranks < 3 else sl.simulate(data=4):
+            assert max(often(how, keep) for keep in (True, False)) < 1e-12
+
+
+def test_a_loss_that_calls_the_model_twice_has_one_gradient_on_real_ranks(pool: Any) -> None:
+    assert max(max(row) for row in pool.run(some_hows, data=4)) < 1e-12
+
+
+def some_hows() -> list[float]:
+    cases = [("", False), ("", True), ("remat", False), ("inference", True), ("norm", False)]
+    return [often(how, keep, 2) for how, keep in cases]
+
+
+def hand_made() -> list[float]:
+    """Gradients that are not value_and_grad's: backward() twice, with a hook, of a function of them."""
+    m, apply, _, parts, (a, b, _) = plain(3)
+    (m(a).square().mean() + m(b).sin().mean()).backward()
+    heard: list[float] = []
+    for x in parts.values():
+        x.requires_grad_()
+        x.raw.register_hook(lambda g: heard.append(float(g.isfinite().all())))
+    apply(parts, a).square().mean().backward()
+    apply(parts, b).sin().mean().backward()  # onto the first
+    out = [apart(m, parts.like({n: x.grad for n, x in parts.items()}))]
+    for x in parts.values():
+        x.grad = None
+    one, two = apply(parts, a).square().mean(), apply(parts, b).sin().mean()
+    one.backward(retain_graph=True)
+    (one * 0.0 + two).backward()
+    out.append(apart(m, parts.like({n: x.grad for n, x in parts.items()})))
+    for x in parts.values():
+        x.grad = None
+    (apply(parts, a).square().mean() + apply(parts, b).sin().mean()).backward()
+    out.append(apart(m, parts.like({n: x.grad for n, x in parts.items()})))
+    scaled = sl.grad(
+        lambda p: (lambda q: apply(q, a).square().mean() + apply(q, b).sin().mean())(
+            p.like({n: x * 1.0 for n, x in p.items()})
+        )
+    )(parts)
+    out.append(apart(m, scaled))
+    return [*out, 1.0 - min(heard)]
+
+
+def test_gradients_that_autograd_adds_up_itself_have_come() -> None:
+    for ranks in (1, 4):
+        with sl.simulate(data=ranks):
+            assert max(hand_made()) < 1e-12
+
+
+def test_gradients_that_autograd_adds_up_itself_have_come_on_real_ranks(pool: Any) -> None:
+    assert max(max(row) for row in pool.run(hand_made, data=4)) < 1e-12
+
+
+def second() -> float:
+    """The gradient of the gradient's size."""
+    m, apply, _, parts, (a, _, _) = plain(2)
+    first = torch.autograd.grad(m(a).sin().mean(), list(m.parameters()), create_graph=True)
+    sum(g.square().sum() for g in first).backward()  # type: ignore[union-attr]
+
+    def size(p: Any) -> Any:
+        found: Any = sl.grad(lambda q: apply(q, a).sin().mean())(p)
+        return sum(g.square().sum() for g in found.values())
+
+    return apart(m, sl.grad(size)(parts))
+
+
+def test_second_derivatives_are_the_dense_ones(pool: Any) -> None:
+    with sl.simulate(data=2):
+        assert second() < 1e-12
+    assert max(pool.run(second, data=4)) < 1e-12
+
+
+def deep(depth: int = 12) -> float:
+    """Blocks of one shape, more than ten: gradients, and the state before any forward."""
+    m, apply, tx, parts, (a, _, _) = plain(depth)
+    m(a).square().mean().backward()
+    before = {k: sl.unshard(x) for k, x in o.state_dict(parts).items()}
+    worst = max(float((before[k] - p.detach()).abs().max()) for k, p in m.named_parameters())
+    vg = sl.value_and_grad(lambda p: apply(p, a).square().mean(), into=tx)
+    return max(worst, apart(m, vg(parts)[1]))
+
+
+def test_a_model_of_many_equal_blocks_keeps_them_apart(pool: Any) -> None:
+    with sl.simulate(data=2):
+        assert max(deep(12), deep(23)) < 1e-12
+    assert max(pool.run(deep, data=4)) < 1e-12
+
+
+@pytest.mark.parametrize("remat", ["", "remat"])
+def test_what_is_derived_from_a_gathered_weight_is_freed_with_it(remat: str) -> None:
+    """At most the bucket that is read, the one before it and the one that comes next are alive."""
+    with sl.simulate(data=2, x=2):
+        _, apply, tx, parts, (a, b, _) = plain(8, remat)
+        room, most = parts.index.room, [0]
+
+        def count(*_: Any) -> None:
+            alive = sum(storage_users(t) > 1 for t in room.buffers)
+            most[0] = max(most[0], alive)
+
+        def loss(p: Any) -> Any:
+            x = apply(p, a)
+            count()
+            y = apply(p, b)
+            count()
+            x.register_hook(count)
+            return x.square().mean() + y.sin().mean()
+
+        for _ in range(2):
+            sl.value_and_grad(loss, into=tx)(parts)
+        assert 0 < most[0] <= 3 and len(room.buffers) <= 5
+        count()
+        assert sum(storage_users(t) > 1 for t in room.buffers) == 0

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -138,3 +139,36 @@ def test_state_of_another_model_is_refused() -> None:
         ]:
             with pytest.raises(sl.ShardError, match=says):
                 o.load_state_dict(state, bad)
+
+
+def test_states_of_names_that_look_alike_are_all_kept() -> None:
+    """Keys with dots in them, of parameters and of groups, on every stage and in no buckets."""
+    params = {
+        "a": {"b": torch.zeros(4), "count": torch.zeros(2)},
+        "a.b": torch.ones(4),
+        "b": torch.ones(3),
+    }
+    which = {"a": {"b": "x", "count": "x"}, "a.b": "x.mu", "b": "x.mu.a"}
+    kept = []
+    with sl.simulate(data=2):
+        for stage in (None, 1, 3):
+            given = params if stage is None else sl.shard(params, "...")
+            groups = sl.optim.partition(
+                dict.fromkeys(("x", "x.mu", "x.mu.a"), sl.optim.adamw(0.1)), which
+            )
+            tx = groups if stage is None else sl.optim.zero(groups, "data", stage)
+            given = tx.shard(given)
+            state = tx.init(given)
+            grads = optree.tree_map(lambda x: x * 0 + 1, given)
+            if stage == 1:
+                grads = optree.tree_map(lambda x: x * 0 + 1, sl.shard(params, "..."))
+            _, state = tx.update(grads, state, given)
+            kept.append(sl.optim.state_dict(state))
+            again = sl.optim.load_state_dict(tx.init(given), kept[0])
+            found = sl.optim.state_dict(again)
+            assert found.keys() == kept[-1].keys() == kept[0].keys()
+            assert sum(isinstance(x, torch.Tensor) for x in found.values()) == 2 * 4
+            for k, x in found.items():
+                if isinstance(x, torch.Tensor):
+                    mine = sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x
+                    assert torch.equal(mine, kept[0][k]), k

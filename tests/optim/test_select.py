@@ -27,8 +27,7 @@ WEIGHTS = {
 
 def test_paths_are_keys_joined_by_dots() -> None:
     assert list(named(TREE)) == list(WEIGHTS)
-    with pytest.raises(sl.ShardError, match="two leaves are called 'a"):
-        named({"a": {"b": 1}, "a.b": 2})
+    assert named({"a": {"b": 1}, "a.b": 2}) == {"'a'.b": 1, r"'a\.b'": 2}
 
 
 SAID = [

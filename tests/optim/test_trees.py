@@ -2,13 +2,17 @@
 
 from typing import Any
 
+import optree
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.optim.trees import names_of
 
 
-def given(layout: str) -> Any:
+def weight(layout: str) -> Any:
     return {"w": sl.shard(torch.arange(16.0).reshape(4, 4), layout)}
 
 
@@ -19,7 +23,7 @@ def test_leaves_that_lie_otherwise_are_never_combined(name: str, other: str) -> 
     pending sum would be another tensor's part.
     """
     with sl.simulate(x=2, y=2):
-        params, grads = given("x ."), given(other)
+        params, grads = weight("x ."), weight(other)
         before = [t.raw.clone() for t in (params["w"], grads["w"])]
         tx = {"sgd": sl.optim.sgd(0.1, 0.9), "adamw": sl.optim.adamw(0.1), "adam": sl.optim.adam(0.1), "lion": sl.optim.lion(0.1, weight_decay=0.1),
               "zero": sl.optim.zero(sl.optim.adamw(0.1), "y")}.get(name)  # fmt: skip
@@ -37,7 +41,7 @@ def test_leaves_that_lie_otherwise_are_never_combined(name: str, other: str) -> 
                 tx.update(grads, tx.init(params), params)
             if "sum" not in other and name != "zero":  # state of another layout than the gradients
                 with pytest.raises(sl.ShardError):
-                    tx.update(params, tx.init(given(other)), params)
+                    tx.update(params, tx.init(weight(other)), params)
         assert all(
             torch.equal(a, t.raw) for a, t in zip(before, (params["w"], grads["w"]), strict=True)
         )
@@ -45,9 +49,9 @@ def test_leaves_that_lie_otherwise_are_never_combined(name: str, other: str) -> 
 
 def test_leaves_of_other_meshes_sizes_and_kinds_are_refused_with_a_fix() -> None:
     with sl.simulate(x=2, y=2):
-        x = given("x .")["w"]
+        x = weight("x .")["w"]
         with sl.simulate(x=2, y=2):
-            far = given("x .")["w"]
+            far = weight("x .")["w"]
         for y, says in ((far, "different meshes"), (torch.ones(4, 4), "not both sharded")):
             with pytest.raises(sl.ShardError, match=says) as e:
                 sl.optim.apply_updates(x, y)
@@ -87,3 +91,30 @@ def test_mistakes_are_named() -> None:
         tx.update({"v": torch.ones(3)}, state, p)
     with sl.simulate(x=2), pytest.raises(sl.ShardError, match="still pending"):
         tx.update({"w": sl.shard(torch.ones(3), ". + sum(x)")}, state, p)
+
+
+KEYS = st.sampled_from(
+    ["h", "h.1", "h.1.w", "1", "10", "h.", ".h", "", ".", "a b", "a/b", "a\\.b", "a\\", "'a'", "'a'.b",
+     "é.ß", "~1", 0, 1, "0", "mu", "count"]
+)  # fmt: skip
+TREES = st.recursive(
+    st.just(None), lambda of: st.dictionaries(KEYS, of, min_size=1, max_size=5), max_leaves=12
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(TREES)
+@example({"a": {"b": None}, "a.b": None})
+@example({"x": {"a": {"b": None}, "a.b": None}, "x.'a'": {"b": None}})
+@example({"": None})
+@example({0: None, "0": None})
+def test_no_two_leaves_of_a_tree_have_one_name(tree: Any) -> None:
+    paths, _, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    names = names_of(paths)
+    assert len(set(names)) == len(names)
+    plain = [".".join(map(str, p)) for p in paths]
+    ends = any(p[-1:] == ("",) for p in paths)  # empty keys add nothing
+    assert names == plain or len(set(plain)) < len(plain) or ends
+    # and a tree in a tree keeps the names that it has by itself
+    inner = names_of([("mu", *p) for p in paths])
+    assert inner == [f"mu.{n}" if n else "mu" for n in names]

@@ -147,6 +147,52 @@ def test_peak_memory_on_paper_is_what_a_step_allocates(pool: Any) -> None:
         assert abs(here / paper - 1) < 0.05, (paper, here)
 
 
+def first_steps() -> dict[str, tuple[int, int]]:
+    """(on paper, counted here) of a first step of a GPT, by stage of ZeRO: it makes all buffers."""
+    found, ids = {}, torch.zeros(16, 64, dtype=torch.int64)
+    for stage in (0, 1, 2):
+        model = GPT(GPTConfig(ctx=64, layers=2, heads=4, embed=64))
+        rules = sl.recipes.ddp(model)
+        apply, params = sl.parallelize(
+            model, rules, inputs={"idx": rules.tokens, "targets": rules.labels}
+        )
+        tx = sl.optim.zero(sl.optim.adamw(1e-3), "data", stage)
+        params = tx.shard(params)
+        plan = sl.explain(apply, params, (ids, ids), tx=tx)
+        step = sl.value_and_grad(apply, into=None if stage == 3 else tx)
+        with Live() as live:
+            step(params, ids, ids)
+        beside = plan.peak - plan.transient
+        found[f"stage {stage}"] = plan.peak, beside + live.peak
+    return found
+
+
+def test_a_first_step_takes_what_paper_says_at_every_stage(pool: Any) -> None:
+    for by_stage in pool.run(first_steps, data=4):
+        for stage, (paper, here) in by_stage.items():
+            assert abs(here / paper - 1) < 0.02, (stage, paper, here)
+
+
+def test_a_skeleton_takes_no_memory() -> None:
+    with Live() as live, Live(paper=True) as paper:
+        _kept = nn.Linear(16, 16, device="meta")
+    assert live.peak == 0 and paper.now >= 4 * 16 * 16
+
+
+def test_a_reshape_of_one_row_a_rank_takes_as_much_on_512_ranks_as_on_8() -> None:
+    class Heads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).view(-1, 4, 8, 64)
+            return y.transpose(1, 2).reshape(-1, 32, 64)
+
+    found = []
+    for ranks in (8, 512):
+        with sl.record(data=ranks):
+            apply, params = sl.parallelize(Heads(64, 64), [("*", "...")], inputs={"x": "data ..."})
+            found.append(sl.explain(apply, params, torch.empty(ranks, 32, 64)).transient)
+    assert found[1] <= found[0]
+
+
 def every_verb(p: Any) -> torch.Tensor:
     """What is not a function of torch: attention, products, moves and local code."""
     y = sl.ring_attention(p["q"], p["q"], p["q"], mask=sl.masks.Causal())

@@ -236,3 +236,9 @@ def test_a_link_that_is_slow_to_start_prefers_fewer_messages() -> None:
         for axis in mesh.names:
             mesh.links[axis] = sl.planning.Link(alpha=0.0, beta=1.0)
         assert prices[sl.why("matmul", a, b).chosen].bytes == min(c.bytes for c in prices.values())
+
+
+def test_counts_of_a_choice_are_integers() -> None:
+    for world, batch in (("8", 64), (8, 64.0), (True, 64)):
+        with pytest.raises(sl.ShardError, match="counts are integers"):
+            sl.choose([(8, 32), (32, 8)], world, batch=batch)  # type: ignore[arg-type]

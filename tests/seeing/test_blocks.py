@@ -133,3 +133,30 @@ def test_of_many_pieces_the_first_are_shown_and_of_many_ranks_the_first_and_last
     assert "the first 64 are shown" in drawn
     with sl.record(s=64):
         assert "| 0,1,..,63  |" in sl.visualize(sl.shard(torch.empty(4, device="meta"), "."))
+
+
+def test_a_tree_is_drawn_tensor_by_tensor_under_their_names() -> None:
+    with sl.simulate(x=2):
+        w, b = sl.shard(torch.zeros(4, 2), "x ."), sl.shard(torch.zeros(4), ". + sum(x)")
+        drawn = sl.visualize({"up": {"w": w}, "b": b, "step": 3})
+        assert drawn.splitlines()[0] == "b  f32[4]{sum:x}" and "up.w  f32[4@x, 2]" in drawn
+        assert str(sl.visualize(w)) in drawn and "every block of b is one part of a sum" in drawn
+        assert "up.w" in drawn._repr_html_()
+
+
+NOT_TENSORS = [3, 2.5, [1.0, 2.0], {"a": 1}, torch.nn.Linear(2, 2), sl.Layout.parse("x"), object()]
+
+
+@pytest.mark.parametrize("given", NOT_TENSORS, ids=lambda v: type(v).__name__)
+def test_what_is_no_tensor_is_refused_by_name_with_the_line_to_write(given: Any) -> None:
+    with sl.simulate(x=2):
+        verbs = [sl.visualize, sl.summary]
+        verbs += [] if isinstance(given, list | dict) else [sl.typeof, sl.layout_of]
+        for verb in verbs:
+            with pytest.raises(sl.errors.PlainTensor, match="is no tensor, and no tree") as e:
+                verb(given)
+            assert type(given).__name__ in e.value.message
+            eval(e.value.fix, {"sl": sl, "torch": torch, "x": given})
+        if not isinstance(given, dict):
+            with pytest.raises(sl.errors.PlainTensor, match="is no tensor"):
+                sl.shard(given, "...")

@@ -2,8 +2,11 @@
 
 import copy
 import pickle
+import warnings
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ import shardlib as sl
 from shardlib.mesh import within
 from shardlib.ops.matmul.function import Product
 from shardlib.tensor import tensor
+from tests.workers import Pool
 
 LAYOUTS = ["x y", "y x", ". y", "x .", "(x y) .", ". .", "(2 x) y"]
 
@@ -140,7 +144,7 @@ def test_in_place_changes_the_block_and_keeps_the_layout() -> None:
 def test_torch_func_transforms_are_refused_aloud() -> None:
     with sl.simulate(x=2):
         a = sl.shard(torch.ones(4), "x")
-        with pytest.raises(sl.ShardError, match=r"torch\.func transforms"):
+        with pytest.raises(sl.ShardError, match="grad does not know sharded values"):
             torch.func.grad(lambda t: (t * t).sum())(a)
 
 
@@ -433,3 +437,131 @@ def test_an_algorithm_that_comes_later_is_heard() -> None:
         finally:
             sl.extend.remove("matmul", "listens")
         assert len(asked) == 1
+
+
+FUNCTIONS: dict[str, Any] = {
+    "sum": lambda x: x.sum(),
+    "sin": lambda x: x.sin().sum(),
+    "product": lambda x: (x @ x.mT).sum(),
+    "softmax": lambda x: x.softmax(-1).square().sum(),
+}
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "grad_and_value": lambda f, x: torch.func.grad_and_value(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(lambda row: f(row * torch.ones(1, 1)))(x),
+    "make_dual": lambda f, x: dual(f, x),
+}
+INSTEAD = {  # what the fixes say in their stead, on a function of the tensor x
+    "sl.grad(f)(x)": lambda f, x: torch.func.grad(f)(x),
+    "torch.autograd.functional.vjp(f, x)[1]": lambda f, x: torch.func.grad(f)(x),
+    "torch.autograd.functional.jvp(f, x, x)[1]": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "torch.autograd.functional.jacobian(f, x)": lambda f, x: torch.func.jacrev(f)(x),
+    "torch.autograd.functional.hessian(f, x)": lambda f, x: torch.func.hessian(f)(x),
+}
+
+
+def dual(f: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def transformed(layout: str) -> list[str]:
+    """What each transform of each function says besides its name and a fix."""
+    said = []
+    for implicit in (False, True):
+        with warnings.catch_warnings(), sl.implicit() if implicit else nullcontext():
+            warnings.simplefilter("ignore")  # torch scripts functions of its own at the first
+            for f in FUNCTIONS.values():
+                for name, transform in TRANSFORMS.items():
+                    x = sl.shard(torch.arange(32.0).view(4, 8) / 7, layout)
+                    try:
+                        transform(f, x)
+                        said.append(f"{name} gave a value")
+                    except sl.ShardError as e:
+                        known = "does not know sharded values" in str(e) and e.fix
+                        said.append("" if known else f"{name}: {e}")
+    return said
+
+
+def replaced(layout: str) -> list[str]:
+    """Fixes whose value is not dense's."""
+    wrong, x = [], torch.arange(32.0, dtype=torch.float64).view(4, 8) / 7
+    for name, f in FUNCTIONS.items():
+        for line, dense in INSTEAD.items():
+            with warnings.catch_warnings(), sl.implicit():
+                warnings.simplefilter("ignore")
+                got = eval(line, {"sl": sl, "torch": torch, "f": f, "x": sl.shard(x, layout)})
+                want = dense(f, x)
+            if not torch.allclose(sl.unshard(got), want):
+                wrong.append(f"{name}: {line}")
+    return wrong
+
+
+@pytest.mark.parametrize("layout", ["x y", "x .", ". ."])
+def test_a_transform_of_torch_func_is_right_or_refused_by_its_name(layout: str) -> None:
+    with sl.simulate(x=2, y=2):
+        assert not any(transformed(layout)) and not replaced(layout)
+
+
+def test_a_transform_of_torch_func_is_refused_by_its_name_on_real_ranks(pool: Pool) -> None:
+    for layout in ("x y", ". ."):
+        assert not any(any(said) for said in pool.run(transformed, layout, x=2, y=2))
+        assert not any(pool.run(replaced, layout, x=2, y=2))
+
+
+@torch.library.custom_op("shardlib_tests::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+REFUSED = {  # torch's own refusals: one error, inside and outside sl.implicit
+    "operands": lambda x: torch.einsum("ij,jk->ik", x),
+    "letters": lambda x: torch.einsum("ijk->ik", x),
+    "too many": lambda x: torch.einsum("ij->j", x, x),
+    "unknown letter": lambda x: torch.einsum("ij->k", x),
+    "dims": lambda x: torch.tensordot(x, x, dims=3),
+    "pairs": lambda x: torch.tensordot(x, x, dims=([0], [0, 1])),
+    "meta": lambda x: x.to("meta"),
+    "bias": lambda x: F.linear(x, torch.ones_like(x), torch.ones_like(x)[0]),
+    "array, left": lambda x: np.ones((4, 8)) * x,
+    "array, right": lambda x: x - np.ones((4, 8)),
+    "array, product": lambda x: np.ones((2, 4)) @ x,
+    "a function of numpy": lambda x: np.sin(x),
+}
+
+
+def refused() -> list[str]:
+    wrong = []
+    for layout in ("x y", ". ."):
+        x = sl.shard(torch.arange(32.0).view(4, 8), layout)
+        for name, f in REFUSED.items():
+            for implicit in (False, True):
+                with sl.implicit() if implicit else nullcontext():
+                    try:
+                        f(x)
+                        wrong.append(f"{name} has a value")
+                    except sl.ShardError:
+                        pass
+        for number in (np.float32(3), np.float64(3), np.int64(3)):
+            assert torch.equal(sl.unshard(number - x), 3 - sl.unshard(x))
+            assert torch.equal(sl.unshard(x < number), sl.unshard(x) < 3)
+    x = sl.shard(torch.arange(32.0).view(4, 8), "x y")
+    try:
+        without_fake(x)
+        wrong.append("moved unasked")
+    except sl.ShardError as e:
+        assert "would move" in str(e)
+    with sl.implicit():
+        assert torch.equal(sl.unshard(without_fake(x)), torch.arange(32.0).view(4, 8).sin())
+    return wrong
+
+
+def test_what_torch_refuses_is_one_error_of_ours_with_or_without_implicit(pool: Pool) -> None:
+    with sl.simulate(x=2, y=2):
+        assert not refused()
+    assert not any(pool.run(refused, x=2, y=2))

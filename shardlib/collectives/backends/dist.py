@@ -25,7 +25,7 @@ from shardlib._compat import all_gather_single, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
-from shardlib.mesh import Mesh, current_job, lost, rank_along
+from shardlib.mesh import POSTED, Mesh, current_job, lost, rank_along
 
 __all__: list[str] = []
 
@@ -49,7 +49,7 @@ def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
 Finished = Callable[[], object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """A process group; ``ranks`` are global, in the order of the flattened axes."""
 
@@ -579,6 +579,7 @@ class _Posted(tuple[Any, Tensor]):
 
     def __call__(self) -> Tensor:
         work, out = self
+        POSTED.pop(work, None)
         try:
             work.wait()
         except RuntimeError as e:
@@ -607,10 +608,12 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
     def post(x: Tensor, root: int) -> _Posted:
         out = x.contiguous() if root == me else torch.empty_like(x, memory_format=alike)
         try:
-            return _Posted((broadcast(out, places[root]), out))
+            work = broadcast(out, places[root])
         except RuntimeError as e:
             lost(e, None, g.ranks)
             raise
+        POSTED[work] = posted = _Posted((work, out))
+        return posted
 
     return post
 
@@ -625,19 +628,22 @@ def reductions(
     def add(target: Tensor, x: Tensor, root: int) -> Finished:
         dtype, tag = wire or target.dtype, next(turns)
         if send is None:
-            return _reduced(
-                target, x.to(dtype, copy=True, memory_format=torch.contiguous_format), g, root
-            )
-        if root == me:
-            return _collect(target, x, g, tag, dtype)
-        x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
-        return partial(_sent, send([x], places[root], tag), x)
+            sent = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            finish = _reduced(target, sent, g, tag, root)
+        elif root == me:
+            finish = _collect(target, x, g, tag, dtype)
+        else:
+            x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+            finish = partial(_sent, send([x], places[root], tag), x, (g, tag))
+        POSTED[g, tag] = finish
+        return finish
 
     return add
 
 
-def _sent(work: Any, block: Tensor) -> None:
+def _sent(work: Any, block: Tensor, key: tuple[_Group, int]) -> None:
     """Wait until a block is sent, and keep it alive until then."""
+    POSTED.pop(key, None)
     try:
         work.wait()
     except RuntimeError as e:
@@ -645,10 +651,11 @@ def _sent(work: Any, block: Tensor) -> None:
         raise
 
 
-def _reduced(target: Tensor, x: Tensor, g: _Group, root: int) -> Callable[[], object]:
+def _reduced(target: Tensor, x: Tensor, g: _Group, tag: int, root: int) -> Callable[[], object]:
     work: Any = dist.reduce(x, g.ranks[root], group=g.handle, async_op=True)
 
     def finish() -> None:
+        POSTED.pop((g, tag), None)
         try:
             work.wait()
         except RuntimeError as e:
@@ -691,6 +698,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
     coming = recv([buffer], places[first], tag)
 
     def finish() -> Tensor:
+        POSTED.pop((g, tag), None)
         half = target.dtype in (torch.bfloat16, torch.float16)
         total = torch.empty_like(target, dtype=torch.float32) if half else target
         try:

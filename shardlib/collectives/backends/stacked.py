@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs, at_once
-from shardlib.mesh import Mesh, coordinates, rank_along
+from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
 __all__: list[str] = []
 
@@ -146,7 +146,7 @@ def _ppermute(x: Tensor, mesh: Mesh, axes: Axes, pairs: Pairs) -> Tensor:
     y, order = _split(x, mesh, axes)
     out = torch.zeros_like(y, memory_format=torch.contiguous_format)
     if pairs:
-        source, target = (list(s) for s in zip(*pairs, strict=True))
+        source, target = (uploaded(tuple(s), x.device) for s in zip(*pairs, strict=True))
         out[:, target] = y[:, source]
     return _merge(out, mesh, order)
 
@@ -191,7 +191,8 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Tensor:
 def preduce_into(
     target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
 ) -> Finish:
-    roots = (axis_index(mesh, axes) == root).nonzero().squeeze(1).to(x.device)
+    places = [rank_along(axes, coord, mesh.axes) for coord in played(mesh)]
+    roots = uploaded(tuple(i for i, place in enumerate(places) if place == root), x.device)
     parts = x.to(wire).to(x.dtype)
     if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once
         parts[roots] = x[roots]
@@ -200,4 +201,5 @@ def preduce_into(
 
 
 def axis_index(mesh: Mesh, axes: Axes) -> Tensor:
-    return torch.tensor([rank_along(axes, coord, mesh.axes) for coord in played(mesh)])
+    places = tuple(rank_along(axes, coord, mesh.axes) for coord in played(mesh))
+    return uploaded(places, mesh.device).clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import scope
+from shardlib.mesh import bind, scope
 from shardlib.ops.attention import double_backward
 from shardlib.ops.attention.aligned import bias_and_sink
 from shardlib.ops.attention.engine import Job, Plan
@@ -77,7 +77,8 @@ class _Attend(Local):
         if region is not None and (found := region.given()) is not None:
             ctx.save_for_backward(bias, sink, *found, q, k, v)
             return found
-        out, lse, saved = job.plan.engine.forward(job, q, k, v, bias, sink)
+        with bind(job.mesh):
+            out, lse, saved = job.plan.engine.forward(job, q, k, v, bias, sink)
         out = out.to(q.dtype)
         if region is not None:
             as_they_lie = len(saved) == 3 and saved[0] is q and saved[1] is k and saved[2] is v
@@ -97,9 +98,10 @@ class _Attend(Local):
             _check_saved(job)
             return None, *double_backward.gradients(job, (*saved[:3], bias, sink), given)
         wants_bias = bias is not None and ctx.needs_input_grad[4]
-        dq, dk, dv, dbias = job.plan.engine.backward(
-            job, tuple(saved), bias, sink, given, wants_bias
-        )
+        with bind(job.mesh):
+            dq, dk, dv, dbias = job.plan.engine.backward(
+                job, tuple(saved), bias, sink, given, wants_bias
+            )
         dsink = _sink_gradient(sink, dout, dlse, out, lse) if ctx.needs_input_grad[5] else None
         dbias = None if dbias is None else dbias.to(bias.dtype)
         return None, *(x.to(out.dtype) for x in (dq, dk, dv)), dbias, dsink

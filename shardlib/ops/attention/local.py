@@ -18,7 +18,7 @@ from shardlib.kernels import active
 from shardlib.kernels.merge import accumulate_
 from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Mesh, bind, uploaded
 from shardlib.ops.attention.case import Runs, length
 from shardlib.ops.attention.engine import Given, Job
 from shardlib.ops.attention.kernels import Block, acc_dtype, merge
@@ -41,9 +41,9 @@ __all__ = [
 
 
 @lru_cache(maxsize=1024)
-def _positions(runs: tuple[Run, ...]) -> Tensor:
-    parts = [torch.arange(r.start, r.last + 1, r.stride) for r in runs]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+def _positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    parts = [torch.arange(r.start, r.last + 1, r.stride, device=device) for r in runs]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
@@ -52,7 +52,7 @@ def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
     >>> positions((Run(0, 1, 2), Run(6, 1, 2)), torch.device("cpu"))  # rank 0 of 2, zigzag
     tensor([0, 1, 6, 7])
     """
-    return _positions(runs).to("cpu" if device.type == "meta" else device, copy=True)
+    return _positions(runs, torch.device("cpu") if device.type == "meta" else device).clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +212,7 @@ class LocalQueries:
     def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
         """Add the gradient of some rows' scores with the keys at ``k_at``."""
         into = dbias if dbias.shape[-2] == 1 else dbias[..., rows, :]
-        at = torch.zeros(1, dtype=torch.int64) if into.shape[-1] == 1 else k_at
+        at = torch.zeros_like(k_at[:1]) if into.shape[-1] == 1 else k_at
         summed = grad.sum_to_size(*into.shape[:-1], len(at)).to(into.dtype)
         into.index_add_(-1, at.to(into.device), summed)
 
@@ -268,7 +268,8 @@ def batch_and_heads(
 ) -> At:
     """Give the global batch entries and heads of the block at a coordinate."""
     batch, heads, *_ = layout.indices(shape, mesh, coord)
-    return At(torch.tensor(list(batch)), torch.tensor(list(heads)))
+    device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
+    return At(uploaded(tuple(batch), device), uploaded(tuple(heads), device))
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
@@ -347,7 +348,7 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     with bind(job.mesh):
         x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
     at = dim + lead(job.mesh)
-    return x.index_select(at, _rows(runs, x.shape[at] // len(runs)).to(x.device))
+    return x.index_select(at, _rows(runs, x.shape[at] // len(runs), x.device))
 
 
 def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
@@ -368,16 +369,18 @@ def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tenso
     """
     at = dim + lead(job.mesh)
     padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))
-    padded.index_copy_(at, _rows(runs, rows).to(x.device), x)
+    padded.index_copy_(at, _rows(runs, rows, x.device), x)
     with bind(job.mesh):
         return unwrap(psum_scatter(wrap(padded, job.mesh), job.axes, dim))
 
 
-def _rows(runs: Runs, rows: int) -> Tensor:
+@lru_cache(maxsize=256)
+def _rows(runs: Runs, rows: int, device: torch.device) -> Tensor:
     """Find per position its row among the blocks of all ranks, which have ``rows`` rows each."""
     row = [0] * sum(map(length, runs))
     for owner, share in enumerate(runs):
         held = [i for run in share for i in run.positions]
         for n, i in enumerate(held):
             row[i] = owner * rows + n
-    return torch.tensor(row, dtype=torch.int64)
+    with torch.inference_mode(False):  # a later backward may save it
+        return torch.tensor(row, dtype=torch.int64, device=device)

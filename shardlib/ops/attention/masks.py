@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.layouts.orders import Run
+from shardlib.mesh import uploaded
 from shardlib.tensor import typeof
 
 __all__ = [
@@ -299,7 +300,7 @@ class Padding(Mask):
         return NOTHING if k.start >= max(self.lengths) else SOMETHING
 
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
-        lengths = torch.tensor(self.lengths, device=k.device)
+        lengths = uploaded(self.lengths, k.device)
         lengths = lengths if len(self.lengths) == 1 else lengths[at.batch]
         return (k < lengths[:, None])[:, None, None, :]
 
@@ -354,7 +355,7 @@ class Documents(Mask):
         return EVERYTHING if same else SOMETHING
 
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
-        a, b = self._q.numbers.to(q.device), self._k.numbers.to(k.device)
+        a, b = self._q.on(q.device), self._k.on(k.device)
         a, b = (t if t.shape[0] == 1 else t[at.batch] for t in (a, b))
         same = a[:, q, None] == b[:, None, k]
         return same[0] if same.shape[0] == 1 else same[:, None]
@@ -381,6 +382,7 @@ class _Numbers:
     borders: tuple[int, ...]
     value: Any
     rising: bool = False  # 0, 1, 2, ... between the borders
+    there: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(given: Any) -> "_Numbers":
@@ -401,6 +403,13 @@ class _Numbers:
             )
         lengths = torch.tensor([b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64)
         return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Copy the numbers to a device once."""
+        if device not in self.there:
+            with torch.inference_mode(False):
+                self.there[device] = self.numbers.to(device)
+        return self.there[device]
 
     def range(self, run: Run) -> tuple[Any, Any]:
         """The least and the largest number of a run, per row."""
@@ -463,7 +472,7 @@ class ALiBi(Mask):
         return None
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
-        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=q.device)[at.heads]
+        slopes = uploaded(self.slopes, q.device, torch.float64)[at.heads]
         return -slopes[:, None, None] * (q[:, None] - k).abs()
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
@@ -505,9 +514,9 @@ class Bias(Mask):
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         out = self.values
         if out.ndim > 3 and out.shape[-4] > 1:
-            out = out[at.batch]
+            out = out[at.batch.to(out.device)]
         if out.ndim > 2 and out.shape[-3] > 1:
-            out = out.index_select(-3, at.heads)
+            out = out.index_select(-3, at.heads.to(out.device))
         return out.index_select(-2, q.to(out.device)).index_select(-1, k.to(out.device))
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:

@@ -12,7 +12,7 @@ from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
-from shardlib.layouts import Dim, Layout, as_layout
+from shardlib.layouts import Dim, Layout, LayoutFamily, as_layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
@@ -77,7 +77,7 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
     mesh = q.mesh if type(q) is Stacked else current_mesh()
     out: list[Tensor] = []
     for x, asked in ((q, layout), (k, keys_layout), (v, keys_layout)):
-        token = _token(asked)
+        token = _token(asked, mesh)
         size = list(x.shape)
         size[2] *= mesh.axis_size(token.axes) if token.axes else 1
         out.append(
@@ -88,12 +88,12 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
     return out
 
 
-def _token(layout: Any) -> Dim:
+def _token(layout: Any, mesh: Any) -> Dim:
     """Say how a layout splits the sequence: in dimension 2, or in the only one a family splits."""
     fix = "sl.ring_attention(q, k, v, layout={})"
-    found = as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1))
+    found = as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1), mesh=mesh)
     split = [d for d in found.dims if d.is_split]
-    if not isinstance(layout, Layout | str) and len(split) == 1:
+    if isinstance(layout, LayoutFamily) and len(split) == 1:
         return split[0]
     return found.resolve(4).dims[2]
 
@@ -101,7 +101,7 @@ def _token(layout: Any) -> Dim:
 def _check_layout(name: str, x: Any, asked: Any) -> None:
     if asked is None:
         return
-    dims, want = x.sharding.resolve(4).dims, _token(asked)
+    dims, want = x.sharding.resolve(4).dims, _token(asked, x.mesh)
     if want != dims[2]:
         b, h, s, d = map(str, dims)
         raise ImplicitCommunication(

@@ -45,7 +45,7 @@ def peak(plan: Plan, dtype: torch.dtype, rank: int = 0) -> Peak:
     engine = plan.engine
     q, k, v = blocks = _blocks(plan.case.sizes, dtype)
     job = _job(plan, q, v, rank)
-    with Live() as live:
+    with Live(paper=True) as live:
         out, lse, saved = engine.forward(job, q, k, v, None, None)
         out = out.to(dtype)
         first = live.peak
@@ -72,7 +72,7 @@ def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
     mesh.coord = dict.fromkeys(mesh.axes, 0)
     for axis in reversed(case.axes):
         rank, mesh.coord[axis] = divmod(rank, mesh.axes[axis])
-    at = At(torch.arange(z.b), torch.arange(z.h))
+    at = At(torch.arange(z.b, device="cpu"), torch.arange(z.h, device="cpu"))
     s, t = (sum(map(length, runs)) for runs in (case.q_runs, case.k_runs))
     kernel = pick(q, v, type(case.mask) is not Full, False)
     return Job(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

@@ -5,11 +5,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlib.errors import ImplicitCommunication, NoImplementation, RankMismatch, ShardError
+from shardlib.errors import (
+    ImplicitCommunication,
+    NoImplementation,
+    RankMismatch,
+    ShardError,
+    Unsupported,
+)
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
 from shardlib.ops.registry import case_of
-from shardlib.tensor import ShardedTensor, partial_escape
+from shardlib.tensor import ShardedTensor, partial_escape, typeof
 
 __all__ = ["MatmulCase", "case"]
 
@@ -165,6 +171,14 @@ def case(
     _checked(x.padded_shape, w.padded_shape, x.sharding, w.sharding)
     if out is not None:
         out = Layout.parse(str(out)).resolve(len(x.padded_shape))
+        if out.partial:
+            raise Unsupported(
+                f"no product is left pending, as out={str(out)!r} asks: its algorithm ends the sum",
+                op="matmul",
+                operands={"x": typeof(x), "w": typeof(w)},
+                mesh=x.mesh,
+                fix=f"sl.matmul(x, w, out={str(out.bare)!r})",
+            )
         out.check((*x.padded_shape[:-1], w.padded_shape[-1]), x.mesh, op="matmul")
     return MatmulCase(
         x.sharding,

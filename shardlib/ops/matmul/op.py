@@ -140,11 +140,17 @@ def _transposed(w: ShardedTensor) -> Any:
 
 
 def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    """Refuse a bias with which the result would have another shape.
-
-    Sizes that do not fit are refused where they are added.
-    """
-    if bias is None or len(bias.shape) == 1:
+    """Refuse a bias of another length, or with which the result would have another shape."""
+    if bias is None:
+        return
+    if len(bias.shape) == 1:
+        if bias.shape[0] not in (1, w.shape[0]):
+            raise BadArgument(
+                f"a bias of {bias.shape[0]} does not fit a weight of {w.shape[0]} rows",
+                op="linear",
+                operands={"x": typeof(x), "weight": typeof(w), "bias": typeof(bias)},
+                fix="F.linear(x, weight)",
+            )
         return
     of_y = (*x.shape[:-1], w.shape[0])
     lead = len(bias.shape) - len(of_y)
@@ -196,7 +202,9 @@ def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTenso
     ('f32[4, 6]', 'f32[4@tp, 6]')
     """
     if out is not None:
-        out = as_layout(out, "matmul", "out = {}", shape=(*x.shape[:-1], *w.shape[-1:]))
+        mesh = next((t.mesh for t in (x, w) if isinstance(t, ShardedTensor)), None)
+        shape = (*x.shape[:-1], *w.shape[-1:])
+        out = as_layout(out, "matmul", "out = {}", shape=shape, mesh=mesh)
     return heard(product_of, product, x, w, out)
 
 
@@ -414,9 +422,9 @@ class _Biased(Local):
         with bind(mesh):
             g = wrap(grads[0], mesh)
             rows = g.flatten(0, -2)
-            if axes and is_half(grads[0]):  # in fp32, a few rows at a time, until it travels
+            if axes and is_half(grads[0]):  # in fp32, a few rows at a time, until it is summed
                 rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
-                rows = rounded(rows, dtype, axes)
+                rows = rounded(rows, dtype, axes, wire=True)
             else:  # torch's own sum is fp32 within
                 rows = rounded(rows.sum(0), dtype, axes)
             return grads[0], unwrap(rows), None, None

@@ -55,6 +55,23 @@ def test_a_layout_asked_for_is_given_or_refused_whatever_was_asked_before() -> N
                 sl.matmul(x, sl.shard(torch.ones(8, 6), ". ."), out=". x")
 
 
+@pytest.mark.parametrize(
+    "x, w, out",
+    [
+        (". x", "x .", ". . + sum(x)"),
+        (". x", "x .", ". . + sum(y)"),
+        ("x .", ". .", "x . + sum(y)"),
+    ],
+)
+def test_no_product_is_left_pending_and_a_layout_that_asks_for_it_is_refused(
+    x: str, w: str, out: str
+) -> None:
+    with sl.simulate(x=2, y=2):
+        a, b = sl.shard(torch.ones(4, 4), x), sl.shard(torch.ones(4, 4), w)
+        with pytest.raises(sl.ShardError, match="its algorithm ends the sum"):
+            sl.matmul(a, b, out=out)
+
+
 def test_a_bias_is_added_by_every_algorithm() -> None:
     bias = torch.arange(8.0)
     with sl.simulate(x=2, y=2):

@@ -6,7 +6,6 @@ same kernel calls on the same numbers for every ring and layout, at twice the wo
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shardlib.layouts.orders import Run
@@ -88,7 +87,7 @@ class Canonical(Engine):
         for rank in local_queries(job, q):
             view, every = rank.view, rank.of(rank.view(qs), (Run(0, 1, s),))
             all_out, all_lse = started(view(qs), v.shape[-1])
-            k_at = torch.arange(t)
+            k_at = positions((Run(0, 1, t),), q.device)
             for calls in self._calls(every, plan.q_runs[rank.place], s, (Run(0, 1, t),), t):
                 every.attend(calls, view(ks), view(vs), k_at, all_out, all_lse)
             at = positions(plan.q_runs[rank.place], q.device)
@@ -151,7 +150,9 @@ class Canonical(Engine):
         every, mine = rank.of(q, (Run(0, 1, s),)), viewed(rows, rank.view)
         dq, dk, dv = sums = [sums_like(x) for x in (q, k, v)]
         for calls in self._calls(every, q_runs, s, k_runs, t):
-            every.attend_back(calls, k, v, torch.arange(t), mine, dq, lambda: (dk, dv))
+            every.attend_back(
+                calls, k, v, positions((Run(0, 1, t),), q.device), mine, dq, lambda: (dk, dv)
+            )
         return sums
 
     def _calls(

@@ -245,7 +245,8 @@ class _Swap:
 
         def at(coord: dict[str, int]) -> At:
             whole, m = self.job.at(coord), self.job.place(coord, self.axes)
-            mine = torch.arange(m * n, (m + 1) * n).clamp(max=len(whole.heads) - 1)
+            heads = torch.arange(m * n, (m + 1) * n, device=whole.heads.device)
+            mine = heads.clamp(max=len(whole.heads) - 1)
             return At(whole.batch, whole.heads[mine])
 
         return replace(self.job, plan=self.inner, at=at)

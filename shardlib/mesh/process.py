@@ -1,0 +1,73 @@
+"""This process among those of the job: whether a launcher started it, its number, printing once."""
+
+import os
+from typing import TextIO
+
+import torch.distributed as dist
+
+from shardlib.errors import MeshError
+
+__all__ = ["launched", "process_index", "rank0_print", "world_size"]
+
+
+def launched(op: str) -> bool:
+    """Say whether torchrun, or another launcher, started this process with its rank.
+
+    Raises: MeshError where its environment is there by half, or is no numbers.
+    """
+    rank, world = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE"))
+    if rank is None and world is None:
+        return False
+    wrong = [
+        f"{name} is {'not set' if text is None else repr(text[:40])}"
+        for name, text in (("RANK", rank), ("WORLD_SIZE", world))
+        if text is None or not (text.isascii() and text.isdecimal())
+    ]
+    if not wrong and int(rank or 0) >= int(world or 0):
+        wrong = [f"RANK is {rank}, and WORLD_SIZE {world}"]
+    if not wrong:
+        return True
+    raise MeshError(
+        f"a launcher sets RANK and WORLD_SIZE, and here {' and '.join(wrong)}",
+        op=op,
+        fix="torchrun --nproc-per-node 4 script.py   # or, in one process: unset RANK WORLD_SIZE",
+    )
+
+
+def world_size(op: str) -> int:
+    """Count the processes of the job, which need not have met yet."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if launched(op) else 1
+
+
+def process_index() -> int:
+    """Number this process among those of the job: 0 where it is alone, and plays every rank.
+
+    ``if sl.process_index() == 0:`` is true once under torchrun, ``sl.launch`` and ``sl.simulate``
+    alike; what all ranks must call (collectives, ``unshard``, ``save``) stands outside of it.
+    Raises: MeshError where the environment of a launcher is there by half.
+
+    >>> import shardlib as sl
+    >>> sl.launch(sl.process_index, x=2), sl.process_index()
+    ([0, 1], 0)
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if launched("process_index") else 0
+
+
+def rank0_print(
+    *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
+) -> None:
+    """Print on process 0 alone: once, however many ranks run.
+
+    All ranks call it; a value that needs the others (``unshard``) is computed by each before.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(x=4):
+    ...     sl.rank0_print("mean", sl.shard(torch.arange(8.0), "x").mean().item())
+    mean 3.5
+    """
+    if process_index() == 0:  # one write: what other processes print goes before or after it
+        print(sep.join(map(str, values)) + end, end="", file=file, flush=flush)

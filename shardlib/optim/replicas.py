@@ -1,0 +1,77 @@
+"""Check mode after an update: what ranks hold alike, and are configured with, is compared.
+
+Replicated parameters and states are compared by their digests, and with them the numbers that an
+optimizer was made of, since where states are split a rate that differs by rank makes no replicas
+part: every rank's share is updated by another rule.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from shardlib.collectives import checking, verify
+from shardlib.tensor import ShardedTensor
+
+__all__ = ["compare"]
+
+
+def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any) -> None:
+    """Compare, in check mode, parameters, state and numbers with those of the other ranks.
+
+    ``tx``    the transform, of whose closures the numbers are compared.
+    ``said``  other numbers that are the same on every rank.
+    Raises: RankFailed naming the first that differs, with both sides.
+    """
+    mode = checking()
+    if mode is None:
+        return
+    mode.note(op)
+    values: dict[Any, dict[str, Any]] = {}
+    numbers = {f"{op}: {name}": x for name, x in said.items() if not isinstance(x, Tensor)}
+    numbers |= {f"tx{name}": x for name, x in _numbers(tx, "", set())}
+    for root, tree in (("params", params), ("state", state)):
+        paths, leaves, _ = optree.tree_flatten_with_accessor(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            name = path.codify(root)
+            if isinstance(x, ShardedTensor):
+                values.setdefault(x.mesh, {})[name] = x.raw, x.sharding
+            elif isinstance(x, int | float | str):
+                numbers[name] = x
+    for mesh, some in values.items():
+        verify(op, mesh, some, "tx = sl.optim.sgd(0.1)  # the same on every rank", said=numbers)
+
+
+def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """List the numbers and words that functions enclose, with the names that they have there."""
+    if isinstance(x, int | float | str):
+        yield at, x
+        return
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    inside: list[tuple[str, Any]] = []
+    if isinstance(x, FunctionType):
+        names = x.__code__.co_freevars
+        inside = [(f".{n}", _held(c)) for n, c in zip(names, x.__closure__ or (), strict=True)]
+        inside += [(f".{i}", v) for i, v in enumerate(x.__defaults__ or ())]
+    elif isinstance(x, partial):
+        inside = [("", x.func), *((f".{i}", v) for i, v in enumerate(x.args))]
+        inside += [(f".{n}", v) for n, v in x.keywords.items()]
+    elif isinstance(x, Mapping):
+        inside = [(f".{n}", v) for n, v in x.items()]
+    elif isinstance(x, tuple | list):
+        fields = getattr(x, "_fields", None) or range(len(x))
+        inside = [(f".{n}", v) for n, v in zip(fields, x, strict=True)]
+    for name, value in inside:
+        yield from _numbers(value, at + name, seen)
+
+
+def _held(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put into it
+        return None
