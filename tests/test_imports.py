@@ -22,6 +22,7 @@ ORDER = [  # each may import from those before it
     "mesh.scope",
     "mesh.store",
     "mesh.failures",
+    "mesh.devices",
     "mesh.process",
     "mesh.mesh",
     "mesh",

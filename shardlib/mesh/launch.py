@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardlib.errors import RankFailed, ShardError, user_line
+from shardlib.mesh.devices import backend_of, take_device
 from shardlib.mesh.failures import RECENT, current_job, lost, spelled
 from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
@@ -44,6 +45,8 @@ def launch(
     Returns the results by rank.  The first error stops all and is raised here with its rank.
     ``fn``, ``args`` and results are pickled; a script calls this under
     ``if __name__ == "__main__":``, for the processes import it.
+    ``device``   a kind that torch knows, as ``make_mesh`` takes it; rank r has the r-th of them,
+                 from the first again where they are fewer.
     ``timeout``  seconds that a transfer may take, and that all ranks may be silent (no transfer,
                  no computation); the run may take as long as it likes.
     Raises: RankFailed where a rank died, left, stopped or took another way, with the rank.
@@ -55,7 +58,8 @@ def launch(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise _unguarded(os.environ.get(_FOLDER))
     sizes = sizes_of("launch", axes)
-    check_device(device, "launch", sizes)
+    device = check_device(device, "launch", sizes) or "cpu"
+    backend_of(device, "launch")
     check_timeout(timeout, "launch", "sl.launch(fn, x=2, timeout=100.0)")
     _check_travels(fn, args)
     world = math.prod(sizes.values())
@@ -250,11 +254,10 @@ def _rank_main(
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        if device == "cuda":
-            torch.cuda.set_device(rank)
+        take_device(device, rank)
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            backend_of(device, "launch"),
             store=store,
             rank=rank,
             world_size=world,

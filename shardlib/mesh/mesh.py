@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._compat import set_timeout
 from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered, similar
+from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
@@ -88,7 +89,7 @@ class Mesh(Mapping[str, int]):
         self.names, self.sizes = tuple(self.axes), tuple(self.axes.values())
         self.size = math.prod(self.sizes)
         self.kind: Kind = kind
-        self.device = torch.device(device)
+        self.device = placed(device)
         self.device_mesh = device_mesh
         self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
         self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
@@ -303,11 +304,8 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
                 f"mesh_dim_names={tuple('xyzw'[: mesh.ndim])})",
             )
         axes = dict(zip(names, mesh.shape, strict=True))
-        index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
         _forget_ended()
-        found = _VIEWS[mesh] = Mesh(
-            axes, kind="dist", device=f"{mesh.device_type}{index}", device_mesh=mesh
-        )
+        found = _VIEWS[mesh] = Mesh(axes, kind="dist", device=mesh.device_type, device_mesh=mesh)
         if dist.is_initialized():
             join_job(found)
     return found
@@ -433,8 +431,10 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh over all running processes: ``sl.make_mesh(x=2, y=-1)``, where -1 is inferred.
 
-    Starts the process group from torchrun's environment where none runs: nccl on CUDA, gloo on
-    CPU.
+    Starts the process group from torchrun's environment where none runs, with the backend that
+    torch has for the device: nccl on CUDA, gloo on CPU.
+    ``device``   a kind that torch knows: its accelerator where there is one, else the CPU, unless
+                 given.
     ``timeout``  seconds that a transfer may take before its ranks raise RankFailed: 100 unless
                  given, or what the group has that runs already.
     Raises: MeshError where the sizes do not fit the world exactly, or not all ranks come within
@@ -456,7 +456,7 @@ def make_mesh(
     sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or (accelerator() or torch.device("cpu")).type
     started = not dist.is_initialized()
     world = world_size("make_mesh")
     known = math.prod(s for s in axes.values() if s != -1)
@@ -542,9 +542,7 @@ def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
 def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
     """Give the kind of a device; refuse one that this process does not have.  Raises: MeshError."""
     device = device.type if isinstance(device, torch.device) else device
-    here = ["cpu"]
-    if torch.accelerator.is_available() and (found := torch.accelerator.current_accelerator()):
-        here.append(found.type)
+    here = ["cpu", *([found.type] if (found := accelerator()) else [])]
     if device is not None and device not in here:
         text = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise MeshError(
@@ -591,12 +589,11 @@ def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:
 
 def _start(device: str) -> None:
     """Start the default process group."""
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = backend_of(device, "make_mesh")
     if not launched("make_mesh"):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        take_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
         if missing:
             raise MeshError(

@@ -1,0 +1,58 @@
+"""Devices by what torch says of them: which there is, which is this process's, where blocks lie."""
+
+import torch
+import torch.distributed as dist
+
+from shardlib.errors import MeshError
+
+__all__ = ["accelerator", "backend_of", "placed", "take_device"]
+
+
+def accelerator() -> torch.device | None:
+    """Give the kind of accelerator that torch has here (cuda, xpu, mps, a registered one), if any.
+
+    >>> accelerator() is None or accelerator().type != "cpu"
+    True
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def placed(device: torch.device | str) -> torch.device:
+    """Give a device as its tensors name it: an accelerator without a number is this process's own.
+
+    >>> placed("cpu"), placed("meta")
+    (device(type='cpu'), device(type='meta'))
+    """
+    device = torch.device(device)
+    here = accelerator()
+    if device.index is None and here is not None and device.type == here.type:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def take_device(kind: str, number: int) -> None:
+    """Make an accelerator of this kind this process's own.
+
+    Numbers begin anew after the last: a launcher may show each process its own device alone.
+    """
+    here = accelerator()
+    if here is not None and here.type == kind:
+        torch.accelerator.set_device_index(number % torch.accelerator.device_count())
+
+
+def backend_of(kind: str, op: str) -> str:
+    """Name the backend that torch has for transfers between devices of this kind.
+
+    Raises: MeshError where none was registered.
+
+    >>> backend_of("cpu", "make_mesh")
+    'gloo'
+    """
+    try:
+        return dist.get_default_backend_for_device(kind)
+    except ValueError as e:
+        raise MeshError(
+            f"torch knows no backend for transfers between devices of the kind {kind!r}",
+            op=op,
+            fix=f"torch.distributed.Backend.register_backend(name, make, devices=[{kind!r}])",
+        ) from e
