@@ -292,5 +292,5 @@ def test_plain_draws_inside_a_module_are_rank_zeros(pool: Any) -> None:
     assert apart[0][0] == alike[0][0]
     assert len({a[1] for a in apart}) == 4, "each rank goes on with its own stream"
     assert len({a[1] for a in alike}) == 1
-    with sl.simulate(data=1):
-        assert _paths(False)[0] == alike[0][0]
+    with sl.simulate(data=1):  # a product of 8 rows may round otherwise than four of 2
+        torch.testing.assert_close(torch.tensor(_paths(False)[0]), torch.tensor(alike[0][0]))
