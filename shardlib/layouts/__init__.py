@@ -1,4 +1,4 @@
-"""Where data sits: pure values and their algebra."""
+"""Layouts: values that state how tensors are split over a mesh, and their algebra."""
 
 from shardlib.layouts.block2d import Layout2D
 from shardlib.layouts.col import Col

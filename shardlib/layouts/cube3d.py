@@ -25,7 +25,7 @@ class Layout3D:
 
     @property
     def layout(self) -> Layout:
-        """What the family means where one layout is expected: that of activations."""
+        """The layout used where one is expected: that of activations."""
         return self.act
 
     @property

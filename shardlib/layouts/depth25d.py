@@ -17,9 +17,9 @@ __all__ = ["Layout25D"]
 class Layout25D:
     """The layouts of a 2.5D linear layer.
 
-    ``act``, ``weight``  Tesseract: the product of the two lies as ``act`` again.
+    ``act``, ``weight``  Tesseract: the product of the two has layout ``act`` again.
     ``deep_act``, ``deep_weight``, ``deep_out``  contraction over depth: each depth multiplies its
-    share of it on the plane, and the sum over depth is scattered onto the rows.
+    share of it on the plane, and the sum over depth is scattered over the rows.
 
     >>> L = Layout25D("x", "y", "d")
     >>> L.act, L.weight
@@ -34,7 +34,7 @@ class Layout25D:
 
     @property
     def layout(self) -> Layout:
-        """What the family means where one layout is expected: that of activations."""
+        """The layout used where one is expected: that of activations."""
         return self.act
 
     @property

@@ -1,9 +1,10 @@
-"""How one dimension is split: a token, and which positions each rank holds under it.
+"""Token of one dimension: how it is split, and the positions that each rank holds.
 
 A dimension of size n is read as digits: its parts in order (an axis counts the axis size, an
 integer itself), then an unsplit rest.  A rank holds the positions whose axis digits are its
 coordinates, in increasing order.  Other orders (orders.py) deal the positions of a sequence to the
-ranks of its last axes; what stands before the last integer are then groups, each in that order.
+ranks of the token's last axes; the parts up to the last integer are then groups, and each group is
+dealt in that order.
 """
 
 import itertools
@@ -56,7 +57,7 @@ class Dim:
 
     @property
     def groups(self) -> "Dim":
-        """What stands before them, as a contiguous token."""
+        """The parts before the ring's axes, as a contiguous token."""
         return Dim(self.parts[: len(self.parts) - len(self.ring)])
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ WHOLE = Dim()
 
 
 def axis_sizes(mesh: Any) -> Sizes:
-    """Map axis names to sizes, of a mapping, a Mesh or a DeviceMesh."""
+    """Map axis names to sizes, for a mapping, a Mesh or a DeviceMesh."""
     if isinstance(mesh, Mapping):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -91,13 +92,13 @@ def axis_sizes(mesh: Any) -> Sizes:
 def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
     """List the runs of positions that ``rank`` of a dimension's ring holds, of ``n`` in all.
 
-    ``n`` may be any length.
+    ``n`` need not divide by the ring.
     """
     return dealt(dim.order, n, math.prod(sizes[a] for a in dim.ring))[rank]
 
 
 def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
-    """Return the positions of a dimension of size n that a rank holds, in the order it holds them.
+    """Return the positions of a dimension of size n that a rank holds, in the rank's own order.
 
     Groups and contiguous dimensions must divide; a sequence in another order may have any length.
     """
@@ -132,7 +133,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join ranges (start, stop) of positions: those that follow each other are one.
+    """Join ranges (start, stop) of positions where one ends at the start of the next.
 
     >>> joined([(0, 2), (2, 4), (6, 8)])
     ((0, 4), (6, 8))
@@ -149,7 +150,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int) -> Dim:
     """Return the token under which rank r of p along ``axes`` holds the ranges ``held[r]``.
 
-    They are ranges of n positions.
+    The ranges are of n positions.
 
     >>> print(said(("x",), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]], 8))
     (2 x)
@@ -171,11 +172,11 @@ def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int)
 def cut(
     dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int
 ) -> tuple[slice, Dim] | None:
-    """List what every rank takes of its block for positions start to stop, and how they then lie.
+    """Return the slice every rank takes for positions start to stop, and the token of the result.
 
-    None if that differs from rank to rank.
+    None if the slice differs from rank to rank.
 
-    A fused weight's output in unequal parts is cut so: each rank holds its share of every part.
+    Used for outputs of a fused weight with unequal parts: each rank holds a share of every part.
 
     >>> fused = Dim(("x",), "runs; 0:4 8:9 | 4:8 9:10")
     >>> cut(fused, 10, (("x", 2),), 0, 8), cut(fused, 10, (("x", 2),), 0, 6)

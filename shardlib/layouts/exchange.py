@@ -1,9 +1,9 @@
-"""Every rank gets what it lacks, and nothing else, from ranks that have it.
+"""Exchange: a redistribution in which each rank receives exactly the elements it lacks.
 
-Two layouts cut a tensor into boxes; what a rank lacks of its new box lies in other ranks' old
-boxes, and each overlap travels once.  No plan moves fewer words: whatever a rank does not hold must
-come to it.  Overlaps of one shape between ranks equally far apart travel together as one ppermute,
-so that a box of any shape may go anywhere.
+Two layouts cut a tensor into boxes.  The elements that a rank lacks of its new box are in other
+ranks' old boxes, and each overlap is sent once.  No plan can send fewer words, since a rank has to
+receive every element that it does not hold.  Overlaps of one shape between ranks equally far apart
+share one ppermute, so a box of any shape can go to any rank.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from shardlib.mesh import coordinates
 __all__ = ["Exchange", "Round", "exchange", "lacking"]
 
 Held = tuple[Sequence[int], ...]  # per dimension the positions that a rank holds, in its order
-Box = tuple[Sequence[int], ...]  # per dimension places within a block
+Box = tuple[Sequence[int], ...]  # per dimension positions within a block
 Side = tuple[tuple[Dim, ...], str]  # dimensions and skew
 
 
@@ -35,9 +35,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All that makes new blocks of old ones: what each rank keeps, and rounds of ppermute.
+    """Plan from old blocks to new ones: the elements each rank keeps, and rounds of ppermute.
 
-    ``kept``   rank -> what it keeps, where that was and where it goes.
+    ``kept``   rank -> its kept elements, in the old block and in the new one.
     ``shape``  of the new blocks.
     """
 
@@ -49,7 +49,7 @@ class Exchange:
 def lacking(
     a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
 ) -> Fraction:
-    """Count the words a rank must receive, on average, to hold its box of ``b`` beside ``a``'s."""
+    """Count the words a rank must receive, on average, to hold box ``b`` where it holds ``a``."""
     total, count = 0, 0
     for old, new in zip(
         *(_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b)),
@@ -65,7 +65,7 @@ def lacking(
 def exchange(
     a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
 ) -> Exchange:
-    """Plan who sends what to whom; of several ranks with the same box the least busy one sends."""
+    """Plan the sends; of several ranks that hold the same box the least busy one sends."""
     old, new = (_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b))
     p, holders = len(old), {}
     for rank, held in enumerate(old):
@@ -104,7 +104,7 @@ def exchange(
 def _held(
     side: Side, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]
 ) -> tuple[Held, ...]:
-    """Return what every rank along ``axes`` holds, in rank order."""
+    """Return the positions that every rank along ``axes`` holds, in rank order."""
     sizes = dict(mesh)
     every = [
         indices(*side, shape, sizes, dict.fromkeys(sizes, 0) | coord)
@@ -115,7 +115,7 @@ def _held(
 
 @lru_cache(maxsize=8192)
 def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Say how many positions are in both."""
+    """Count the positions that are in both."""
     if isinstance(old, range) and isinstance(new, range):
         return max(0, min(old.stop, new.stop) - max(old.start, new.start))
     return len({*old} & {*new})
@@ -123,7 +123,7 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 @lru_cache(maxsize=8192)
 def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Say where what both hold lies in each, in the second's order; None if they share nothing."""
+    """Return where shared positions are in each, in ``new``'s order; None if there are none."""
     if isinstance(old, range) and isinstance(new, range):
         start, stop = max(old.start, new.start), min(old.stop, new.stop)
         if start >= stop:
@@ -138,6 +138,6 @@ def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequ
 
 
 def _run(places: Sequence[int]) -> Sequence[int]:
-    """Write positions as a range where they follow each other."""
+    """Write positions as a range if they are consecutive."""
     follow = all(b == a + 1 for a, b in itertools.pairwise(places))
     return range(places[0], places[-1] + 1) if follow else tuple(places)

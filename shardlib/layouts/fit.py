@@ -1,4 +1,4 @@
-"""How a layout's dimensions fit a shape and a mesh: what divides, and how large a block is."""
+"""Divisibility of a shape by a layout on a mesh, and the size of a block."""
 
 import math
 import re
@@ -14,7 +14,7 @@ Sizes = Mapping[str, int]
 
 
 def check_axes(axes: Sequence[str], sizes: Sizes, text: str, op: str) -> None:
-    """Raise UnknownAxis where a layout, written ``text``, names an axis that the mesh lacks."""
+    """Raise UnknownAxis if a layout, written ``text``, names an axis that the mesh lacks."""
     for axis in axes:
         if axis in sizes:
             continue
@@ -33,7 +33,7 @@ def check_axes(axes: Sequence[str], sizes: Sizes, text: str, op: str) -> None:
 def check_sizes(
     dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes, text: str, op: str
 ) -> None:
-    """Raise UnevenSplit where a dimension does not divide over the axes that split it."""
+    """Raise UnevenSplit if a dimension does not divide over the axes that split it."""
     for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
         ways = _ways(dim, n, sizes)
         length = declared(dim.order)
@@ -68,7 +68,7 @@ def check_sizes(
 
 
 def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-    """Give the shape of each rank's block; dimensions that do not divide are rounded up.
+    """Return the shape of each rank's block; dimensions that do not divide are rounded up.
 
     >>> from shardlib.layouts.text import read
     >>> block_shape(read("x (3 y)")[0], (5, 18), {"x": 2, "y": 3})
@@ -91,7 +91,7 @@ def _groups(dim: Dim, sizes: Sizes) -> int:
 
 
 def _ways(dim: Dim, n: int, sizes: Sizes) -> int:
-    """Return what the size must be a multiple of; of an order for one length, that length."""
+    """Return the number that must divide the size; an order for one length: that length."""
     groups, ring = _groups(dim, sizes), math.prod(sizes[a] for a in dim.ring)
     if declared(dim.order) is None:
         return groups * ring * (2 if dim.order == "zigzag" else 1)

@@ -1,4 +1,4 @@
-"""Where data sits: a layout names, per tensor dimension, the mesh axes that split it.
+"""Layout: for each tensor dimension, the mesh axes that split it.
 
 Text form, one token per dimension: ``.`` not split, ``x`` split over axis x, ``(d x)`` over d
 and within that over x (major first), ``(3 y)`` three groups each split over y (a fused qkv),
@@ -7,8 +7,8 @@ of the positions (``zigzag(8 s)``: eight groups, each in that order), ``...`` an
 dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b`` for Cannon's
 pre-skewed operands.
 
-text.py reads and writes it, dims.py says which positions a rank holds under each token, fit.py what
-divides, placements.py how DTensor says it, spec.py what else is taken where a layout is.
+text.py reads and writes the text, dims.py computes the positions of a rank under each token, fit.py
+checks divisibility, placements.py converts DTensor's placements, spec.py other layout notations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class Layout:
     partial: tuple[str, ...] = ()
     skew: str = ""
     ellipsis: int | None = None
-    # that split a dimension, in order
+    # mesh axes that split a dimension, in order
     axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -87,7 +87,7 @@ class Layout:
         return self if self.ellipsis is None and len(self.dims) == ndim else _resolve(self, ndim)
 
     def check(self, shape: Sequence[int], mesh: Any, *, op: str = "layout") -> None:
-        """Raise what is wrong with placing such a tensor on such a mesh."""
+        """Raise if a tensor of this shape cannot be placed so on this mesh."""
         _check(self, tuple(shape), tuple(axis_sizes(mesh).items()), op)
 
     def local_shape(self, shape: Sequence[int], mesh: Any, *, pad: bool = False) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Layout:
         return indices(me.dims, me.skew, shape, sizes, coord)
 
     def slices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Any, ...]:
-        """Give ``indices`` as slices where they are contiguous or strided, else as lists."""
+        """Return ``indices`` as slices where they are contiguous or strided, else as lists."""
         return tuple(_slice(i) for i in self.indices(shape, mesh, coord))
 
     # ------------------------------------------------------------ algebra
@@ -133,10 +133,10 @@ class Layout:
         return Layout(tuple(me.dims[p] for p in perm), me.partial, skew)
 
     def __mul__(self, other: "LayoutLike") -> "Layout":
-        """Product over disjoint axes: each dimension split by both.  Commutes and associates.
+        """Return the product over disjoint axes: each dimension split by both layouts.
 
-        Where both split one dimension, the axes nest in alphabetical order; write the nesting
-        you want with ``refine``.
+        It commutes and associates: where both split one dimension, the axes nest in alphabetical
+        order.  Choose another nesting with ``refine``.
         """
         a, b = _aligned(self, _operand(other), "product")
         return _combined(
@@ -149,7 +149,7 @@ class Layout:
         return _combined(a, b, lambda p, q: Dim(p.parts + q.parts), "refine")
 
     def __and__(self, other: "LayoutLike") -> "Layout":
-        """The finest layout that both are at least as split as: their common leading parts."""
+        """Return the finest layout that both refine: their common leading parts."""
         a, b = _aligned(self, _operand(other), "&")
         dims = []
         for p, q in zip(a.dims, b.dims, strict=True):
@@ -170,7 +170,7 @@ class Layout:
         return Layout(tuple(dims), tuple(sorted(set(a.partial) & set(b.partial))), skew, a.ellipsis)
 
     def __le__(self, other: "LayoutLike") -> bool:
-        """At least as split: every block of this lies inside a block of ``other``."""
+        """Check whether this is at least as split: its blocks are inside blocks of ``other``."""
         other = _operand(other)
         try:
             return (self & other) == _aligned(other, self, "<=")[0]
@@ -178,7 +178,7 @@ class Layout:
             return False
 
     def equivalent(self, other: "LayoutLike", shape: Sequence[int], mesh: Any) -> bool:
-        """Say whether every rank holds the same elements in the same order under both."""
+        """Check whether every rank holds the same elements in the same order under both."""
         sizes = axis_sizes(mesh)
         a, b = self.resolve(len(shape)), _operand(other, mesh).resolve(len(shape))
         if {p for p in a.partial if sizes[p] > 1} != {p for p in b.partial if sizes[p] > 1}:
@@ -192,7 +192,7 @@ class Layout:
         )
 
     def __matmul__(self, other: "LayoutLike") -> "Layout":
-        """Layout of the matrix product of [..., m, k] and [k, n] or [..., k, n].
+        """Return the layout of the matrix product of [..., m, k] and [k, n] or [..., k, n].
 
         A contraction split the same way in both leaves ``+ sum(axes)``; split in different
         ways it would need communication that no local product can do.
@@ -201,12 +201,12 @@ class Layout:
         return _product_layout(self, _operand(other))
 
     def __rshift__(self, other: "LayoutLike") -> ReshardPlan:
-        """Say how to get from this layout to ``other``: steps, bytes, peak."""
+        """Plan the redistribution from this layout to ``other``: steps, bytes, peak."""
         return ReshardPlan(self, _operand(other))
 
     @property
     def bare(self) -> "Layout":
-        """Without what is pending."""
+        """The layout without its pending sums."""
         return Layout(self.dims, (), self.skew, self.ellipsis) if self.partial else self
 
     # ------------------------------------------------------------ DTensor
@@ -227,11 +227,11 @@ class Layout:
 
 @runtime_checkable
 class LayoutFamily(Protocol):
-    """A value that says where a tensor lies, by its ``layout``.
+    """Protocol of a value that has a ``layout``.
 
-    ``sl.Ring``, ``sl.Layout25D`` and ``sl.Layout3D`` are such values.  One of your own is taken
-    wherever they are: nothing is registered, and ``sl.testing.check_layout`` proves it.  One that
-    has a ``weight`` besides is for activations: a rule for a weight must say which of the two.
+    ``sl.Ring``, ``sl.Layout25D`` and ``sl.Layout3D`` are such values.  A class of your own is
+    accepted wherever they are: nothing is registered, and ``sl.testing.check_layout`` tests it.
+    One that also has a ``weight`` is for activations: a rule for a weight must name one of the two.
 
     >>> import torch, shardlib as sl
     >>> from dataclasses import dataclass
@@ -254,7 +254,7 @@ class LayoutFamily(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Where the tensor lies."""
+        """The layout of the tensor."""
         ...
 
 
@@ -267,17 +267,17 @@ LayoutLike = (
     | PlacementLike
     | Sequence[PlacementLike]
 )
-"""A layout, its text, a value that has one; or as JAX and DTensor write it: PartitionSpec, a tuple
-like it, placements."""
+"""A layout, its text, a value with a ``layout``; or the notation of JAX and DTensor: PartitionSpec,
+a tuple like it, placements."""
 
 
 def taken(
     given: object, mesh: Any = None, op: str = "layout", fix: str = "sl.Layout.parse({})"
 ) -> Layout | None:
-    """Read whatever says a layout; None where it says none.
+    """Convert any accepted notation to a Layout; None for anything else.
 
-    ``mesh``     whose axes DTensor's placements are for; that in scope where None.
-    ``op, fix``  what an error names, and the line to write, with ``{}`` for the layout.
+    ``mesh``     mesh whose axes DTensor placements refer to; None: the mesh in scope.
+    ``op, fix``  the verb in errors, and the line they suggest, with ``{}`` for the layout.
     Raises: LayoutSyntax for a text that cannot be read, or placements of another mesh.
 
     >>> taken(("x", None)), taken("x ."), taken(3)
@@ -362,7 +362,7 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
 
 @lru_cache(maxsize=8192)
 def the_one(layout: Layout) -> Layout:
-    """Return the first of equal layouts, so that every call compares by identity."""
+    """Return the first of equal layouts, so that later comparisons are by identity."""
     return layout
 
 
@@ -395,7 +395,7 @@ def _slice(index: Sequence[int]) -> Any:
 
 
 def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
-    """Return both with the same number of written dimensions."""
+    """Return both layouts with the same number of written dimensions."""
     if a.ellipsis is None and b.ellipsis is None:
         return a.resolve(len(b.dims)) if len(a.dims) != len(b.dims) else a, b
     if a.ellipsis is None:

@@ -1,4 +1,4 @@
-"""What is taken where a layout or a tree of layouts is expected, and what is said of anything else."""
+"""Layout arguments: the notations that are accepted, trees of them, and errors for the rest."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ LayoutTree: TypeAlias = LayoutLike | Mapping[str, "LayoutTree"] | Sequence["Layo
 
 
 def is_layout(given: object) -> TypeGuard[LayoutLike]:
-    """Say whether it is one layout wherever it stands: no class, no tensor, and no plain tuple.
+    """Check whether a value is one layout in any position: no class, no tensor, no plain tuple.
 
-    A tuple such as ``("x", None)`` is one where one tensor's layout stands, and a tree of layouts
-    where a tuple of tensors does; ``sl.P("x", None)`` is one everywhere.
+    A tuple such as ``("x", None)`` is one layout where one tensor's layout is expected, and a tree
+    of layouts where a tuple of tensors is; ``sl.P("x", None)`` is one layout everywhere.
 
     >>> import torch
     >>> is_layout("x ..."), is_layout(torch.ones(2)), is_layout(("x", "y"))
@@ -43,13 +43,13 @@ def as_layout(
     mesh: Any = None,
     weight: bool = False,
 ) -> Layout:
-    """Read a layout as any of us writes it; of a family, that of activations.
+    """Convert any accepted notation to a Layout; for a family, its layout of activations.
 
-    ``fix``     what to write instead, with ``{}`` for the layout: ``"sl.shard(x, {})"``.
-    ``shape``   what it is for, which the layout in the fix must fit.
-    ``mesh``    whose axes DTensor's placements are for; that in scope where None.
-    ``weight``  it is for a weight: a family is refused, since it has layouts for both.
-    Raises: LayoutSyntax, whose fix says the layout that was meant where that can be told.
+    ``fix``     the line that errors suggest, with ``{}`` for the layout: ``"sl.shard(x, {})"``.
+    ``shape``   shape of the tensor, which the layout in the fix must fit.
+    ``mesh``    mesh whose axes DTensor placements refer to; None: the mesh in scope.
+    ``weight``  whether it is for a weight: a family is refused, since it has layouts for both.
+    Raises: LayoutSyntax, whose fix names the layout that was probably meant.
 
     >>> import shardlib as sl
     >>> as_layout(sl.Layout3D("x", "y", "z"), "shard", "sl.shard(x, {})")
@@ -86,14 +86,14 @@ def as_layout(
 
 
 def _is_uncalled(given: object) -> bool:
-    """Say whether it is a family that would have to be called: a class, or a function of ours."""
+    """Check whether it is a family that was not called: a class, or a function of ours."""
     if isinstance(given, type):
         return hasattr(given, "layout")
     return inspect.isfunction(given) and given.__annotations__.get("return") is Layout
 
 
 def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: Any) -> str:
-    """Write the layout that was meant, or the whole tensor's where that does not fit."""
+    """Write the layout that was probably meant, or the unsplit one if that does not fit."""
     names = list(axis_sizes(mesh)) if mesh is not None else list("xyzuvw")
     code, found = _made(given, names) if called else _joined(given)
     try:
@@ -114,18 +114,18 @@ def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
     try:
         made = family(*axes)
         as_layout(made, "", "")
-    except Exception:  # a family of one's own, which asks for more than axes
+    except Exception:  # a user's own family, whose constructor takes more than axes
         return "'...'", "..."
     return f"{_ours(family)}{family.__name__}({', '.join(map(repr, axes))})", made
 
 
 def _ours(family: Any) -> str:
-    """Return what stands before its name in a user's code."""
+    """Return the prefix of the family's name in a user's code."""
     return "sl." if family.__module__.startswith("shardlib.") else ""
 
 
 def _joined(given: object) -> tuple[str, str]:
-    """Write a tuple of a text's tokens as the text."""
+    """Join a tuple of tokens into a layout text."""
     tokens = given if isinstance(given, tuple | list) else (None,)
     text = " ".join("." if t is None else t for t in tokens if isinstance(t, str | None))
     if len(text.split()) < len(tokens) or text.split() == ["."]:
@@ -137,12 +137,12 @@ def _joined(given: object) -> tuple[str, str]:
 
 
 def per_leaf(given: object, tree: object, op: str, fix: str) -> list[Any]:
-    """Give each leaf of a tree its layout, of one for all or of a tree like the upper part of it.
+    """Return a layout for each leaf of a tree, from one layout or a tree like its upper part.
 
-    As JAX's prefixes: a layout that stands where the tree branches is that of every leaf below.
+    As JAX's prefixes: a layout in place of a subtree is used for every leaf of that subtree.
     Where the tree has a tuple or a list, a plain tuple is one layout for each of its children.
-    ``fix``  what to write instead, with ``{}`` for the layout.
-    Raises: LayoutSyntax with the place where the two part.
+    ``fix``  the line that errors suggest, with ``{}`` for the layout.
+    Raises: LayoutSyntax with the path at which the two trees differ.
 
     >>> per_leaf({"a": "x .", "b": "y"}, {"a": 1, "b": (2, {"c": 3})}, "shard", "{}")
     ['x .', 'y', 'y']
@@ -168,7 +168,7 @@ def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> 
             and not isinstance(node, tuple | list)
             and taken(given)
         ):
-            return [given] * count  # of a dictionary's tensors, as PartitionSpec
+            return [given] * count  # one PartitionSpec for all tensors of a dictionary
         raise LayoutSyntax(
             f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}"
             + (f" at {'.'.join(map(str, path))}" if path else ""),
@@ -183,7 +183,7 @@ def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> 
 
 
 def _children(given: Any, node: Any, keys: list[Any]) -> list[Any] | None:
-    """Return what a tree of layouts has for each child of a node; None where it is no such tree."""
+    """Return a tree's entry for each child of a node; None if its structure differs."""
     if isinstance(node, Mapping):
         same = isinstance(given, Mapping) and set(given) == set(keys)
         return [given[k] for k in keys] if same else None
@@ -201,7 +201,7 @@ def _below(node: Any) -> list[Any]:
 
 
 def _outline(node: Any, keys: Sequence[Any]) -> str:
-    """Say what a tree has at its top."""
+    """Describe the top of a tree, for an error."""
     if isinstance(node, Mapping):
         return f"{{{', '.join(map(repr, keys))}}}"
     return f"{type(node).__name__} of {len(keys)}"

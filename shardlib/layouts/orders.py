@@ -1,4 +1,4 @@
-"""How the positions of a sequence are dealt to the ranks of a ring: an order, as runs.
+"""Orders of sequence positions over the ranks of a ring (contiguous, zigzag, ...), as runs.
 
     contiguous              rank r holds one stretch
     zigzag                  2p chunks; rank r holds chunk r and, from the end, chunk 2p-1-r
@@ -7,7 +7,7 @@
     runs; 0:4 8:12 | 4:8    given run by run, ranks between bars: start:stop or start:stop:step
 
 Every rank's block has the same size: that of the longest share, rounded up where the length does
-not divide; a rank with fewer positions holds padding behind them.
+not divide.  A rank with fewer positions has padding at the end of its block.
 
 Source: zigzag and striped balance causal attention (arXiv 2311.09431; Llama 3, arXiv 2407.21783).
 """
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 def declared(order: str) -> int | None:
-    """Give the length that an order is written for, None where it fits any."""
+    """Return the length that an order is written for, None if it fits any."""
     name, _, given = order.partition("; ")
     if name == "documents":
         return int(given.split()[-1])
@@ -53,7 +53,7 @@ def declared(order: str) -> int | None:
 
 @lru_cache(maxsize=256)
 def uncovered(order: str) -> str:
-    """Say which position given runs hold twice or not at all; nothing where each is held once.
+    """Return the first position that given runs hold twice or not at all; "" if there is none.
 
     >>> uncovered("runs; 0:2 | 1:3"), uncovered("runs; 0:2 | 3:4"), uncovered("zigzag")
     ('1 twice', '2 by nobody', '')
@@ -73,7 +73,7 @@ def uncovered(order: str) -> str:
 
 
 def block(order: str, n: int, p: int) -> int:
-    """Count the positions that each rank has room for: the longest share."""
+    """Count the positions of each rank's block: the longest share."""
     if order == "zigzag":
         return 2 * -(-n // (2 * p))
     if declared(order) is None:
@@ -83,9 +83,9 @@ def block(order: str, n: int, p: int) -> int:
 
 @lru_cache(maxsize=1024)
 def dealt(order: str, n: int, p: int) -> tuple[tuple[Run, ...], ...]:
-    """List per rank of p the runs it holds of n positions, each position once.
+    """List, for each of p ranks, the runs that it holds of n positions; each position is held once.
 
-    Where an order is written for fewer than n, the positions beyond fill the ranks' blocks.
+    Where an order is written for fewer than n, the remaining positions fill the ranks' blocks.
 
     >>> for runs in dealt("zigzag", 8, 2):
     ...     print(runs)
@@ -117,7 +117,7 @@ def _clipped(start: int, stop: int, n: int) -> Run:
 
 
 def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """Drop empty runs, and join those that go on where the last one stopped."""
+    """Drop empty runs, and join a run to the one before where it continues it."""
     out: list[Run] = []
     for run in runs:
         if not run.length:
@@ -141,7 +141,7 @@ def _shares(order: str, p: int) -> tuple[tuple[Run, ...], ...]:
     for a, b in itertools.pairwise(borders):
         each, left = divmod(b - a, 2 * p)
         owners = [min(i, 2 * p - 1 - i) for i in range(2 * p)]
-        # the least laden get one more
+        # the ranks with the least load get the remainder, one position each
         longer = set(sorted(range(2 * p), key=lambda i: (load[owners[i]], i))[:left])
         start = a
         for i, owner in enumerate(owners):

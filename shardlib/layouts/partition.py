@@ -1,4 +1,4 @@
-"""JAX's PartitionSpec: the mesh axes that split each dimension."""
+"""PartitionSpec as in JAX: the mesh axes that split each dimension."""
 
 from shardlib.errors import LayoutSyntax
 from shardlib.layouts.layout import Layout, taken
@@ -9,8 +9,8 @@ __all__ = ["P"]
 def P(*dims: str | tuple[str, ...] | None) -> Layout:
     """Name the mesh axes that split each dimension, as JAX's PartitionSpec does.
 
-    Dimensions that are left out are not split.  A plain tuple of these is taken too where one
-    tensor's layout stands; where a tuple of tensors does, it is one layout for each.
+    Dimensions that are left out are not split.  A plain tuple of these is also accepted as the
+    layout of one tensor; for a tuple of tensors it is one layout for each.
     Raises: LayoutSyntax, AxisReused.
 
     >>> P("x", None), P(("x", "y")), P()

@@ -1,4 +1,4 @@
-"""Layouts in DTensor's words: one placement per mesh axis, and back."""
+"""DTensor placements: conversion from a layout, one per mesh axis, and back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,10 +60,10 @@ def from_placements(
     op: str = "from_dtensor",
     fix: str = "sl.shard(t.full_tensor(), {})",
 ) -> Fields:
-    """Read the dimensions and pending axes that placements say, one for each mesh axis.
+    """Convert placements, one for each mesh axis, to a layout's dimensions and pending axes.
 
-    ``ndim``  dimensions of the tensor; where None, ``...`` stands between those that are counted
-              from the front and those that are counted from the end.
+    ``ndim``  dimensions of the tensor; where None, ``...`` is put between the dimensions that are
+              counted from the front and those that are counted from the end.
     Raises: NotExpressible.
     """
     from torch.distributed.tensor import Partial
@@ -74,7 +74,7 @@ def from_placements(
     partial = []
     for name, p in zip(sizes, given, strict=True):
         if p.is_partial():
-            # A subclass of Partial pends something other than a plain sum.
+            # A subclass of Partial is pending in some other way than a plain sum.
             if type(p) is not Partial or p.reduce_op != "sum":
                 what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
                 raise NotExpressible(

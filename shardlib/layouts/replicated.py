@@ -1,4 +1,4 @@
-"""The two layouts without a split: the same everywhere, and a sum still pending."""
+"""Layouts without a split: replicated, and a pending sum."""
 
 from shardlib.layouts.layout import Layout
 
@@ -15,7 +15,7 @@ def Replicated() -> Layout:
 
 
 def Partial(*axes: str) -> Layout:
-    """Say that the value is the sum of the blocks over ``axes``.
+    """Mark the value as the pending sum of the blocks over ``axes``.
 
     >>> Partial("x")
     Layout('... + sum(x)')

@@ -1,4 +1,4 @@
-"""How to get from one layout to another: the cheapest sequence of steps, found by search.
+"""Redistribution from one layout to another: the cheapest sequence of steps, found by search.
 
 Steps act on local blocks and change one thing each (block shapes in brackets):
 
@@ -12,12 +12,12 @@ Steps act on local blocks and change one thing each (block shapes in brackets):
     order_slice(axes, dim)       reorder an unsplit dimension by ``table``, then slice: (3 y), zigzag,
                                  striped
     gather_order(axes, dim)      all_gather, then reorder by ``table``: the way back
-    exchange(axes)               every rank gets what it lacks and nothing else (exchange.py)
+    exchange(axes)               every rank receives exactly what it lacks (exchange.py)
 
 The plan is a shortest path over these steps and the axes that the two layouts name; of equal words
-it takes the collectives before an exchange.  Between layouts without pending sums an exchange is
+it prefers the collectives to an exchange.  Between layouts without pending sums an exchange is
 the least that any plan moves, so a direct plan never costs more than a detour: cost(A >> C) <=
-cost(A >> B) + cost(B >> C).  Where sums are pending that holds for a B over those axes.
+cost(A >> B) + cost(B >> C).  Where sums are pending this holds if B is pending over the same axes.
 """
 
 import heapq
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``source >> target``; shapes and mesh make it concrete.
+    """Plan for ``source >> target``; its steps depend on a shape and a mesh.
 
     >>> from shardlib import Layout
     >>> plan = Layout.parse("x .") >> Layout.parse(". x")
@@ -71,7 +71,7 @@ class ReshardPlan:
     (['all_to_all(x, 0 -> 1)'], 64)
     """
 
-    source: Any  # Layouts; base.py stands above this file and makes these plans
+    source: Any  # Layouts; typed Any because layout.py imports this file
     target: Any
 
     def steps(self, shape: Sequence[int], mesh: Any) -> tuple[Step, ...]:
@@ -218,7 +218,7 @@ def _moves(
                 moved = list(at(d, inner))
                 moved[to] = Dim((*other.parts, axis))
                 yield step, (tuple(moved), partial, skew)
-    for axis, p in sizes.items():  # in mesh order: every rank must find the same plan
+    for axis, p in sizes.items():  # in mesh order, so that every rank finds the same plan
         if axis in used or axis not in goal:
             continue
         for d, dim in enumerate(dims):
@@ -257,7 +257,7 @@ def _special(
     here: int,
     used: set[str],
 ) -> Iterator[tuple[Step, _State]]:
-    """Yield moves into tokens with factors or another order: reorder what is whole, then slice."""
+    """Yield moves to tokens with factors or another order: reorder an unsplit dimension, slice."""
     dims, partial, skew = state
     for d, want in enumerate(last[0]):
         now = dims[d]
@@ -274,7 +274,7 @@ def _special(
 
 
 def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
-    """List the global positions in the order in which ranks along the token's axes hold them."""
+    """List the global positions, rank after rank along the token's axes."""
     out: list[int] = []
     for digits in itertools.product(*(range(sizes[a]) for a in dim.axes)):
         out += positions(dim, n, sizes, dict(zip(dim.axes, digits, strict=True)))
@@ -284,11 +284,11 @@ def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
 def _permutations(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
 ) -> Iterator[tuple[Step, _State]]:
-    """Yield moves of whole blocks to the ranks that want them, where blocks are equal."""
+    """Yield moves of whole blocks to the ranks that need them, where blocks are equal."""
     dims, partial, skew = state
     axes = _axes(state)
     if skew and not (last[2] and axes == _axes(last)):
-        # first undo the skew
+        # a skew fits one pair of axes only, so it is undone before the axes change
         yield from _permute_to(state, (dims, partial, ""), shape, sizes, here)
     elif partial == last[1] and axes == _axes(last):
         yield from _permute_to(state, (last[0], partial, last[2]), shape, sizes, here)
@@ -303,11 +303,11 @@ _WORLD = 64
 def _exchanges(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Step, _State]]:
-    """Go straight to the end if the same sums are pending; ``_settled`` finds exchanges later."""
+    """Yield an exchange to the target if the same sums are pending; ``_settled`` plans it later."""
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
         words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
-        if words or last[2]:  # a skewed block that every rank holds is cut in place
+        if words or last[2]:  # without words to receive, every rank can slice its own block
             block = math.prod(
                 map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0)))
             )
@@ -321,7 +321,7 @@ def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
 def _settled(
     path: tuple[Step, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[Step, ...]:
-    """Return the path with the exchange at its end, if there is one, worked out."""
+    """Return the path; an exchange at its end gets its rounds."""
     if not path or path[-1].kind != "exchange":
         return path
     dims, _, skew = path[-1].table[0]
@@ -339,7 +339,7 @@ def _permute_to(
     def held(state: _State, coord: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(i) for i in indices(state[0], state[2], shape, sizes, full | coord))
 
-    if not here:  # nobody holds anything: a block is where it should be if it has the shape
+    if not here:  # empty blocks: a block is in the right place if it has the right shape
         if [*map(len, held(a, full))] == [*map(len, held(b, full))]:
             yield Step("ppermute", axes, table=tuple((i, i) for i in range(len(coords)))), b
         return

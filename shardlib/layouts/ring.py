@@ -1,7 +1,7 @@
 """Ring layout: a sequence dimension split over one axis or several, in one of five orders.
 
-``positions`` is the one source of where a rank's tokens stand: rotary embeddings, masks, label
-shifts and loss weights read it.
+``positions`` is the only source of the positions of a rank's tokens: rotary embeddings, masks,
+label shifts and loss weights read it.
 
 Source: Li et al., arXiv 2105.13120; the orders are those of orders.py.
 """
@@ -20,7 +20,7 @@ __all__ = ["Ring"]
 
 @dataclass(frozen=True)
 class Ring:
-    """Dimension ``dim`` split over ``axis``; the order is part of the layout's value.
+    """Sequence layout: dimension ``dim`` split over ``axis`` in an order that is part of its value.
 
     ``axis``      a mesh axis, or several, major first.
     ``schedule``  contiguous, zigzag, striped; documents, each in zigzag order, with their borders
@@ -54,7 +54,7 @@ class Ring:
 
     @property
     def order(self) -> str:
-        """The order as a layout's text says it."""
+        """The order as written in a layout's text."""
         return _order(self)
 
     @property
@@ -66,24 +66,24 @@ class Ring:
     def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:
         """Return the (start, stride, length) runs that ``rank`` of ``size`` holds.
 
-        For any length: also shorter than the ring.
+        ``length`` may be any, also shorter than the ring.
         """
         return dealt(self.order, length, size)[rank]
 
     def positions(self, rank: int, length: int, size: int) -> list[int]:
-        """List the global positions held by ``rank`` of ``size``, in the order it holds them."""
+        """List the global positions held by ``rank`` of ``size``, in the rank's own order."""
         return [i for run in self.runs(rank, length, size) for i in run.positions]
 
     def block(self, length: int, size: int) -> int:
-        """Count the positions that each rank has room for.
+        """Count the positions of each rank's block.
 
-        More than it holds where the length does not divide.
+        It is more than a rank holds where the length does not divide.
         """
         return block(self.order, length, size)
 
 
 def _order(ring: Ring) -> str:
-    """Write the order as a layout's text says it.  Raises: LayoutSyntax."""
+    """Write the order as in a layout's text.  Raises: LayoutSyntax."""
     if not isinstance(ring.schedule, str):
         order = "runs; " + " | ".join(
             " ".join(f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank)

@@ -1,6 +1,6 @@
-"""Layouts in the words of others: JAX's PartitionSpec, tuples like it, and DTensor's placements.
+"""PartitionSpec, tuples like it and DTensor placements, read into the fields of a ``Layout``.
 
-Read into the fields of a ``Layout``, as text.py reads its text.
+text.py does the same for a layout's text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Names", "PartitionSpecLike", "PlacementLike", "from_spec", "is_spec"
 
 @runtime_checkable
 class PlacementLike(Protocol):
-    """A placement of DTensor's: ``Shard(0)``, ``Replicate()``, ``Partial()``."""
+    """Placement of DTensor: ``Shard(0)``, ``Replicate()``, ``Partial()``."""
 
     def is_shard(self, dim: int | None = None) -> bool: ...
     def is_replicate(self) -> bool: ...
@@ -24,7 +24,7 @@ class PlacementLike(Protocol):
 
 
 class PartitionSpecLike(Protocol):
-    """A ``jax.sharding.PartitionSpec``."""
+    """PartitionSpec of JAX (``jax.sharding.PartitionSpec``)."""
 
     @property
     def unreduced(self) -> frozenset[str]: ...
@@ -32,11 +32,11 @@ class PartitionSpecLike(Protocol):
 
 
 Names: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
-"""What PartitionSpec takes: per dimension a mesh axis, several, or None."""
+"""Entries of a PartitionSpec: per dimension a mesh axis, several, or None."""
 
 
 def is_spec(given: object) -> bool:
-    """Say whether it is one layout wherever it stands, which a plain tuple in a tree is not.
+    """Check whether it is one layout in any position, which a plain tuple in a tree is not.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> is_spec([Shard(0), Replicate()]), is_spec(("x", None))
@@ -47,7 +47,7 @@ def is_spec(given: object) -> bool:
     return type(given).__name__ == _JAX or _is_placement(given)
 
 
-_JAX = "PartitionSpec"  # known by its name, so that jax need not be there
+_JAX = "PartitionSpec"  # matched by name, so that jax need not be installed
 
 
 def _is_placement(p: object) -> bool:
@@ -55,10 +55,10 @@ def _is_placement(p: object) -> bool:
 
 
 def from_spec(given: Any, sizes: Sizes | None, op: str, fix: str) -> Fields | None:
-    """Read a PartitionSpec, a tuple like it or placements; None where it is none of them.
+    """Read a PartitionSpec, a tuple like it or placements; None for anything else.
 
     Dimensions that a PartitionSpec leaves out are not split, as in JAX.
-    ``sizes``  the mesh, whose axes placements are for, in order; None where there is none.
+    ``sizes``  the mesh whose axes the placements refer to, in order; None if there is no mesh.
     Raises: LayoutSyntax, NotExpressible.
 
     >>> written(from_spec(("x", None, ("y", "z")), None, "shard", "{}"))
@@ -78,7 +78,7 @@ def from_spec(given: Any, sizes: Sizes | None, op: str, fix: str) -> Fields | No
 
 
 def _dim(entry: Any) -> Dim | None:
-    """Read what splits a dimension; None where it is no axis name, several, or None."""
+    """Read the split of one dimension: an axis name, several, or None; None for anything else."""
     if entry is None:
         return WHOLE
     names = entry if isinstance(entry, tuple | list) else (entry,)

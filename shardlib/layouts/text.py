@@ -1,4 +1,4 @@
-"""Reading a layout's text form into the fields of a ``Layout``; errors show the mistake."""
+"""Parser of a layout's text form into the fields of a ``Layout``; errors show the mistake."""
 
 import re
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def _is_given(order: str, text: str) -> bool:
-    """Say whether ``text`` is what the order takes: borders from 0 on, or ranges between bars."""
+    """Check whether ``text`` fits the order: borders from 0 on, or ranges between bars."""
     if order == "documents":
         words = text.split()
         return len(words) > 1 and words[0] == "0" and all(_NUMBER.fullmatch(w) for w in words)
@@ -26,7 +26,7 @@ def _is_given(order: str, text: str) -> bool:
 _WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
 
 
-_MOST = 10_000  # characters that a layout may have; it is read piece by piece
+_MOST = 10_000  # characters of a layout's text, a bound on the time of parsing
 
 
 def read(text: str) -> Fields:
@@ -102,7 +102,7 @@ def _token(token: str, text: str) -> Dim:
     if given:
         order = f"{order}; {' '.join(given.split())}"
     while parts and isinstance(parts[-1], int):
-        parts.pop()  # a trailing factor says nothing
+        parts.pop()  # a trailing factor does not change which positions a rank holds
     return Dim(tuple(parts), order)
 
 
@@ -113,7 +113,7 @@ def _bad(text: str, what: str, example: str) -> LayoutSyntax:
         wrong = len(set(used)) < len(used)
     except ShardError:
         wrong = True
-    if wrong:  # the text has another mistake too
+    if wrong:  # the text has a second mistake, so the example could not be parsed either
         example = "x ... y"
     return LayoutSyntax(
         f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})"
@@ -121,7 +121,7 @@ def _bad(text: str, what: str, example: str) -> LayoutSyntax:
 
 
 def written(fields: Fields) -> str:
-    """Write the text that ``read`` takes.
+    """Write the text that ``read`` parses.
 
     >>> written(read("(d  x) ... y + sum( z )"))
     '(d x) ... y + sum(z)'

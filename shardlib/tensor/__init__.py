@@ -1,4 +1,4 @@
-"""The sharded tensor: its place, its dispatch, its gradients, and plain tensors beside it."""
+"""Sharded tensors: their layout records, operator dispatch, gradients, and plain tensors in calls."""
 
 from shardlib.tensor.gradients import (
     Wide,

@@ -1,11 +1,11 @@
-"""The gradient calculus: where a gradient is summed, and what it looks like in the global view.
+"""Gradients of sharded values: where a gradient is summed, and its layout in the global view.
 
 Gradients in the global view have their value's own layout: a split value has a split cotangent, a
 replicated value a replicated one, and a pending sum (``+ sum(x)``) a replicated one.  Two
 functions, each the other's transpose, hold for all operators (docs/decisions/0001):
 
-``vary``   where a value that is the same along mesh axes meets data that is not: the identity
-           forward, psum backward.  Megatron-LM calls it f; JAX's shard_map calls it pvary.
+``vary``   used where a value that is replicated along mesh axes is combined with data that is not:
+           identity forward, psum backward.  Megatron-LM calls it f; JAX's shard_map, pvary.
 ``total``  a sum over mesh axes whose result is the same on every rank: psum forward, the identity
            backward.  Megatron-LM calls it g; in JAX it is psum of a varying value.
 
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class Wide:
-    """The gradient of a half precision value, in fp32 until it is summed and rounded once.
+    """fp32 gradient accumulator of a half precision value, rounded once after all products added.
 
-    Autograd carries gradients in their value's dtype.  Products that read one value add theirs here
-    instead and hand autograd none; the node that sums runs after all of them, and takes what this
-    backward added.
+    Autograd carries gradients in their value's dtype.  Products that read the same value add their
+    gradients here instead and return None to autograd; the node that sums them runs last and takes
+    what was added during this backward.
     """
 
     __slots__ = ("sum", "task")
@@ -50,15 +50,15 @@ class Wide:
         self.task, self.sum = -1, None
 
     def add(self, g: Tensor) -> None:
-        """Add ``g`` in fp32, which is not used elsewhere."""
+        """Add ``g`` in fp32; the caller must not use ``g`` afterwards."""
         task = backward_now()
         if self.task == task and self.sum is not None:
             self.sum += g
-        else:  # what a backward left here that did not ask for this gradient is void
+        else:  # a sum left by another backward that never reached the summing node is dropped
             self.task, self.sum = task, g
 
     def take(self, g: Tensor | None) -> Tensor | None:
-        """Take all that was added, and what came by autograd."""
+        """Return the sum of all that was added and of ``g``, which autograd delivered."""
         mine = self.sum if self.task == backward_now() else None
         self.task, self.sum = -1, None
         if mine is None or g is None:
@@ -87,7 +87,7 @@ class _Vary(Local):
         g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
         if g is None:
             return None, None, None, None
-        # its parts travel in half precision and are summed in fp32
+        # the parts are sent in half precision and summed in fp32
         half = ctx.dtype in (torch.bfloat16, torch.float16)
         g, narrow = (g.float(), ctx.dtype) if half else (g, None)
         if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow, narrow):
@@ -103,7 +103,7 @@ def _handed_over(
     narrow: torch.dtype | None,
     wire: torch.dtype | None = None,
 ) -> bool:
-    """Say whether a leaf's gradient will be summed together with others'."""
+    """Hand a leaf's gradient to ``Together``, which sums several at once; False if it cannot."""
     if leaf is None or not leaf[0].takes(leaf[1]):
         return False
     leaf[0].take(leaf[1], g, mesh, axes, narrow, wire)
@@ -125,7 +125,7 @@ class _Sum(Local):
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
             out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=wire))
-        return out.clone() if out._is_view() else out  # autograd lets no one write to an alias
+        return out.clone() if out._is_view() else out  # autograd refuses writes to an alias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -148,8 +148,8 @@ class _Share(Local):
 class _OfPending(Local):
     """Identity on a part of a pending sum; ``count`` ranks compute the same gradient of it.
 
-    They compute it from values marked by ``vary``, so each returns its share of what comes back
-    through it.
+    Each of them computes the full gradient from values marked by ``vary``, so each passes back
+    1 / count of it.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ class _OfPending(Local):
 
 
 class _ToPending(Local):
-    """Identity on a part of a pending sum; its cotangent, a replicated value, meets other parts."""
+    """Identity on a part of a pending sum; backward sums its (replicated) cotangent by ``vary``."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -184,13 +184,13 @@ def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
 
 
 def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """Mark the product of such operands, which is pending over the same axes."""
+    """Mark the product of such operands as pending over the same axes."""
     over = real_axes(mesh, axes)
     return _ToPending.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
 
 
 def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """Mark a value that is the same along ``axes`` as meeting data that is not.
+    """Mark a value that is replicated along ``axes`` as combined with data that is not.
 
     Identity forward; backward is one psum over ``axes``.
     """
@@ -202,7 +202,7 @@ _SERIAL = itertools.count()
 
 
 class _Made:
-    """Values derived from a block, and which block; an entry is void once that changed in place."""
+    """Cache of values derived from a block; it is void once the block changed in place."""
 
     __slots__ = ("found", "raw", "serial", "tracked", "version")
 
@@ -218,25 +218,26 @@ class _Made:
 def made_of(x: ShardedTensor) -> dict[Any, Any]:
     """Return the cache of values derived from x; it is empty after a change in place.
 
-    Under inference mode, where changes in place are not seen, it is empty and forgotten.
+    Under inference mode there are no version counters to detect such changes, so nothing is cached.
     """
     raw = x.raw
     if raw.is_inference():
         return {}
     tracked = raw.requires_grad and torch.is_grad_enabled()
-    holder: Any = x if x.read is None else x.read  # of what is gathered: it forgets with the block
+    # the cache of a fetched value is kept with its fetcher, and is dropped with the fetched block
+    holder: Any = x if x.read is None else x.read
     if holder.made is None or not holder.made.fits(raw, tracked):
         holder.made = _Made(raw, tracked)
     return holder.made.found
 
 
 def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
-    """Call ``vary`` on a value once: all that read it add their gradients before the one psum."""
+    """Call ``vary`` once per value: all its readers add their gradients before the one psum."""
     return varied_wide(x, axes)[0]
 
 
 def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide | None]:
-    """Call it, and have products of half precision add their gradients in fp32."""
+    """Call ``vary`` once per value; products of half precision add their gradients in fp32."""
     over = real_axes(x.mesh, axes)
     if not (over and x.raw.requires_grad and torch.is_grad_enabled()):
         return x.raw, None
@@ -251,10 +252,10 @@ def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide |
 def widened(
     raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]
 ) -> list[Tensor | None]:
-    """Call ``vary`` on several values, and widen those of half precision, for gradients together.
+    """Call ``vary`` on several values, widen half precision ones, and sum gradients together.
 
-    Those summed over the same axes travel in one psum; half precision travels and is summed in
-    fp32, and is rounded once.
+    Gradients that are summed over the same axes share one psum; those of half precision values are
+    sent and summed in fp32, and rounded once.
     """
     met = [
         real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
@@ -276,7 +277,7 @@ def widened(
 
 
 class _VaryAll(Local):
-    """apply(mesh, axes, *raws): each as it is, half precision in fp32; gradients share a psum."""
+    """apply(mesh, axes, *raws): identity, half precision to fp32; the gradients share a psum."""
 
     @staticmethod
     def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
@@ -316,8 +317,8 @@ def total(
     """Sum over ``axes``; the result is replicated and so is its cotangent.
 
     ``narrow``  the dtype of the result, where raw is wider: it is rounded once.
-    ``wire``    the dtype in which the parts travel, raw's own if None; of parts that it cannot
-                hold each is rounded before the sum, and where they cancel little is left.
+    ``wire``    the dtype in which the parts are sent, raw's own if None; a narrower one rounds
+                each part before the sum, which loses precision where parts cancel.
     """
     over = real_axes(mesh, axes)
     if over:
@@ -332,12 +333,11 @@ def vjp_again(
     overs: Sequence[Collection[str]],
     g: Tensor,
 ) -> list[Tensor | None]:
-    """Give the gradients of f(*inputs) as functions that can be differentiated again.
+    """Return the gradients of f(*inputs) as functions that can be differentiated again.
 
     For backward in grad mode.
-
-    ``inputs``  saved raw inputs (their graph goes on), ``overs`` the axes over which each one's is
-                summed.
+    ``inputs``  saved raw inputs, still attached to their graph.
+    ``overs``   for each input, the axes over which its gradient is summed.
     """
     met = [
         None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)
@@ -348,7 +348,7 @@ def vjp_again(
 
 
 def real_axes(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
-    """List the axes of more than one rank, in the mesh's order: the same one on every rank."""
+    """List the axes of more than one rank, in mesh order, which is the same on every rank."""
     return tuple([a for a, n in mesh.axes.items() if n > 1 and a in axes]) if axes else ()
 
 
@@ -363,7 +363,7 @@ def settle(x: ShardedTensor) -> ShardedTensor:
 
 
 def gradient_place(place: Place) -> Place:
-    """Return the place of a value's gradient: its layout, pending over the axes that it defers."""
+    """Return the place of a value's gradient: same layout, pending over the deferred axes."""
     layout = place.layout
     if place.deferred or layout.partial:
         layout = Layout(layout.dims, tuple(sorted(place.deferred)), layout.skew)
@@ -372,5 +372,5 @@ def gradient_place(place: Place) -> Place:
 
 
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
-    """Make a value of a gradient block: in ``x``'s layout, pending over axes that ``x`` defers."""
+    """Wrap a gradient block: ``x``'s layout, pending over the axes that ``x`` defers."""
     return ShardedTensor(raw_grad, gradient_place(x.place))

@@ -1,4 +1,4 @@
-"""Plain tensors among sharded ones."""
+"""Plain tensors as operands of sharded ones: refused, or lifted to replicated values."""
 
 from typing import Any
 
@@ -16,15 +16,14 @@ __all__ = ["check_met", "constants", "lift", "promoting", "replicated"]
 
 
 class constants(Entered):
-    """Count plain tensors that meet sharded ones as constants: the same values on every rank.
+    """Treat plain tensors used with sharded ones as constants: the same values on every rank.
 
-    As in the forward of ``sl.parallelize``; ``with sl.constants():`` or a decorator.  A tensor does
-    not say where its values are from: ``torch.arange(8)`` and a batch that this rank alone read look
-    alike, so outside this scope a plain tensor is refused.  On real ranks they are compared, once
-    for each line and every time in check mode, and moved to the mesh's device.  One that asks for a
-    gradient gets it whole, on every rank.
+    ``sl.parallelize`` does this in forward; here ``with sl.constants():`` or a decorator.  A tensor
+    does not record where its values come from: ``torch.arange(8)`` and a batch read by this rank
+    alone look alike, so outside this scope a plain tensor is refused.  On real ranks the values are
+    compared, once for each line and every time in check mode, and moved to the mesh's device.  If
+    one requires grad, it gets its whole gradient on every rank.
     Raises: RankFailed where the ranks hold different values.
-
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2), sl.constants():
     ...     x = sl.shard(torch.ones(4, 8), "x .")
@@ -37,7 +36,7 @@ class constants(Entered):
 
 
 def promoting() -> within:
-    """Count plain tensors that a sharded one meets, within it, as the same on every rank."""
+    """Treat plain operands of sharded ones as replicated inside this scope."""
     return within(promoting=True)
 
 
@@ -76,7 +75,7 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
 
 
 class _Copies(Local):
-    """A copy for each simulated rank; their cotangents are the same, and so is the original's."""
+    """One copy for each simulated rank; all copies have the same cotangent as the original."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
@@ -89,7 +88,7 @@ class _Copies(Local):
 
 
 class _First(Local):
-    """One rank's copy of a value all hold; the cotangent goes to every copy."""
+    """Rank 0's copy of a replicated value; the cotangent goes to every copy."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor) -> Tensor:
@@ -103,14 +102,14 @@ class _First(Local):
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
-    """Wrap a tensor that every rank holds, as it is."""
+    """Wrap a plain tensor that every rank holds as a replicated value."""
     if name := under_transform(x):
         raise no_transform(name)
     raw: Any = x
     if lead(mesh):
         raw = _Copies.apply(x, mesh.size)
     elif x.device.type == "meta":
-        pass  # a module without values, which a loader gives
+        pass  # a module without values, whose values a loader will fill in
     elif not holds_values(mesh):
         raw = x.to("meta")
     elif x.ndim and not x.is_meta and x.device.type != mesh.device.type and spans_processes(mesh):

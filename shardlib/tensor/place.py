@@ -1,8 +1,7 @@
-"""Place: where a tensor lies, as one frozen value.
+"""Place: layout, sizes and mesh of a tensor, as one frozen value.
 
-Everything that an operator must know of an operand beside its block is here, so that a result's
-place is computed once, compared, hashed and kept as the key of a plan, and nothing travels beside
-it that a copy could forget.
+It holds all that an operator needs of an operand besides its block, so a result's place is computed
+once, compared, hashed and used as the key of a plan, and no copy can forget a separate attribute.
 """
 
 from typing import NamedTuple
@@ -18,15 +17,15 @@ _NONE: frozenset[str] = frozenset()
 
 
 class Place(NamedTuple):
-    """Place of a tensor's elements.
+    """Layout of a tensor's elements on a mesh, with its sizes.
 
     ``layout``      one token per dimension, and the sums that are still pending.
     ``shape``       global sizes that the blocks tile exactly, with padding where there is any.
     ``mesh``        the Mesh whose axes the layout names.
     ``true_shape``  global sizes without padding; None where nothing is padded.
     ``deferred``    mesh axes over which the gradient of a replicated value is left unsummed.
-    ``out_layout``  the layout that a product with this weight must give, if that matters.
-    ``merged_from`` of a matrix whose rows were several dimensions until a view: their sizes.
+    ``out_layout``  the layout that a product with this weight must give, if that is fixed.
+    ``merged_from`` for a matrix whose rows a view merged from several dimensions: their sizes.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -56,7 +55,6 @@ class Place(NamedTuple):
     def becomes(self, layout: Layout, shape: torch.Size) -> "Place":
         """Return the place with another layout and other sizes, without padding.
 
-        What a weight says of its products (``out_layout``) and what was merged into its rows stay
-        behind; a value that lies elsewhere has neither.
+        ``out_layout`` and ``merged_from`` are dropped: they hold only for the value as it was.
         """
         return Place(layout, shape, self.mesh, None, self.deferred)

@@ -63,37 +63,37 @@ TAKES_PADDING: set[Any] = set()
 """The functions whose implementation takes padded operands; others are refused, or gathered."""
 
 TAKES_SKEW: set[Any] = set()
-"""The functions whose implementation takes skewed operands, as Cannon's products need them;
+"""Functions whose implementation takes skewed operands, as Cannon's products need them;
 calls of others are refused, or gathered.
 """
 
 REPEATS: set[Any] = set()
-"""The functions whose calls may be remembered, see ``blockwise``."""
+"""Functions whose calls may be cached, see ``blockwise``."""
 
 FALLBACK: list[Implementation] = []
-"""At most one implementation for every other function; see ops/whole.py."""
+"""At most one implementation, for every function that is not in ``TABLE``; see ops/whole.py."""
 
 
 _UNCAST: set[Any] = set()
-"""Functions that look at a tensor and compute nothing: autocast does not concern them."""
+"""Functions that read a tensor's metadata and compute nothing: autocast does not apply to them."""
 
 
 class Unfit(Exception):
-    """An implementation, or a declaration, does not cover this call; whole operands may.
+    """Refusal of one call by an implementation or declaration; whole operands may still work.
 
-    No user meets it: the call is answered on whole tensors, or refused there.  It is not a
-    TypeError, so that a mistake in an implementation is never taken for it.
+    It never reaches the user: the call is run on whole tensors, or refused there.  It is not a
+    TypeError, so that a bug in an implementation cannot be mistaken for it.
     """
 
 
 def implements(
     *funcs: Any, padded: bool | Padded = False, skewed: bool = False, repeats: bool = False
 ) -> Callable[[Implementation], Implementation]:
-    """Register the implementation of torch functions; two for one are an error.
+    """Register the implementation of torch functions; two for one function raise ValueError.
 
-    ``padded``  what becomes of padded operands.  True: the implementation reads their place
-                itself.  A function: it serves such calls, ``padded(implementation, func, args,
-                kwargs)``.  False: they are refused, or gathered within ``sl.implicit``.
+    ``padded``  handling of padded operands.  True: the implementation reads their place itself.
+                A function: called as ``padded(implementation, func, args, kwargs)``.  False: they
+                are refused, or gathered within ``sl.implicit``.
     ``skewed``  whether the implementation takes skewed operands, though it is not ``padded=True``.
     ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
@@ -125,13 +125,13 @@ def _either(implementation: Implementation, padded: Padded) -> Implementation:
 
 
 class ShardedTensor(torch.Tensor):
-    """A global tensor of which this process holds one block (under simulate: all of them).
+    """Global tensor of which this process holds one block (under simulate: all of them).
 
     ``raw``    the storage: the local block, or all blocks ``[ranks, *local]`` under simulate.
     ``place``  its Place: layout, sizes, mesh, padding, deferred axes.
-    ``local``  the local block as per-device code sees it; never a copy.
-    ``node``   what ``grad_fn`` is where hooks on it must see values, see functions.py.
-    ``made``   what was made of the value once, for all that read it, see gradients.py.
+    ``local``  the local block as per-device code receives it; never a copy.
+    ``node``   the ``grad_fn`` for hooks that need sharded values, see functions.py.
+    ``made``   cache of values derived once for all readers, see gradients.py.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -168,14 +168,14 @@ class ShardedTensor(torch.Tensor):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Fetch ``raw`` where it is missing, until it is read."""
+        """Fetch ``raw`` by calling ``read()`` if it is not stored."""
         read = self.__dict__.get("read")
         if name == "raw" and read is not None:
             return read()
         raise AttributeError(name)
 
     def at(self, place: Place) -> "ShardedTensor":
-        """Return the same blocks at another place, unread if they are."""
+        """Return the same local data under another Place; a lazy value stays lazy."""
         if self.read is None:
             return ShardedTensor(self.raw, place)
         return ShardedTensor.when_read(place, self.dtype, self.device, self.read)
@@ -183,7 +183,7 @@ class ShardedTensor(torch.Tensor):
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """Make another block at the same place, or where layout or global sizes have changed."""
+        """Return a value with another block, at the same place or with a new layout or shape."""
         if layout is None and shape is None:
             return ShardedTensor(raw, self.place)
         old = self.place
@@ -195,7 +195,7 @@ class ShardedTensor(torch.Tensor):
         """This rank's block, without a copy."""
         return wrap(self.raw, self.mesh)
 
-    # Asked for at every turn, and a question to __torch_function__ costs 1.5 us.
+    # Read on every operator call; going through __torch_function__ would cost 1.5 us each time.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         place = self.place
@@ -203,12 +203,12 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def is_padded(self) -> bool:
-        """Whether its blocks tile more than its sizes say."""
+        """Whether the blocks tile more than ``shape``."""
         return self.place.true_shape is not None
 
     @property
     def with_padding(self) -> "ShardedTensor":
-        """The value of the padded sizes, whatever the padding holds."""
+        """The value of the padded sizes; the padding may hold anything."""
         return ShardedTensor(self.raw, self.place._replace(true_shape=None))
 
     @property
@@ -295,9 +295,9 @@ class ShardedTensor(torch.Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Add the gradients of its leaves, as torch's own does.
+        """Add the gradients of the leaves, as torch's own method does.
 
-        torch's asks in Python whether a subclass answers, which takes as long as a small product.
+        torch's method first checks for subclasses in Python, as costly as a small product.
         """
         if function_modes():
             return super().backward(gradient, retain_graph, create_graph, inputs)
@@ -305,7 +305,7 @@ class ShardedTensor(torch.Tensor):
         return ShardedTensor.__torch_function__(Tensor.backward, (), (self, gradient), given)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **kwargs: Any) -> Any:
-        """Compute with numpy's numbers as with Python's; refuse its arrays, by name."""
+        """Compute with numpy scalars as with Python numbers; refuse numpy arrays with an error."""
         refuse_arrays(given, f"numpy.{ufunc.__name__}")
         if kwargs or method != "__call__" or ufunc.__name__ not in _OPERATORS:
             raise PlainTensor(
@@ -322,7 +322,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in TABLE:  # a method that asks no subclass before
+        if func in TABLE:  # a method that reaches dispatch without __torch_function__
             return TABLE[func](func, args, kwargs or {})
         if name := transform_called():
             raise no_transform(name, (args, kwargs or {}))
@@ -339,7 +339,7 @@ class ShardedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         head = f"ShardedTensor({typeof(self)} on {self.mesh}"
-        # a dictionary of parameters is a line each; ``x.local`` shows a large tensor's blocks
+        # one line each, so that a dictionary of parameters stays readable; x.local shows the rest
         return f"{head})" if self.raw.numel() > _SHOWN else f"{head}\n{self.local!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
@@ -353,7 +353,7 @@ class ShardedTensor(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.mesh.forked:  # raising here, in the thread of a queue, would be heard by nobody
+        if self.mesh.forked:  # an error raised here, in a queue's feeder thread, would be lost
             return _from_a_worker, (typeof(self),)
         if holds_values(self.mesh) and not lead(self.mesh):
             raise ShardError(
@@ -373,7 +373,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def _wrapped(raw: Tensor, place: Place) -> ShardedTensor:
-    """Make ``ShardedTensor(raw, place)`` in four fifths of its time."""
+    """Make ``ShardedTensor(raw, place)`` in four fifths of the time of the constructor."""
     shape = place.shape if place.true_shape is None else place.true_shape
     self: Any = _make_wrapper(ShardedTensor, shape, dtype=raw.dtype, device=raw.device)
     self.raw = raw
@@ -381,7 +381,7 @@ def _wrapped(raw: Tensor, place: Place) -> ShardedTensor:
     return self
 
 
-_SHOWN = 64  # elements, of all the ranks that are played here
+_SHOWN = 64  # elements that repr prints, over all simulated ranks
 
 
 def _from_a_worker(text: str) -> None:
@@ -393,16 +393,16 @@ def _from_a_worker(text: str) -> None:
     )
 
 
-# ---------------------------------------------------------------- calls that need blocks alone
+# ---------------------------------------------------------------- calls on local blocks
 
 
 def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function on the local blocks: ``args`` hold raw tensors, so does the result."""
+    """Run a torch function on local blocks: raw tensors in ``args`` and in the result."""
     return _of_stacks(func, mesh, *args, **kwargs) if lead(mesh) else func(*args, **kwargs)
 
 
 def _of_stacks(func: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
-    """Run it on blocks that one process plays."""
+    """Run it on the stacked blocks of simulated ranks."""
     out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
     return _lower(out)
 
@@ -420,12 +420,12 @@ def _lower(x: Any) -> Any:
 
 
 class _Repeat(NamedTuple):
-    """How a call runs once more: a torch function of the blocks, and where the result lies.
+    """Cached call: a torch function of the blocks, and the place of its result.
 
-    ``rest``     what follows the first block, where it is not what follows the first operand.
-    ``strides``  the first block's, where what runs hangs on them.
-    ``moves``    whether blocks travel: it runs where nothing is fetched ahead and nothing that was
-                 made of the first operand can be used, and no error is answered by another run.
+    ``rest``     arguments after the first block, where they differ from the call's own.
+    ``strides``  strides of the first block, where ``run`` depends on them.
+    ``moves``    whether blocks are communicated.  Such a repeat runs only without prefetch and
+                 without cached derived values, and a failure raises instead of trying another way.
     """
 
     run: Callable[..., Any]
@@ -444,18 +444,17 @@ def blockwise(
     rest: tuple[Any, ...] | None = None,
     strided: bool = False,
 ) -> Any:
-    """Run func on the local blocks and remember the call.
+    """Run func on the local blocks and cache the call.
 
-    The result lies at ``place``.
+    The result has place ``place``.
 
-    The next call that differs in the operands' values alone runs so at once, without its
-    implementation; of calls whose blocks travel ``repeats_so`` says the same.  ``args[0]`` is
-    sharded and so is every other tensor of the call; what is decided hangs on the operands' places
-    and dtypes, on whether they require grad, on the other arguments and on pinned algorithms, and
-    on nothing else.
+    The next call that differs only in the operands' values runs at once, without its
+    implementation; ``repeats_so`` does this for calls that communicate.  ``args[0]`` and every
+    other tensor of the call must be sharded, and the choice may depend only on the operands' places
+    and dtypes, on whether they require grad, on the other arguments and on pinned algorithms.
     ``run``      the function for the blocks, where it is another than ``func``.
     ``rest``     its arguments after the first block, where they are not the call's own.
-    ``strided``  whether it hangs on the first block's strides too.
+    ``strided``  whether it also depends on the first block's strides.
     """
     own: Callable[..., Any] = run or func
     own = partial(_of_stacks, own, place.mesh) if lead(place.mesh) else own
@@ -467,10 +466,10 @@ def blockwise(
 
 
 def repeats_so(func: Any, args: Any, kwargs: Any, place: Place, run: Callable[..., Any]) -> None:
-    """Remember a call that moves blocks: the next like it is ``run`` of their storages.
+    """Cache a call that communicates: an equal call later is ``run`` on the local blocks.
 
-    As ``blockwise``, and only where nothing is fetched ahead and nothing that was made of the first
-    operand can be used.
+    As ``blockwise``, but used only without prefetch and without cached values derived from the
+    first operand.
     """
     _keep(_Repeat(run, place, moves=True), func, args, kwargs)
 
@@ -482,7 +481,7 @@ def _keep(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a call like one that ended in ``blockwise``; None of any other."""
+    """Return the result of a call cached by ``blockwise``, or None if there is none."""
     key = _call_key(func, args, kwargs)
     if key is None:
         return None
@@ -493,7 +492,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return _moved(repeat, func, args, kwargs)
     try:
         return _run(repeat, args, kwargs)
-    except RuntimeError:  # the implementation says what is wrong
+    except RuntimeError:  # run the implementation, whose error names what is wrong
         return None
 
 
@@ -523,7 +522,7 @@ def _run(repeat: _Repeat, args: Any, kwargs: dict[str, Any]) -> Any:
         else:
             out = run(*given)
     if out is first:
-        return args[0]  # as torch's function gave its operand back
+        return args[0]  # torch's function returned its operand, so return ours
     return _wrapped(out, place) if isinstance(out, Tensor) else out
 
 
@@ -531,9 +530,10 @@ _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
 def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Return the key of a call, or None if it must not be remembered.
+    """Return the cache key of a call, or None if it must not be cached.
 
-    It holds all that tells calls apart but their operands' values.  None also where one listens.
+    The key holds everything that distinguishes calls except their operands' values.  It is also
+    None while a watcher, budget or kernel choice is active.
     """
     if not args or type(args[0]) is not ShardedTensor or any_autocast():
         return None
@@ -553,7 +553,7 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         elif kind in _NUMBERS:
             key += (kind, a)
         elif kind is tuple or kind is torch.Size:
-            for n in a:  # 2.0 and True are equal to ints, and are none
+            for n in a:  # 2.0 and True hash and compare equal to ints but behave differently
                 if type(n) is not int:
                     return None
             key.append(a)
@@ -563,12 +563,12 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 
 def has_padding(values: Iterable[Any]) -> bool:
-    """Say whether one of the values, or of the values in a list among them, is padded."""
+    """Check whether one of the values, or of the values in a list among them, is padded."""
     return _any_place(lambda place: place.true_shape is not None, values)
 
 
 def has_skew(values: Iterable[Any]) -> bool:
-    """Say whether one of the values, or of the values in a list among them, is skewed."""
+    """Check whether one of the values, or of the values in a list among them, is skewed."""
     return _any_place(lambda place: bool(place.layout.skew), values)
 
 
@@ -583,7 +583,7 @@ def _any_place(test: Callable[[Place], bool], values: Iterable[Any]) -> bool:
 
 
 def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a call whose implementation reads where blocks lie, and knows of no skew."""
+    """Refuse a call whose implementation assumes that blocks are placed without skew."""
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.sharding.skew)
     raise Unsupported(
@@ -596,7 +596,7 @@ def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a call that would read padding, which may hold anything; others may be right."""
+    """Refuse a call that would read padding, unless the fallback can run it."""
     if _asks_no_value(func):
         return _unknown(func, args, kwargs)
     if FALLBACK:
@@ -617,7 +617,7 @@ def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
-    """Say whether all that the call writes to is sharded."""
+    """Check whether every tensor that the call writes to is sharded."""
     return all(isinstance(t, ShardedTensor) for t in written(func, args, kwargs))
 
 
@@ -647,20 +647,20 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "power": operator.pow, "equal": operator.eq, "not_equal": operator.ne, "less": operator.lt,
     "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
 }  # fmt: skip
-"""numpy's names of the operators that its numbers take part in."""
+"""numpy's names of the operators that its scalars can be part of."""
 
 _MENDED = (Unfit, NoImplementation, Unsupported, PartialEscape, RankMismatch)
-"""What an implementation may refuse with where whole operands would do."""
+"""Refusals of an implementation after which whole operands may still work."""
 
 _MISTAKES = (
     TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError,
     RecursionError,
 )  # fmt: skip
-"""What arguments that torch refuses meet on their way, and what a mistake here raises."""
+"""Errors that bad arguments cause in an implementation; torch may have a better one for them."""
 
 
 def _said(e: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
-    """Return torch's own refusal of these arguments, if it has one; else the error that was met."""
+    """Return torch's own error for these arguments, if it has one; else the error raised here."""
     return e if isinstance(e, ShardError) else torch_refuses(func, args, kwargs) or e
 
 
@@ -681,11 +681,11 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
-    """Make the error for a call that no layout would mend: torch refuses whole tensors too.
+    """Return the error for a call that torch refuses on whole tensors too, so no layout helps.
 
-    It is asked on meta tensors, which hold no values: what hangs on values raises
-    NotImplementedError there, or says so.  They have no graph either, so functions of autograd are
-    not asked.
+    torch is called on meta tensors, which hold no values: functions that depend on values raise
+    NotImplementedError there.  Meta tensors have no graph either, so autograd functions are not
+    tried.
     """
     if getattr(func, "__module__", "") == "torch.autograd" or func is Tensor.backward:
         return None
@@ -719,7 +719,7 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
 
 
 def _explained(e: RuntimeError, func: Any, args: Any, kwargs: Any) -> ShardError | None:
-    """Make the error for what torch's own says badly, or refuses of whole tensors too, else None."""
+    """Return a better error for torch's own, or for what whole tensors fail at too; else None."""
     if name := under_transform():
         return no_transform(transform_called() or name, args)
     if _NOT_OVERWRITTEN in str(e):
@@ -731,7 +731,7 @@ _NOT_OVERWRITTEN = "is a view and is being modified inplace"
 
 
 def _not_overwritten(func: Any, args: Any) -> Unsupported:
-    """Say that autograd lets nothing write to the block of this value, which a function made."""
+    """Return the error for a write to a block that is a view made by an autograd function."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
     return Unsupported(
         "autograd lets nothing be written to a view of what one of its functions returned",
@@ -743,7 +743,7 @@ def _not_overwritten(func: Any, args: Any) -> Unsupported:
 
 
 def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a verb of the library's own, and tell a watcher that has a method for them."""
+    """Run a library verb, through the watcher's ``verb`` method if it has one."""
     told = getattr(scope().watcher, "verb", None)
     if told is None:
         return run(*args, **kwargs)
@@ -765,7 +765,7 @@ def _guarded(implementation: Implementation) -> Implementation:
 
 
 def _plainly(true_shape: Any, deferred: Any, out: Any, merged: Any) -> tuple[Any, ...]:
-    """Write the rest of a place in what torch.load takes with ``weights_only``."""
+    """Convert the rest of a place to types that torch.load accepts with ``weights_only``."""
     true = None if true_shape is None else tuple(true_shape)
     return true, sorted(deferred), None if out is None else str(out), merged
 
@@ -787,7 +787,7 @@ def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> Sharde
     return torch.nn.Parameter(x, requires_grad=grad) if is_parameter else x  # type: ignore[return-value]
 
 
-torch.serialization.add_safe_globals([_unpickle])  # of state dicts: torch.load's weights_only
+torch.serialization.add_safe_globals([_unpickle])  # lets torch.load(weights_only=True) read us
 
 
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
@@ -808,14 +808,14 @@ _SHORT = {
 
 
 def _of_leaves(f: Callable[[Any], Any], x: Any) -> Any:
-    """Call ``f`` on each tensor of a tree; what is no tensor stays.  Raises: PlainTensor."""
+    """Call ``f`` on each tensor of a tree; other leaves stay.  Raises: PlainTensor."""
     if optree.tree_structure(x).is_leaf():
         raise no_tensor(x, f.__name__)
     return optree.tree_map(lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf, x)
 
 
 def named_tensors(x: object, op: str) -> dict[str, Tensor]:
-    """List a tree's tensors by their paths, as ``b.0``; of one tensor, itself.
+    """List a tree's tensors by their paths, as ``b.0``; a single tensor has the empty path.
 
     Raises: PlainTensor for a value that is no tensor and no tree of them.
     """
@@ -832,7 +832,7 @@ def named_tensors(x: object, op: str) -> dict[str, Tensor]:
 
 
 def no_tensor(x: Any, op: str, layout: str = "...") -> PlainTensor:
-    """Return the error for a value that is no tensor, with the line that makes one of it."""
+    """Return the error for a value that is no tensor, with a line that makes one from it."""
     made = "torch.ones(2, 2)"
     if isinstance(x, torch.nn.Module):
         made = "dict(x.named_parameters())"
@@ -859,7 +859,7 @@ def typeof(x: Tree) -> Tree: ...
 def typeof(x: object) -> object:
     """Write dtype, global sizes and the axes that split them, as ``f32[512@x, 512@y]``.
 
-    Of a tree the tree of these; what is no tensor in it stays as it is.
+    Given a tree, returns the tree of these texts; leaves that are no tensors stay as they are.
     Raises: PlainTensor for a value that is no tensor.
 
     >>> import shardlib as sl
@@ -893,7 +893,7 @@ def layout_of(x: object) -> object: ...
 def layout_of(x: object) -> object:
     """Read the layout of a sharded tensor or DTensor; of a tree, the tree of its layouts.
 
-    Raises: PlainTensor for what has none.
+    Raises: PlainTensor for a value without a layout.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -916,16 +916,16 @@ def layout_of(x: object) -> object:
 
 
 def block_strides(x: ShardedTensor) -> tuple[int, ...]:
-    """Give the strides of a block, without the dimension of simulated ranks."""
+    """Return the strides of a block, without the dimension of simulated ranks."""
     return x.raw.stride()[lead(x.mesh) :]
 
 
 def is_dense(x: ShardedTensor) -> bool:
-    """Say whether the whole tensor would be contiguous.
+    """Check whether the whole tensor would be contiguous.
 
-    A block has its tensor's order of strides.  Along a dimension of which a block has one position
-    its own stride says nothing to torch, but it still says where the dimension came in that order,
-    and what was cut from it.
+    A block has its tensor's order of strides.  torch ignores the stride of a dimension with one
+    position; here it is still compared, since it shows where the dimension came in that order and
+    whether the block was sliced.
     """
     size = x.raw.shape[lead(x.mesh) :]
     expected = 1
@@ -941,7 +941,7 @@ def is_dense(x: ShardedTensor) -> bool:
 
 
 def block_of(x: ShardedTensor) -> Tensor:
-    """Take one rank's block; under simulate that of the first."""
+    """Return one rank's block; under simulate rank 0's."""
     return x.raw[0] if lead(x.mesh) else x.raw
 
 
@@ -959,7 +959,7 @@ _INSTEAD = {
 
 
 def no_transform(name: str, args: Any = ()) -> Unsupported:
-    """Make the error for a sharded value under one of torch.func's transforms."""
+    """Return the error for a sharded value under one of torch.func's transforms."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
     refusal = Unsupported(
         f"torch.func's {name} does not know sharded values",
@@ -973,7 +973,7 @@ def no_transform(name: str, args: Any = ()) -> Unsupported:
 
 
 def no_trace(name: str) -> Unsupported:
-    """Make the error for a sharded value in a trace that would keep its blocks as constants."""
+    """Return the error for a sharded value in a trace that would keep its blocks as constants."""
     return Unsupported(
         f"{name} records calls on plain tensors, and would keep this value's blocks as constants",
         op=name,
@@ -982,7 +982,7 @@ def no_trace(name: str) -> Unsupported:
 
 
 def refuse_trace() -> None:
-    """Raise where torch.jit.trace or make_fx records: they know neither transfers nor places."""
+    """Raise under torch.jit.trace or make_fx, which record neither communication nor layouts."""
     if torch.jit.is_tracing():
         raise no_trace("torch.jit.trace")
     if isinstance(scope().watcher, _Traced):
@@ -990,7 +990,7 @@ def refuse_trace() -> None:
 
 
 class _Traced:
-    """The watcher of calls while make_fx records: it refuses each."""
+    """Watcher while make_fx records: it refuses each call."""
 
     def __call__(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise no_trace("make_fx")
@@ -1004,7 +1004,7 @@ _VALUES = frozenset("real imag H mH".split())  # properties that are functions o
 
 
 def _asks_no_value(func: Any) -> bool:
-    """Say whether it is a property without an implementation that no value decides."""
+    """Check whether it is a property without an implementation that does not depend on values."""
     name = getattr(func, "__name__", "")
     known = func in TABLE or name not in ("__get__", "__set__")
     return not known and getattr(func.__self__, "__name__", "") not in _VALUES
@@ -1022,7 +1022,7 @@ def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def no_implementation(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = ""
 ) -> NoImplementation:
-    """Make the error for a function that has no implementation."""
+    """Return the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
     found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
     return NoImplementation(
@@ -1035,7 +1035,7 @@ def no_implementation(
 
 
 def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
-    """Make the error for an answer that hangs on values, on a recorded mesh."""
+    """Return the error for a result that depends on values, on a recorded mesh without values."""
     name = getattr(func, "__name__", str(func))
     return Unsupported(
         f"what {name} answers hangs on values, and a recorded mesh has shapes alone",
@@ -1046,7 +1046,7 @@ def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
 
 
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
-    """Make the error for a pending sum used where its value is needed."""
+    """Return the error for a pending sum used where its value is needed."""
     bare = str(x.sharding.bare) or "..."
     return PartialEscape(
         f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",

@@ -1,9 +1,9 @@
 """Gradients of many leaves, summed over mesh axes in few transfers while backward goes on.
 
-A leaf that ``value_and_grad`` made knows of the ``Together`` of its call, as long as that lasts.
-Where the gradient of such a leaf would be summed by itself, it is handed over instead and autograd
-gets none; what has the same axes and dtype travels in one psum as soon as there is a bucket of it.
-Every rank hands over in the same order, that of its backward, so that all post the same transfers.
+``value_and_grad`` attaches the ``Together`` of its call to each of its leaves.  A gradient of such
+a leaf that would be summed alone is collected here instead, and autograd gets None; gradients with
+the same axes and dtype share one psum, posted as soon as they fill a bucket.  Every rank collects
+in the order of its backward, which is the same on all, so that all post the same transfers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from shardlib.mesh import Mesh, bind
 __all__ = ["LEAST", "MOST", "Together", "together_of"]
 
 LEAST, MOST = 1 << 20, 25 << 20
-"""Bytes of a bucket: less costs more in messages than it hides, and MOST is as DDP's."""
+"""Bytes of a bucket: below LEAST, latency costs more than overlap hides; MOST is DDP's default."""
 
 _Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 class Together:
-    """The sums of one call: its leaves know of them within ``with``, in which forward runs.
+    """Gradient buckets of one call: attached to its leaves within ``with``, where forward runs.
 
-    Their gradients are taken while it is ``open``.
+    Gradients are collected while it is ``open``.
 
     ``raws``  storages of the leaves.
-    ``most``  bytes from which what waits is posted: a fifth of the leaves', so that small models
+    ``most``  bytes from which a bucket is posted: a fifth of the leaves', so that small models
               have several transfers too.
     """
 
@@ -49,10 +49,10 @@ class Together:
         self.open = False
         for raw in self.raws:
             del raw.together  # type: ignore[attr-defined]
-        self.raws = []  # nothing here keeps a block alive
+        self.raws = []  # so that no block is kept alive from here
 
     def takes(self, i: int) -> bool:
-        """Say whether leaf ``i``'s gradient may come later: backward is ours, no hook hears it."""
+        """Check whether leaf ``i``'s gradient may come later: plain backward and no hook on it."""
         return self.open and not torch.is_grad_enabled() and not self.raws[i]._backward_hooks
 
     def take(
@@ -64,7 +64,7 @@ class Together:
         out: torch.dtype | None,
         wire: torch.dtype | None,
     ) -> None:
-        """Sum ``g`` over ``axes`` with others; ``out`` and ``wire`` as psum has them."""
+        """Sum ``g`` over ``axes`` with others; ``out`` and ``wire`` as in psum."""
         key = mesh, axes, g.dtype, out, wire
         rows = self.waiting.setdefault(key, [])
         rows.append((i, g))
@@ -72,11 +72,11 @@ class Together:
             self._post(key)
 
     def owe(self, i: int, wait: Callable[[], Tensor]) -> None:
-        """Take the gradient that ``wait()`` gives, of what sums it by itself."""
+        """Add the gradient that ``wait()`` returns, summed elsewhere."""
         self.owed.append((i, wait))
 
     def finish(self) -> dict[int, Tensor]:
-        """Post what waits, wait for all: leaf -> the sum of what was handed over of it."""
+        """Post what is left and wait for all: leaf index -> its summed gradient."""
         for key in list(self.waiting):
             self._post(key)
         found: dict[int, Tensor] = {}
