@@ -83,7 +83,7 @@ class Steps:
     def step(self) -> list[float]:
         if self.ours:
             FAULTS[self.fault].act(self)
-        shape = 6 if self.is_("other shape") else 4
+        shape = 6 if self.is_("other shape") else 4096 if self.is_("long") else 4
         dtype = torch.int32 if self.is_("other dtype") else torch.float32
         a = torch.zeros(1) if self.is_("skip") else sl.psum(torch.ones(shape, dtype=dtype), "x")
         if self.is_("swap"):
@@ -141,6 +141,7 @@ FAULTS: dict[str, Fault] = {
     "skip": Fault(_nothing, r"and rank \d at psum over 'x'|at psum over 'x'.*and rank", None),
     "swap": Fault(_nothing, "at faults.py:.*and rank", None),
     "other shape": Fault(_nothing, r"float32\[6\]", "rank", aborts=True),
+    "long": Fault(_nothing, r"float32\[4096\]", "SIGABRT", aborts=True),
     "other dtype": Fault(_nothing, r"int32\[4\]", None),
     "other layout": Fault(_nothing, "and rank", None, aborts=True),
     "other number": Fault(_nothing, r"mul.*2\.0", None),

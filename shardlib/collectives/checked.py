@@ -36,6 +36,7 @@ from shardlib.mesh import (
     current_job,
     enter,
     leave,
+    posted,
     refuse_posted,
     scope,
     spelled,
@@ -255,5 +256,5 @@ def checking() -> Mode | None:
     return next((t for t in traces if type(t) is Mode), None) if traces else None
 
 
-if os.environ.get("SHARDLIB_CHECK", "0") not in ("", "0"):
+if posted.CHECKED:
     check().__enter__()

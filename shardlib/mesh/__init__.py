@@ -19,7 +19,7 @@ from shardlib.mesh.mesh import (
     unknown_axis,
     use_mesh,
 )
-from shardlib.mesh.posted import POSTED, refuse_posted, settle
+from shardlib.mesh.posted import POSTED, drain, refuse_posted
 from shardlib.mesh.process import launched, process_index, rank0_print, world_size
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 from shardlib.mesh.tables import uploaded
@@ -27,8 +27,8 @@ from shardlib.mesh.tables import uploaded
 __all__ = [
     "POSTED", "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope",
     "as_mesh",
-    "auto_mesh", "bind", "coordinates", "current_job", "current_mesh", "enter", "join_job",
+    "auto_mesh", "bind", "coordinates", "current_job", "current_mesh", "drain", "enter", "join_job",
     "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",
-    "rank_along", "record", "refuse_posted", "remember", "scope", "settle", "simulate", "spelled", "unknown_axis",
+    "rank_along", "record", "refuse_posted", "remember", "scope", "simulate", "spelled", "unknown_axis",
     "uploaded", "use_mesh", "within", "world_size",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import atexit
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -35,7 +36,18 @@ from shardlib._compat import group_timeout, job_store
 from shardlib.errors import CheckpointError, RankFailed, user_line
 from shardlib.mesh.store import Client
 
-__all__ = ["KEPT", "RECENT", "Job", "current_job", "join_job", "lost", "number", "spelled"]
+__all__ = [
+    "ABORTED",
+    "CHECK_IT",
+    "KEPT",
+    "RECENT",
+    "Job",
+    "current_job",
+    "join_job",
+    "lost",
+    "number",
+    "spelled",
+]
 
 KEPT = 200
 """How many operations a rank remembers."""
@@ -81,11 +93,17 @@ class _Process:
     def own() -> "_Process":
         return _Process(_host(), os.getpid(), _stat(os.getpid())[1])
 
+    def aborted(self) -> bool:
+        """Say whether SIGABRT ended it; False once its parent knows, for the system forgets."""
+        state, born, code = _stat(self.pid)
+        ours = self.host == _host() and born == self.born
+        return ours and state == "Z" and code & 0x7F == signal.SIGABRT
+
     def state(self) -> str:
         """Return ``gone``, ``stopped`` or ``runs``; empty where it is on another host."""
         if self.host != _host():
             return ""
-        state, born = _stat(self.pid)
+        state, born, _ = _stat(self.pid)
         if self.born and born and born != self.born:
             return "gone"
         if not born:
@@ -106,13 +124,22 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; empty where they cannot be read."""
+def _stat(pid: int) -> tuple[str, str, int]:
+    """State letter, start time and exit code of a process; empty where they cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
+        return fields[0], fields[19], int(fields[49])
     except (OSError, IndexError):  # it has ended, or too many files are open, or there is no /proc
-        return "", ""
+        return "", "", 0
+
+
+ABORTED = (
+    "rank {} was ended by SIGABRT: gloo ends a process that is sent more than it expects, so the "
+    "fault is often of another rank, whose transfer differs; check mode says which, and its line"
+)
+"""What the end of a rank by SIGABRT means."""
+
+CHECK_IT = "with sl.check(): ...  # or SHARDLIB_CHECK=1 in the environment"
 
 
 class Job:
@@ -302,7 +329,10 @@ class Job:
         """Say how a rank ended; empty where it has not, as far as can be known."""
         if said := self._get(f"left/{rank}"):
             return f"rank {rank} left: its program ended {said}"
-        return f"rank {rank} died: its process is gone" if self._state(rank) == "gone" else ""
+        if self._state(rank) != "gone":
+            return ""
+        aborted = rank in self._known and self._known[rank].aborted()
+        return ABORTED.format(rank) if aborted else f"rank {rank} died: its process is gone"
 
     # -------------------------------------------------------- the first cause
 
@@ -318,7 +348,7 @@ class Job:
             missing = [r for r in range(self.world) if not self._has(f"at/{r}")]
             if not missing or any(self._state(r) == "gone" for r in missing):
                 break
-            time.sleep(0.05)
+            time.sleep(0.01)
         if not first:
             first = self.report_cause(self._drawn(error, ranks))
         self.write()
@@ -329,7 +359,8 @@ class Job:
             first,
             op=doing.split(" ")[0],
             operands=self._standing(doing),
-            fix=fix or f"python -m shardlib desync {self.folder}",
+            fix=fix
+            or (CHECK_IT if "by SIGABRT" in first else f"python -m shardlib desync {self.folder}"),
         )
 
     def _first(self) -> str:

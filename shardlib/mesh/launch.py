@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 
 from shardlib.errors import RankFailed, ShardError, user_line
 from shardlib.mesh.devices import backend_of, take_device
-from shardlib.mesh.failures import RECENT, current_job, lost, spelled
+from shardlib.mesh.failures import ABORTED, CHECK_IT, RECENT, current_job, lost, spelled
 from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
 __all__ = ["launch"]
@@ -153,7 +153,9 @@ def _failure(
     said = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
     killed = [(r, code) for r, code in enumerate(ends) if code is not None and code < 0]
     if killed:
-        rank, code = killed[0]
+        rank, code = min(killed, key=lambda end: -end[1] == signal.SIGABRT)  # often a consequence
+        if -code == signal.SIGABRT:
+            return RankFailed(ABORTED.format(rank), op="launch", mesh=sizes, fix=CHECK_IT)
         return RankFailed(
             f"rank {rank} was ended by {signal.Signals(-code).name}", op="launch", mesh=sizes
         )

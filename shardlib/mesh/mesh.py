@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._compat import set_timeout
 from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered, similar
+from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
 from shardlib.mesh.process import launched, world_size
@@ -202,8 +203,9 @@ class Mesh(Mapping[str, int]):
         enter(self, mesh=self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         leave(self)
+        _refuse_left(error)
 
 
 def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -345,6 +347,16 @@ class use_mesh(Entered):
     def __enter__(self) -> Mesh:
         enter(self, mesh=self.mesh)
         return self.mesh
+
+    def __exit__(self, *error: object) -> None:
+        leave(self)
+        _refuse_left(error)
+
+
+def _refuse_left(error: tuple[object, ...]) -> None:
+    """Refuse to leave the last mesh with transfers under way, in a program that is checked."""
+    if posted.POSTED and posted.CHECKED and not any(error) and scope().mesh is None:
+        posted.refuse_posted("check", 0)
 
 
 _FIRST = {"launch": "fn, *args, "}

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from shardlib._compat import backward_context
-from shardlib.mesh.posted import POSTED, settle
+from shardlib.mesh.posted import POSTED, drain
 
 __all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
 
@@ -194,7 +194,7 @@ class within:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
         if error is not None and POSTED:
-            settle(error)
+            drain(error)
 
 
 class bind:
@@ -231,7 +231,7 @@ class bind:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
         if error is not None and POSTED:
-            settle(error)
+            drain(error)
 
 
 _new = tuple.__new__  # a third of the time of _replace

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardlib._compat import Local, after_backward, backward_now
 from shardlib.collectives import lead, psum_scatter, unwrap, wrap
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh, bind, settle
+from shardlib.mesh import Mesh, bind, drain
 from shardlib.optim.buckets import Bucket, Buckets, Index, Item, register
 from shardlib.optim.flat import gather_later, own_parts, scatter, slot_of, stack
 from shardlib.optim.memory import Room
@@ -294,7 +294,7 @@ class Reading:
 
     def _forget_backward(self) -> None:
         """End a backward that raised: its transfers arrive, and what they brought is dropped."""
-        settle()
+        drain()
         self.coming.clear()
         self.room.flying.clear()
         self.end_backward()

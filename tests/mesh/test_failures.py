@@ -39,6 +39,16 @@ def test_every_rank_says_who_failed_first(
         assert found["operations"][-1][1] == "psum"
 
 
+def test_a_rank_that_gloo_aborts_is_not_blamed() -> None:
+    told = faults.play("long", 1, 1, check=False)
+    ended = [r for r, t in enumerate(told) if t.kind == "gone"]
+    assert len(ended) == 1 and ended != [1]
+    assert faults.wrong("long", 1, told, check=False) == []
+    for r in {0, 1, 2, 3} - set(ended):
+        assert f"rank {ended[0]} was ended by SIGABRT" in told[r].text
+        assert "fault is often of another rank" in told[r].text
+
+
 def test_a_job_that_ends_well_says_nothing() -> None:
     told = faults.play("reordered", 5, 9, check=False)  # nobody is rank 5
     assert [t.kind for t in told] == ["ok"] * 4

@@ -15,6 +15,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import MeshError, NoMesh, RankFailed
+from shardlib.mesh.launch import _failure
 
 
 def test_launch_returns_by_rank_and_raises_the_first_error() -> None:
@@ -81,6 +82,14 @@ def test_launch_tells_an_error_that_cannot_be_read_back() -> None:
 def test_launch_notices_a_rank_that_died() -> None:
     with pytest.raises(sl.ShardError, match="rank 1 was ended by SIGKILL"):
         sl.launch(_fails, "killed", x=2, timeout=120)
+
+
+def test_a_rank_that_gloo_aborts_is_not_blamed_and_a_killed_one_is(tmp_path: Path) -> None:
+    aborted = _failure(tmp_path, [None, -6, 1], {"x": 3}, None)
+    assert "rank 1 was ended by SIGABRT: gloo ends" in str(aborted)
+    assert "check" in str(aborted.fix)
+    killed = _failure(tmp_path, [-6, None, -9], {"x": 3}, None)
+    assert "rank 2 was ended by SIGKILL" in str(killed)
 
 
 def test_launch_times_silence_and_leaves_no_process() -> None:

@@ -8,7 +8,7 @@ import torch
 import shardlib as sl
 from shardlib.collectives import start
 from shardlib.errors import RankFailed
-from shardlib.mesh import POSTED, bind, settle
+from shardlib.mesh import POSTED, bind, drain, posted, within
 
 
 def test_a_transfer_is_kept_until_it_is_waited_for() -> None:
@@ -40,7 +40,7 @@ def test_nothing_waits_for_ranks_that_failed(error: Exception) -> None:
         raise RankFailed("gone", op="psum")
 
     POSTED["one"], POSTED["two"] = finish, finish
-    settle(error)
+    drain(error)
     assert not POSTED
     assert len(waits) == (type(error) is ValueError)  # the first to fail ends the waiting
 
@@ -101,3 +101,42 @@ def test_a_transfer_that_is_never_waited_for_is_refused_by_a_body_and_by_check(p
     with sl.simulate(x=4):
         assert forgotten() == "shard_map"
     assert pool.run(forgotten, x=4) == ["shard_map"] * 4
+
+
+def left_open() -> str:
+    mesh = sl.current_mesh()
+    posted.CHECKED = True
+    try:
+        with (
+            within(mesh=None),
+            pytest.raises(sl.errors.ShardError, match=r"1 transfer .* not waited") as e,
+            mesh,
+        ):
+            with mesh:  # in the outer one it can still be waited for
+                start(sl.psum, torch.ones(2), "x")
+            assert len(POSTED) == 1
+        assert not POSTED and sl.psum(torch.ones(1), "x").item() == 4.0
+    finally:
+        posted.CHECKED = False
+    return e.value.op
+
+
+def test_a_checked_program_refuses_to_leave_its_mesh_with_a_transfer_under_way(pool: Any) -> None:
+    with sl.simulate(x=4):
+        assert left_open() == "check"
+    assert pool.run(left_open, x=4) == ["check"] * 4
+
+
+def test_a_checked_program_says_at_its_end_what_nobody_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sl.simulate(x=2):
+        later = start(sl.psum, torch.ones(2), "x")
+    posted._at_exit()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(posted, "CHECKED", True)
+    posted._at_exit()
+    assert "1 transfer that it posted was not waited for" in capsys.readouterr().err
+    later.wait()
+    posted._at_exit()
+    assert not capsys.readouterr().err

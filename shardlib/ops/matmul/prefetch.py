@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib._compat import after_backward
 from shardlib.collectives import Pending, all_gather, wrap
-from shardlib.mesh import Mesh, bind, scope, settle, within
+from shardlib.mesh import Mesh, bind, drain, scope, within
 from shardlib.ops.matmul.panels import Move, post
 from shardlib.tensor import ShardedTensor, made_of
 
@@ -75,7 +75,7 @@ class Gather:
         """Start the gather before this one; backward waits at its end for what nobody took."""
         if self.before is not None and self.before.pending is None:
             self.before.start()
-            after_backward(self.before.drop, settle)
+            after_backward(self.before.drop, drain)
 
     def drop(self) -> None:
         """Wait for what no product took: it must arrive before its buffers go."""
