@@ -1,8 +1,8 @@
 """Fused kernels: those compiled from ``cuda/``, apex's, and the eager formula of each.
 
 Every operation is a ``torch.library.custom_op`` (``torch.ops.shardlib``) with a fake, a gradient
-where it can have one, and its eager formula, which is what runs on CPUs and wherever nothing is
-built.  The library's operators use them where they are: nothing has to be called.
+where it is differentiable, and an eager formula, which runs on CPUs and wherever no kernel is
+built.  The library's operators call the kernels that are available; a user calls nothing.
 """
 
 from shardlib.kernels.active import use

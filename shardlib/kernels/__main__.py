@@ -1,4 +1,4 @@
-"""Build the kernels, or say what is active: ``python -m shardlib.kernels build --arch 80,90``."""
+"""Build the kernels, or list them with ``info``: ``python -m shardlib.kernels build --arch 80``."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it went well, 1 if nothing was built."""
+    """Run one command; return 0 if it succeeded, 1 if nothing was built."""
     parser = argparse.ArgumentParser(prog="python -m shardlib.kernels", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("build", help="compile cuda/*.cu into the user's cache")

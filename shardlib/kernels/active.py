@@ -1,7 +1,7 @@
-"""Which kernels serve a call: those compiled from ``cuda/``, apex's, or the eager formula.
+"""Kernel selection for a call: those compiled from ``cuda/``, apex's, or the eager formula.
 
-"auto", the default, takes the compiled kernels on GPUs where they are found, and the eager formula
-everywhere else: on CPUs always.  An operation asks in two steps, so that a CPU pays for none of it:
+"auto", the default, takes compiled kernels on GPUs where they are found, and the eager formula
+everywhere else, always on CPUs.  The test has two steps, so that a call on a CPU costs nothing:
 
     if not x.is_cpu or active.cpu:  # no call: an attribute of the tensor, one of this module
         if native(x, w): ...
@@ -24,11 +24,11 @@ _LOCK = threading.Lock()
 _NAMES = ("auto", "native", "apex", "eager")
 
 cpu = 0
-"""How many ``use`` are open in this process; while none is, operations on CPUs ask nothing."""
+"""Number of ``use`` contexts open in this process; at 0, operations on CPUs skip the lookup."""
 
 
 def checked(backend: str, op: str) -> str:
-    """Return the name of a backend; refuse a name that is none."""
+    """Return the name of a backend; refuse an unknown name."""
     if backend not in _NAMES:
         raise BadArgument(
             f"backend={backend!r} is none of {', '.join(map(repr, _NAMES))}",
@@ -39,12 +39,12 @@ def checked(backend: str, op: str) -> str:
 
 
 class use:
-    """A ``with`` that chooses the kernels of the operations inside it.
+    """A context manager that chooses the kernels of the operations inside it.
 
     ``backend``  "auto"; "native": those compiled from ``cuda/``, on CPUs too where
                  ``build("host")`` made them; "apex": NVIDIA's apex where it has the operation, else
                  as "auto"; "eager": torch's own operations.
-    What has no such kernel (a dtype, a device, nothing built) runs eagerly; ``info`` says why.
+    Calls without such a kernel (dtype, device, nothing built) run eagerly; ``info`` has the reason.
     Raises: BadArgument for another name.
 
     >>> import torch, shardlib as sl; import torch.nn.functional as F
@@ -76,12 +76,12 @@ class use:
 
 
 def chosen(backend: str = "auto") -> str:
-    """Return the name of a call's backend: its own, or that of the ``with`` around it."""
+    """Return the backend of a call: its own, or that of the enclosing ``use``."""
     return scope().backend if backend == "auto" else backend
 
 
 def serving(x: Tensor) -> bool:
-    """Say whether there are compiled kernels for the device of ``x``, and they are wanted."""
+    """Return whether kernels are compiled for the device of ``x`` and enabled."""
     backend = scope().backend
     if backend == "eager" or (x.is_cpu and backend != "native"):
         return False
@@ -89,6 +89,6 @@ def serving(x: Tensor) -> bool:
 
 
 def native(*tensors: Tensor | None) -> bool:
-    """Say whether compiled kernels compute with these tensors: fp32 or halves, where they serve."""
+    """Return whether compiled kernels take these tensors: fp32 or half, on such a device."""
     given = [t for t in tensors if t is not None]
     return all(t.dtype in CODES for t in given) and serving(given[0])

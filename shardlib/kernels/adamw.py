@@ -1,8 +1,8 @@
 """AdamW in one pass over any number of tensors, as torch operators that write in place.
 
-Read and written once each: a half gradient, divided by a scale (of the loss, and of clipping), the
-fp32 parameter with its moments, and the parameter as a half, 28 bytes an element; with the master
-kept as bfloat16 and the 16 bits that it lacks, 26.
+Per element it reads and writes once: a half gradient, divided by a scale (of the loss, and of
+clipping), the fp32 parameter with its moments, and the parameter as a half: 28 bytes; with the
+master kept as bfloat16 and the 16 bits that it lacks, 26.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ Row = Sequence[Tensor]
 
 
 def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
-    """Say whether the kernel takes these: dense, each list of one dtype, p and its moments fp32.
+    """Return whether the kernel takes these: dense, each list of one dtype, p and its moments fp32.
 
-    Gradients are fp32 or a half, and so is what is written beside; both halves are the same.
+    Gradients and the rounded copies ``out`` are fp32 or half; if both are half, of one dtype.
     """
     kinds = {t.dtype for t in (*p, *m, *v)}
     grads, beside = {t.dtype for t in g}, {t.dtype for t in out}
@@ -34,14 +34,14 @@ def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
 
 
 def _flat(*rows: Row) -> list[Tensor | None]:
-    """List the pointers of all tensors, the five of each parameter one after the other."""
+    """List the pointers of all tensors, up to five per parameter, parameter by parameter."""
     return [row[i] if row else None for i in range(len(rows[0])) for row in rows]
 
 
 def _rounded(
     lr: float, b1: float, b2: float, eps: float, decay: float, count: int
 ) -> tuple[float, ...]:
-    """Round the kernel's factors once each: keep, a1, b2, a2, eps, size, root."""
+    """Compute the kernel's factors, each rounded once: keep, a1, b2, a2, eps, size, root."""
     root = (1 - b2**count) ** 0.5
     return 1 - lr * decay, 1 - b1, b2, 1 - b2, eps, lr / (1 - b1**count), root
 
@@ -124,4 +124,5 @@ def adamw_halves_(
         bits = full.masked_fill(full.isnan(), float("nan")).view(torch.int32)
         upper = (bits + 0x8000) >> 16
         high.copy_(upper.to(torch.int16).view(torch.bfloat16))
+        # the rounded half plus a signed 16-bit remainder are exactly the fp32 bits
         less.copy_((bits - (upper << 16)).to(torch.int16))

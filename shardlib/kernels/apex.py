@@ -1,12 +1,12 @@
-"""NVIDIA's apex behind the same operations, where it is installed and asked for by name.
+"""NVIDIA's apex behind the same operations, where it is installed and chosen by name.
 
-Its version says "0.1" since ever, so it is known by its features: which folders it has, which
-functions ``amp_C`` has, and what they compute.  At its first use on a device each function runs
-once on drawn numbers beside torch's formula; one that raises or differs is not used again, and a
-warning says so.  The registry has another package of this name, tools for a web framework: it is
+Its version has always been "0.1", so it is recognised by its features: its folders, the functions
+of ``amp_C``, and their results.  At its first use on a device each function runs once on drawn
+numbers and is compared with torch's formula; one that raises or differs is not used again, with a
+warning.  The registry has another package of this name, tools for a web framework: it is
 recognised by its files, never imported, and named in a warning.
 
-apex is no dependency, and is not imported until something asks for it.
+apex is no dependency, and is not imported before it is chosen.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from shardlib.kernels.active import chosen
 __all__ = ["Probe", "apex", "probe"]
 
 Row = Sequence[Tensor]
-_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's
+_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's package
 FEATURES = {
     "adam": ("amp_C", "multi_tensor_adam"),
     "lamb": ("amp_C", "multi_tensor_lamb"),
@@ -35,14 +35,14 @@ FEATURES = {
     "layer_norm": ("apex.normalization.fused_layer_norm", "fused_layer_norm_affine"),
     "rms_norm": ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
 }
-"""What is used of it, and the function that must be there."""
+"""Functions of apex that are used: feature -> (module, function)."""
 
 
 class Probe(NamedTuple):
-    """A finding of what lies under the name apex, made without running it.
+    """The package installed under the name apex, found without running it.
 
     ``kind``  "nvidia", "other" or "none".
-    ``why``   in words.
+    ``why``   a sentence for ``info`` and warnings.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Probe(NamedTuple):
 
 @cache
 def probe() -> Probe:
-    """Look for apex on disk, importing nothing of it."""
+    """Look for apex on disk without importing it."""
     try:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):
@@ -76,7 +76,7 @@ def _distribution() -> str:
 
 
 def apex(feature: str, like: Tensor) -> Callable[..., Any] | None:
-    """Return one of apex's functions, in this module's form, where it is chosen and proven.
+    """Return one of apex's functions, in this module's form, if it is chosen and passed its check.
 
     ``like``  a tensor of the device and dtype that it will run on.
     """
@@ -128,7 +128,7 @@ def _warn_once(found: Probe) -> None:
 def _differs(
     feature: str, run: Callable[..., Any], wanted: Any, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Run both on 1,024 drawn numbers; say how they differ, or nothing."""
+    """Run both on 1,024 drawn numbers; return how they differ, or "" if they agree."""
     drawn = torch.Generator().manual_seed(0)
     x, y, m, v = (torch.rand(8, 128, generator=drawn).to(device, dtype) for _ in range(4))
     results = []
@@ -153,7 +153,7 @@ def _differs(
     return ""
 
 
-# ---------------------------------------------------------------- what apex runs
+# ---------------------------------------------------------------- apex's functions
 
 
 def _multi(name: str, lists: Sequence[Row], *args: Any) -> Any:
@@ -191,7 +191,7 @@ def _lamb(
     decay: float,
     t: int,
 ) -> None:
-    """Step with a norm of 0 and a bound of 1, which clips nothing; the ratio counts everywhere."""
+    """Step with a norm of 0 and a bound of 1, which clips nothing; trust ratio everywhere."""
     norm = torch.zeros(1, device=p[0].device)
     _multi("multi_tensor_lamb", (g, p, m, v), lr, b1, b2, eps, t, 1, decay, 1, 1, norm, 1.0, True)
 
@@ -229,7 +229,7 @@ def _rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, eps: float) -
     return norms.mixed_dtype_fused_rms_norm_affine(x, w, shape, eps).to(x.dtype)
 
 
-# ---------------------------------------------------------------- what torch says it is
+# ---------------------------------------------------------------- torch's formulas of the same
 
 
 def _direction(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float, eps: float, t: int) -> Tensor:

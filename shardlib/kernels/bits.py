@@ -10,7 +10,7 @@ __all__ = ["bits", "signed"]
 
 
 def signed(x: int) -> int:
-    """Return the same 64 bits as torch's int64 reads them.
+    """Return the int64 with the same 64 bits: values from 2**63 on become negative.
 
     >>> signed(2**64 - 1)
     -1
@@ -23,6 +23,7 @@ def bits(index: Tensor, key: int) -> Tensor:
     """Make 64 random bits for each index, as int64."""
     x = index * -7046029254386353131  # 0x9E3779B97F4A7C15
     x += signed(key)
+    # the mask clears copies of the sign bit: int64 has no logical shift
     x ^= (x >> 30).bitwise_and_(0x3FFFFFFFF)
     x *= -4658895280553007687  # 0xBF58476D1CE4E5B9
     x ^= (x >> 27).bitwise_and_(0x1FFFFFFFFF)

@@ -1,7 +1,7 @@
 """Compile ``cuda/*.cu`` into the user's cache: by nvcc for GPUs, or by g++ for this machine's CPU.
 
-The file's name has the hash of the sources and flags, so what lies in the cache is what the sources
-say, and nothing is compiled twice.  Nothing here runs unless it is called.
+The file's name has the hash of the sources and flags, so a cached file always matches them and
+nothing is compiled twice.  Nothing here runs unless it is called.
 """
 
 import functools
@@ -31,11 +31,11 @@ __all__ = [
 
 HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90)
-"""Compute capabilities that are compiled for unless others are named: A100, H100 and H200."""
+"""Compute capabilities that are compiled by default: A100, H100 and H200."""
 
 _WARNINGS = "-fPIC,-fno-strict-aliasing,-fvisibility=hidden"
 _FLAGS = {
-    # neither contracts a * b + c: the two give the same bits
+    # neither contracts a * b + c into an fma: GPU and CPU give the same bits
     "cuda": [
         "-std=c++17",
         "-O3",
@@ -57,7 +57,7 @@ _COMPILES = 1800.0
 
 
 def sources() -> list[Path]:
-    """List the sources: beside the package in a checkout, inside it where it is installed."""
+    """List the sources: next to the package in a checkout, inside it where it is installed."""
     for folder in (HERE / "cuda", HERE.parents[1] / "cuda"):
         if folder.is_dir():
             return sorted([*folder.glob("*.cu"), *folder.glob("*.h")])
@@ -83,7 +83,7 @@ def packaged() -> Path:
 
 
 def cached(kind: str) -> list[Path]:
-    """List the files in the cache that were compiled from these very sources, the newest first."""
+    """List the cached files that were compiled from the present sources, the newest first."""
     found = _folder().glob(f"kernels-{kind}-{_digest(kind)}*.so") if sources() else []
     return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
 
@@ -98,7 +98,7 @@ def archs_of(path: Path) -> tuple[int, ...]:
 
 
 def compiled(kind: str, arch: Sequence[int]) -> Path:
-    """Return the compiled file, made first where the cache has none of these sources.
+    """Return the compiled file; compile it first if the cache has none of these sources.
 
     Several processes may compile at once: each writes a file of its own and renames it.
     """
@@ -151,15 +151,15 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- what ptxas says
+# ---------------------------------------------------------------- the output of ptxas
 
 Resources = dict[str, list[int]]
-"""Kernel and architecture -> registers a thread, bytes of it spilled or on a stack, bytes of shared
-memory a block."""
+"""Kernel and architecture -> registers per thread, bytes of them spilled or on a stack, bytes of
+shared memory per block."""
 
 
 def resources(said: str) -> Resources:
-    """Read what each kernel uses from ``ptxas -v``; names are shortened where c++filt is there."""
+    """Parse the resources of each kernel from ``ptxas -v``; c++filt, if found, demangles names."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if tool:
         said = subprocess.run(
@@ -190,5 +190,5 @@ def written(table: Resources) -> str:
 
 
 def spills(table: Resources) -> Iterable[str]:
-    """Name the kernels that spill, because their registers did not suffice."""
+    """List the kernels that spill registers to memory."""
     return [name for name, (_, spilled, _) in table.items() if spilled]

@@ -1,7 +1,7 @@
 """Dropout by global position as a torch operator: no mask is made, none is kept.
 
-Whether an element stays is a function of a key and of its index in the global tensor: the bits are
-those of ``shardlib.ops.keyed.kept``, on every device.
+Each element is kept or dropped by a function of a key and its index in the global tensor: the bits
+are those of ``shardlib.ops.keyed.kept``, on every device.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def bar(p: float) -> int:
 
 
 def droppable(x: Tensor, dims: int) -> bool:
-    """Say whether the kernel takes this block."""
+    """Return whether the kernel takes this block."""
     return dims <= DIMS and x.is_contiguous() and native(x)
 
 
@@ -40,9 +40,9 @@ def dropout(
     key: int,
     p: float,
 ) -> Tensor:
-    """Keep each element of a block with probability 1 - p, divided by that; differentiable.
+    """Keep each element of a block with probability 1 - p, divided by 1 - p; differentiable.
 
-    ``start``, ``step`` and ``table`` say where elements lie in the global tensor, as ``pack``'s.
+    ``start``, ``step`` and ``table`` give the positions in the global tensor, as in ``pack``.
     """
     scale = 1 / (1 - p) if p < 1 else 0.0
     size = list(x.shape) if len(start) == x.ndim else [x.numel()]
@@ -52,6 +52,7 @@ def dropout(
         call("dropout", code(x), x, y, len(size), *places, signed(key), bar(p), p == 1, scale)
         return y
     at = index(Where(size, list(start), list(step), list(table)), x.device).reshape(-1)
+    # one draw of 64 bits serves two neighbouring elements, 32 each
     halves = bits(at >> 1, key).view(torch.int32).view(-1, 2)
     mine = halves.gather(1, (at & 1)[:, None]).squeeze(1)
     keep = (mine >= bar(p)) & (p < 1)

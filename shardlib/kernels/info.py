@@ -1,4 +1,4 @@
-"""What is active, and why: a line per device, and one for apex."""
+"""A report of the active kernels: a line per device, and one for apex."""
 
 import torch
 
@@ -10,7 +10,7 @@ __all__ = ["info"]
 
 
 def info() -> dict[str, str]:
-    """Say which kernels serve this machine's devices, and why; nothing is built or loaded.
+    """Report which kernels serve this machine's devices, and why; nothing is built or loaded.
 
     >>> import shardlib as sl
     >>> found = sl.kernels.info()

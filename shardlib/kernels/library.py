@@ -1,7 +1,7 @@
-"""The compiled kernels as functions: found and loaded by ctypes, never built here, never at import.
+"""The compiled kernels as functions: found and loaded by ctypes, never built here or at import.
 
-Order: the file that a distribution carries, the user's cache by hash of the sources, nothing, and
-then every operation is eager.
+Search order: the file inside the distribution, then the user's cache by hash of the sources; if
+neither has one, every operation is eager.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from shardlib.kernels.build import ARCHS, archs_of, cached, compiled, packaged
 __all__ = ["CODES", "SIGNATURES", "build", "call", "code", "library", "why"]
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""How the kernels number dtypes."""
+"""Numbers of dtypes in the kernels' interface."""
 
 SIGNATURES = {
     "ce_stats": "i p p p l l l l",
@@ -53,7 +53,7 @@ _LOCK = threading.Lock()
 
 @functools.cache
 def _loaded(path: Path) -> CDLL:
-    """Load a file whose functions know their arguments."""
+    """Load a file and declare the argument types of its functions."""
     found = CDLL(str(path))
     for name, kinds in SIGNATURES.items():
         function = getattr(found, f"shardlib_{name}")
@@ -63,15 +63,16 @@ def _loaded(path: Path) -> CDLL:
 
 
 def _fits(path: Path, capability: tuple[int, int]) -> bool:
-    """Say whether a GPU runs one of a file's binaries, or its PTX."""
+    """Return whether a GPU runs one of a file's binaries, or its PTX."""
     archs, mine = archs_of(path), capability[0] * 10 + capability[1]
+    # a binary runs on later minor versions of its major version; PTX runs on anything newer
     same = any(a // 10 == capability[0] and a <= mine for a in archs)
     return same or bool(archs and max(archs) <= mine)
 
 
 @functools.cache
 def _found(kind: str, capability: tuple[int, int]) -> tuple[Path | None, str]:
-    """Return the file to load, and why it is this one or none."""
+    """Return the file to load, or None, and the reason."""
     if kind == "host":
         here = cached("host")
         if here:
@@ -111,8 +112,8 @@ def library(device: torch.device) -> CDLL | None:
 def build(kind: str = "cuda", arch: Sequence[int] = ARCHS) -> Path:
     """Compile the kernels into the user's cache, where this process finds them at once.
 
-    ``kind``  "cuda", by nvcc; "host", the same sources by g++: for tests, which prove on a CPU what
-              a GPU will run, and for fused operations on CPUs inside ``use("native")``.
+    ``kind``  "cuda", by nvcc; "host", the same sources by g++: for tests, which check on a CPU the
+              code that a GPU will run, and for fused operations on CPUs inside ``use("native")``.
     ``arch``  compute capabilities; newer GPUs run the last one's PTX.
     Nothing is compiled where the cache has these sources already.  The cache is
     ``~/.cache/shardlib`` or ``$SHARDLIB_CACHE``.
@@ -132,7 +133,7 @@ def build(kind: str = "cuda", arch: Sequence[int] = ARCHS) -> Path:
 
 
 def code(x: Tensor | torch.dtype) -> int:
-    """Return the kernels' number of a dtype; -1 for those that they do not take."""
+    """Return the kernels' number of a dtype, or -1 if they do not take it."""
     return CODES.get(x.dtype if isinstance(x, Tensor) else x, -1)
 
 
@@ -141,7 +142,7 @@ def call(name: str, *args: Any) -> None:
 
     Tensors are given as their pointers, None as null, sequences of numbers and of tensors as arrays
     on the host.
-    Raises: ShardError where the launcher refuses, or CUDA does.
+    Raises: ShardError if the launcher refuses its arguments, or CUDA reports an error.
     """
     like = _first(args)
     found = library(like.device)
@@ -164,7 +165,7 @@ def call(name: str, *args: Any) -> None:
 
 
 def _first(args: Sequence[Any]) -> Tensor:
-    """Return the first tensor, in a list or not."""
+    """Return the first tensor among the arguments, also inside lists."""
     for a in args:
         found = a if isinstance(a, list | tuple) else (a,)
         for x in found:

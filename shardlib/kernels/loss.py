@@ -1,11 +1,11 @@
-"""Rows of cross entropy whose classes may be split, as torch operators.
+"""Cross entropy of rows whose classes may be split, as torch operators.
 
     parts = ce_stats(logits, ...)        of one block: maximum, sum of exponentials, ...
             one all-gather by the caller
     loss, kept = ce_loss(parts, ...)
     ce_back(logits, ..., kept, grad)     or ce_back_, over the logits themselves
 
-What is kept for backward beside the logits is 8 bytes a row.  Sums are fp32 (fp64 of fp64).
+Backward needs the logits and 8 bytes per row more.  Sums are fp32 (fp64 for fp64 logits).
 """
 
 import torch
@@ -24,7 +24,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _dense(x: Tensor) -> bool:
-    """Say whether the rows are where the kernels look for them."""
+    """Return whether each row is dense and rows do not overlap, as the kernels require."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
@@ -34,12 +34,12 @@ def _labels(target: Tensor) -> bool:
 
 @torch.library.custom_op("shardlib::ce_stats", mutates_args=())
 def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
-    """Compute what one block of logits [R, C] adds to the loss.
+    """Compute the contribution of one block of logits [R, C] to the loss.
 
     Returns [R, 4]: maximum, sum of exp(x - maximum), the target's logit, the sum of the logits.
 
-    ``cols``   how many of its classes are no padding.
-    ``first``  the block's first class; a target that lies elsewhere counts as 0.
+    ``cols``   number of its classes that are not padding.
+    ``first``  the block's first class; a target outside the block counts as 0.
     """
     rows, stride = logits.shape[0], logits.stride(0)
     out = logits.new_empty(rows, 4, dtype=_wide(logits))
@@ -69,9 +69,9 @@ def ce_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss [R] from the statistics of all blocks [p, R, 4].
 
-    Also returns what backward keeps, [R, 2]: maximum, 1 / sum.
+    Also returns [R, 2] for backward: maximum, 1 / sum.
 
-    It is NaN where the target is no class; on a GPU nobody looks at targets before.
+    It is NaN where the target is no class: checking targets first would synchronise a GPU.
     """
     p, rows, _ = parts.shape
     loss, kept = parts.new_empty(rows), parts.new_empty(rows, 2)
@@ -108,7 +108,7 @@ def _back_into(
 ) -> None:
     if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
         rows, width = logits.shape
-        grad = grad.to(torch.float32)  # which may lie in another way than it did
+        grad = grad.to(torch.float32)  # autograd may expand it from one element
         step = 0 if grad.numel() == 1 else grad.stride(0)
         kept = kept.contiguous()
         call(
@@ -136,7 +136,7 @@ def ce_back(
     smooth: float,
     classes: int,
 ) -> Tensor:
-    """Compute the gradient of a block of logits, from that of the loss: [R], or [1] for all rows.
+    """Compute the gradient of a block of logits from that of the loss: [R], or [1] for all rows.
 
     The gradient of padding is 0.
     """
@@ -162,7 +162,7 @@ def ce_back_(
     smooth: float,
     classes: int,
 ) -> None:
-    """Compute the gradient as ``ce_back`` does, written over the logits, which are lost."""
+    """Compute the gradient as ``ce_back`` does and overwrite the logits with it."""
     _back_into(logits, logits, target, kept, grad, cols, first, ignore, smooth, classes)
 
 
@@ -170,7 +170,7 @@ def ce_back_(
 def row_loss(
     logits: Tensor, target: Tensor, ignore: int = -100, smooth: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of whole rows [R], and what backward keeps; differentiable in the logits."""
+    """Compute the loss [R] of unsplit rows, and [R, 2] for backward; differentiable in logits."""
     classes = logits.shape[-1]
     parts = ce_stats(logits, target, classes, 0).unsqueeze(0)
     return ce_loss(parts, target, ignore, smooth, classes)

@@ -1,6 +1,6 @@
-"""Partial attention outputs merged by log-sum-exp, and sums of gradients, as torch operators.
+"""Merging of partial attention outputs by log-sum-exp, and sums of gradients, as torch operators.
 
-Both write in place, so neither has a gradient of its own: attention's backward is its engine's.
+Both write in place and are not differentiable: attention's backward belongs to its engine.
 """
 
 import torch
@@ -13,12 +13,12 @@ __all__ = ["accumulate_", "merge_", "mergeable"]
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return how far apart sequences, heads and rows of [b, h, m, ...] are."""
+    """Return the strides of sequences, heads and rows of [b, h, m, ...]."""
     return list(x.stride()[:3])
 
 
 def mergeable(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
-    """Say whether the kernel takes these: fp32 sums, rows of any stride, dense columns."""
+    """Return whether the kernel takes these: fp32 lse, rows of any stride, dense columns."""
     if not (out.ndim == part.ndim == 4 and lse.ndim == part_lse.ndim == 3):
         return False
     if lse.dtype != torch.float32 or part_lse.dtype != torch.float32 or out.dtype not in CODES:
@@ -32,12 +32,12 @@ def mergeable(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
 def merge_(
     out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, runs: Tensor | None = None
 ) -> None:
-    """Fold a part [b, h, m, e] of attention, with its lse [b, h, m], into out and lse, in place.
+    """Merge a part [b, h, m, e] of attention, with its lse [b, h, m], into out and lse, in place.
 
-    ``runs``  [n, 3] on their device: rows of the part from the first on go to rows of out from the
-              second on, as many as the third, in the part's order; None: row by row.
-    Rows that saw nothing (lse -inf) are not read, on either side.
-    Source: arXiv 1805.02867.
+    ``runs``  [n, 3] on their device, (from, to, count): ``count`` rows of the part starting at
+              ``from`` are merged into the rows of out starting at ``to``; None: row by row.
+    Rows that attended to no key (lse -inf) are not read, on either side.
+    Source: Milakov and Gimelshein, arXiv 1805.02867 (online softmax).
     """
     if mergeable(out, lse, part, part_lse):
         many = 0 if runs is None else len(runs)
@@ -52,6 +52,7 @@ def merge_(
     both = torch.logaddexp(before, part_lse.to(lse.dtype))
     new = 0
     for value, weight in ((old, before), (part, part_lse.to(lse.dtype))):
+        # -inf - -inf is NaN: a row without keys on both sides has share 0
         share = (weight - both).exp_().nan_to_num_(0.0).unsqueeze(-1)
         seen = value.to(lse.dtype).masked_fill((weight == -float("inf")).unsqueeze(-1), 0)
         new = new + seen * share
@@ -60,13 +61,13 @@ def merge_(
 
 
 def _targets(runs: Tensor) -> Tensor:
-    """List the rows of out that the part's rows go to, in the part's order."""
+    """List the rows of out that receive the part's rows, in the part's order."""
     return torch.cat([torch.arange(to, to + n) for _, to, n in runs.tolist()]).to(runs.device)
 
 
 @torch.library.custom_op("shardlib::accumulate_", mutates_args=("into",))
 def accumulate_(into: Tensor, x: Tensor) -> None:
-    """Add x [b, h, m, d], of any of the dtypes, to fp32 sums of its shape, in place."""
+    """Add x [b, h, m, d], of any of the kernels' dtypes, to fp32 sums of its shape, in place."""
     taken = into.ndim == 4 and into.shape == x.shape and into.dtype == torch.float32
     taken = taken and into.stride(-1) == x.stride(-1) == 1
     if taken and native(into, x):

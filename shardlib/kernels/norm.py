@@ -1,12 +1,12 @@
 """Layer norm and RMS norm of rows that may be split, as torch operators.
 
-    parts = norm_stats(x, centre)              of one block: mean and M2, or the sum of squares
-            one collective by the caller
-    mean, scale = norm_settle(parts, ...)      mean (none for RMS) and 1 / deviation
-    y = norm_apply(x, w, b, mean, scale)
-    sums = norm_back_sums(x, g, w, ...)        one psum by the caller
-    dx = norm_back(x, g, w, ..., sums, ...)
-    norm_columns(x, g, ...)                    gradients of weight and shift
+        parts = norm_stats(x, centre)              of one block: mean and M2, or the sum of squares
+                one collective by the caller
+        mean, scale = norm_settle(parts, ...)      mean (none for RMS) and 1 / deviation
+        y = norm_apply(x, w, b, mean, scale)
+        sums = norm_back_sums(x, g, w, ...)        one psum by the caller
+        dx = norm_back(x, g, w, ..., sums, ...)
+        norm_columns(x, g, ...)                    gradients of weight and shift
 
 Statistics are fp32 (fp64 of fp64); halves are rounded once, at the end.
 """
@@ -22,7 +22,7 @@ __all__ = [
     "row_norm", "serves",
 ]  # fmt: skip
 
-_LANES = 132 * 4 * 256  # what fills a GPU
+_LANES = 132 * 4 * 256  # threads that fill an H100: 132 SMs, 4 blocks of 256 each
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
-    """Say whether the kernels take rows x [R, C], dense, with factors [C] of dtypes they mix."""
+    """Return whether the kernels take rows x [R, C], dense, with factors [C] of dtypes they mix."""
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         return False
     for t in (w, b):
@@ -74,7 +74,7 @@ def _(x: Tensor, centre: bool) -> Tensor:
 
 @torch.library.custom_op("shardlib::norm_settle", mutates_args=())
 def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute mean and scale [R, 1] of rows from their parts' statistics [p, R, 2 or 1].
+    """Compute mean and scale [R, 1] of rows from the statistics of their parts [p, R, 2 or 1].
 
     Each part has ``each`` columns; the mean is empty for RMS norm.
 
@@ -152,7 +152,7 @@ def norm_back(
 ) -> Tensor:
     """Compute the gradient of x from the sums over all parts of its rows.
 
-    ``count``  the columns of all parts together.
+    ``count``  number of columns of all parts together.
     """
     rows, cols = x.shape
     if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
@@ -196,16 +196,16 @@ def _(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(2, x.shape[1], dtype=_dtype(x))
 
 
-# ---------------------------------------------------------------- whole rows, differentiable
+# ---------------------------------------------------------------- unsplit rows, differentiable
 
 
 @torch.library.custom_op("shardlib::row_norm", mutates_args=())
 def row_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute layer norm (``centre``) or RMS norm of whole rows, and what backward keeps.
+    """Compute layer norm (``centre``) or RMS norm of unsplit rows; differentiable.
 
-    It is differentiable.
+    Also returns mean and scale, which backward needs.
     """
     mean, scale = norm_settle(norm_stats(x, centre).unsqueeze(0), centre, x.shape[1], eps)
     return norm_apply(x, w, b, mean, scale), mean, scale

@@ -1,8 +1,8 @@
-"""Blocks of a tensor copied to where they travel from and from where they arrived.
+"""Copies of blocks of a tensor into buffers that are sent, and out of those received.
 
-A block's elements lie in a dense tensor at the sum, over the block's dimensions, of a start plus a
-step per place, or of what a table says: all in elements of the tensor.  That says contiguous boxes,
-every n-th row, zigzag and striped orders, and dimensions in another order.
+The position of a block's element in a dense tensor is a sum over the block's dimensions: of a start
+plus a step per index, or of a table's entry, all counted in elements.  This covers contiguous
+boxes, every n-th row, zigzag and striped orders, and permuted dimensions.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ __all__ = [
 ]  # fmt: skip
 
 DIMS = 8
-_SIZES = (1, 2, 4, 8)  # bytes of an element
+_SIZES = (1, 2, 4, 8)  # bytes per element that the kernel copies
 
 
 class Where(NamedTuple):
-    """The places of a block: per dimension how many, and start and step, or a table."""
+    """The positions of a block: per dimension its size, and start and step, or a table."""
 
     size: list[int]
     start: list[int]
@@ -33,7 +33,7 @@ class Where(NamedTuple):
 
 
 def box(held: Sequence[Sequence[int]], strides: Sequence[int], device: torch.device) -> Where:
-    """Find the places of a box: per dimension the positions that it holds, and their stride.
+    """Compute the positions of a box from its indices and the stride of each dimension.
 
     >>> box([range(2, 4), (0, 3)], [4, 1], torch.device("cpu"))
     Where(size=[2, 2], start=[8, 0], step=[4, 0], table=[None, tensor([0, 3])])
@@ -56,13 +56,13 @@ def _table(places: tuple[int, ...], stride: int, device: torch.device) -> Tensor
 
 
 def packable(x: Tensor, dims: int) -> bool:
-    """Say whether the kernel copies blocks of ``dims`` dimensions of this tensor."""
+    """Return whether the kernel copies blocks of ``dims`` dimensions of this tensor."""
     fits = dims <= DIMS and x.element_size() in _SIZES and x.is_contiguous()
     return fits and not x.is_meta and serving(x)
 
 
 def index(where: Where, device: torch.device | None = None) -> Tensor:
-    """List the places of a block's elements in the dense tensor, in the block's shape."""
+    """List the positions of a block's elements in the dense tensor, in the block's shape."""
     out = torch.zeros((), dtype=torch.int64, device=device)
     for d, (n, start, step, table) in enumerate(zip(*where, strict=True)):
         at = start + torch.arange(n, device=device) * step if table is None else table
@@ -71,7 +71,7 @@ def index(where: Where, device: torch.device | None = None) -> Tensor:
 
 
 def at_front(size: Sequence[int]) -> tuple[list[int], list[int], list[Tensor | None]]:
-    """Find the start, step and table of a block that is a dense tensor itself.
+    """Compute the start, step and table of a block that is a dense tensor itself.
 
     >>> at_front([2, 3])
     ([0, 0], [3, 1], [None, None])
@@ -170,23 +170,23 @@ unpack.register_autograd(_unpack_back, setup_context=_keep_box)
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return ``x.contiguous()``; dimensions in another order are copied 16 bytes at a time.
+    """Return ``x.contiguous()``; permuted dimensions are copied 16 bytes at a time.
 
-    Torch's own copy is what runs where the last dimension is not dense, or where no kernel serves.
+    Torch's own copy runs where the last dimension is not dense, or no kernel is available.
     """
     if x.is_contiguous() or not x.numel() or x.stride(-1) != 1 or x.requires_grad:
         return x.contiguous()
     size, step = _joined(list(x.shape), list(x.stride()))
     if len(size) > DIMS or min(step) < 0 or x.element_size() not in _SIZES or not serving(x):
         return x.contiguous()
-    # a view of the storage from the first element on, as far as the last
+    # a view of the storage, from the first element to the last
     reach = 1 + sum((n - 1) * s for n, s in zip(size, step, strict=True))
     flat = x.as_strided((reach,), (1,))
     return pack(flat, size, [0] * len(size), step, [None] * len(size)).view(x.shape)
 
 
 def _joined(size: list[int], step: list[int]) -> tuple[list[int], list[int]]:
-    """Return the same places with as few dimensions as say them.
+    """Join dimensions that are contiguous in memory, so that fewer describe the same positions.
 
     >>> _joined([2, 3, 4, 5], [60, 5, 15, 1]), _joined([2, 3, 4], [12, 4, 1])
     (([2, 3, 4, 5], [60, 5, 15, 1]), ([24], [1]))

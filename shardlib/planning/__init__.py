@@ -1,4 +1,4 @@
-"""What a step will move and hold, and which mesh is best, before anything runs."""
+"""Plans before a run: the bytes and memory of a step, and the best mesh for a model."""
 
 from shardlib.layouts import ReshardPlan
 from shardlib.mesh import Link

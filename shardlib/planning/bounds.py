@@ -1,4 +1,4 @@
-"""The fewest words that any algorithm must move.
+"""A lower bound on the words that any algorithm must move.
 
 Source: Al Daas et al., SPAA 2022.
 """
@@ -11,9 +11,9 @@ __all__ = ["lower_bound"]
 def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
     """Compute a lower bound of the words that some rank receives for one product [m, k] x [k, n].
 
-    Whatever the algorithm.
+    It holds for every algorithm, does not depend on memory, and is tight.
 
-    Memory-independent and tight; Al Daas et al., SPAA 2022, theorem 3.
+    Source: Al Daas et al., SPAA 2022, theorem 3.
 
     >>> round(lower_bound(64, 64, 64, 8)), 3 * 64 * 64 // 8
     (1536, 1536)

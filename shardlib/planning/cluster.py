@@ -1,4 +1,4 @@
-"""What a rank has, and how ranks are joined: from data sheets, as said, or measured."""
+"""Clusters: a rank's memory and speed and the links between ranks, from data sheets or measured."""
 
 import os
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ __all__ = ["CLUSTERS", "Cluster", "cluster_of", "measured"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """A kind of machine: what a rank has, and how ranks are joined.
+    """A kind of machine: memory and speed of a rank, and the links between ranks.
 
     ``memory``  bytes of one rank.
     ``flops``   operations per second that its products reach.
-    ``node``    ranks that are joined by links ``inside``; others are by links ``between``.
-    ``source``  where the links' figures come from.
+    ``node``    ranks joined by links ``inside``; all others are joined by links ``between``.
+    ``source``  origin of the links' figures.
 
     >>> Cluster(memory=80e9, flops=4e14).node
     8
@@ -34,7 +34,7 @@ class Cluster:
     source: str = "as given"
 
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
-        """Return the link of each mesh axis, where the ranks of the last axis lie side by side."""
+        """Return the link of each mesh axis; consecutive ranks of the last axis share a node."""
         out, reach = {}, 1
         for axis, n in reversed(list(mesh.items())):
             reach *= n
@@ -42,7 +42,7 @@ class Cluster:
         return out
 
     def told(self) -> str:
-        """Describe the links that are assumed, and where their figures come from.
+        """Describe the assumed links and the source of their figures.
 
         >>> CLUSTERS["h100"].told().split(" between")[0]
         'links: 225 GB/s and 5 us a message within 8 ranks, 25 GB/s and 10 us'
@@ -69,7 +69,7 @@ CLUSTERS = {  # data sheets' memory; half of the data sheets' operations and lin
 
 
 def cluster_of(given: str | Cluster) -> Cluster:
-    """Return the cluster of a name, or one that is given.
+    """Return the cluster of a name; a ``Cluster`` is returned as it is.
 
     Raises: BadArgument.
     """
@@ -85,14 +85,15 @@ def cluster_of(given: str | Cluster) -> Cluster:
 
 
 def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Cluster:
-    """Measure the links between the ranks that run, as ``probe`` does, in place of a cluster's own.
+    """Measure the links between the running ranks with ``probe``, in place of a cluster's own.
 
-    Called by all ranks of a job, under torchrun or in ``sl.launch``; those of one node stand side
-    by side.  Where there is one node, what joins nodes stays as it was; one rank measures nothing.
+    All ranks of a job must call it, under torchrun or in ``sl.launch``; ranks of a node must be
+    consecutive.  With one node, the links between nodes keep their figures; one rank measures
+    nothing.
 
-    ``cluster``  whose memory and operations count.
-    ``ranks``    of one node; by default LOCAL_WORLD_SIZE as torchrun says it, else all.
-    Raises: BadArgument where the ranks make no whole nodes.
+    ``cluster``  the source of memory and operations.
+    ``ranks``    ranks per node; by default LOCAL_WORLD_SIZE as torchrun sets it, else all.
+    Raises: BadArgument if the ranks are not a multiple of ``ranks``.
 
     >>> measured("h100") == CLUSTERS["h100"]  # one rank has no links: nothing to measure
     True

@@ -1,5 +1,4 @@
-"""What a function of sharded tensors will do: every operation's layouts, algorithm, bytes and
-memory.
+"""Explain a function of sharded tensors: each operation's layouts, algorithm, bytes and memory.
 
 Nothing runs: blocks are on the meta device and the mesh is only a mapping of names to sizes, so
 a plan for 512 ranks takes as long as one for two.
@@ -37,7 +36,7 @@ __all__ = ["Explanation", "Row", "explain", "size"]
 class Row:
     """One operation: bytes and messages are per rank, ``memory`` is temporaries at the peak.
 
-    ``module``  the submodule whose forward it belongs to, as ``named_modules`` calls it.
+    ``module``  the submodule whose forward calls it, as ``named_modules`` names it.
     """
 
     op: str
@@ -85,12 +84,12 @@ class Explanation:
     ``rows``                   in the order they run.
     ``bytes``                  received per rank, forward and backward; ``messages`` likewise.
     ``parameters``, ``state``  bytes of the parameters and of the optimizer's state, per rank.
-    ``transient``              bytes alive at the most beside them: what is saved for backward, as
-                               ``remat`` says, temporaries, gradients.
+    ``transient``              the most bytes alive on top of these: tensors saved for backward, as
+                               ``remat`` sets them, temporaries, gradients.
     ``peak``                   all three together.
     ``bound``                  the least bytes that any algorithm must receive for the forward
-                               products, each alone (Al Daas et al., SPAA 2022), and ``products``
-                               what is received for them here.
+                               products, each alone (Al Daas et al., SPAA 2022); ``products`` has
+                               the bytes received for them here.
     """
 
     rows: list[Row]
@@ -102,7 +101,7 @@ class Explanation:
 
     @property
     def peak(self) -> int:
-        """The most bytes that one rank holds: parameters, state and what is alive beside them."""
+        """The most bytes that one rank holds: parameters, state and transient tensors."""
         return self.parameters + self.state + self.transient
 
     @property
@@ -127,7 +126,7 @@ class Explanation:
 
     @property
     def memory(self) -> int:
-        """Temporaries of the operation that takes most."""
+        """Bytes of temporaries of the operation that needs most."""
         return max((row.memory for row in self.rows), default=0)
 
     @property
@@ -141,7 +140,7 @@ class Explanation:
         return sum(row.bound for row in self.rows)
 
     def kinds(self, by: str = "order") -> list[list[Row]]:
-        """Group the operations that communicate or multiply by what is the same in every layer.
+        """Group the operations that communicate or multiply: equal calls of all layers together.
 
         ``by``  "order", in which they run; or "bytes" or "memory", most first.
         Raises: BadArgument for another order.
@@ -192,7 +191,7 @@ class Explanation:
         return self.text()
 
     def text(self, by: str = "order") -> str:
-        """Write what each kind of operation takes, gives and moves, and the totals.
+        """Format operands, result and traffic of each kind of operation, and the totals.
 
         ``by``  the order of the kinds, as ``kinds`` takes it.
         """
@@ -243,11 +242,11 @@ def explain(
                   read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
-    ``tx``        an optimizer's transform, whose state is then part of the peak.  Of ``zero`` at
-                  stage 3 give it with ``tx.shard(params)``; before, gradients count whole.
+    ``tx``        an optimizer's transform, whose state is then part of the peak.  For ``zero`` at
+                  stage 3 pass it with ``tx.shard(params)``; below stage 3, whole gradients count.
 
-    Raises: what ``apply`` would raise, for example UnevenSplit at another size; Unsupported, with
-    the submodule, where a module's own code raises on shapes alone.
+    Raises: the errors of ``apply``, for example UnevenSplit at another size; Unsupported, with the
+    submodule, where a module's own code raises on the meta device.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2, y=2):
@@ -278,12 +277,12 @@ def explain(
             )
         except ShardError:
             raise
-        except Exception as e:  # a foreign module's own code
+        except Exception as e:  # raised by the code of a foreign module
             raise _refused(e, paths, inputs, sizes) from e
 
 
 def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, int]) -> ShardError:
-    """Make the error for a forward that does not run on shapes: where, why, and what to write."""
+    """Build the error for a forward that does not run on the meta device: where, why, and a fix."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = f"module {paths.where(error)!r}" if paths.where(error) else "what was given"
     given = [x for x in optree.tree_leaves(inputs) if isinstance(x, Tensor)]  # type: ignore[arg-type]
@@ -305,7 +304,7 @@ def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, in
 def _rehearsed(
     apply: Callable[..., Any], params: Any, args: Any, kwargs: Any, sizes: dict[str, int]
 ) -> None:
-    """Run forward alone, for products to find out which of their operands are read again."""
+    """Run forward alone first: products learn which of their operands are read again."""
     with record(**sizes) as paper, torch.no_grad():
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
@@ -370,10 +369,10 @@ def _bytes(tree: Any) -> int:
 
 
 def _on_paper(x: Any, mesh: Any) -> Any:
-    """Return the same value as a shape on another mesh."""
+    """Return the value as a tensor on the meta device, placed on another mesh."""
     if isinstance(x, ShardedTensor):
         true, place = x.place.true_shape, x.place._replace(mesh=mesh, deferred=frozenset())
-        if true is not None:  # what fills it up is another mesh's
+        if true is not None:  # the padding depends on the mesh
             size = padded_size(x.sharding, torch.empty(true, device="meta"), mesh)
             place = place._replace(shape=size, true_shape=true if size != true else None)
         block = torch.empty(
@@ -384,9 +383,9 @@ def _on_paper(x: Any, mesh: Any) -> Any:
 
 
 class _Watch:
-    """A watch that writes a row per function called on sharded tensors.
+    """A watcher that adds a row per function called on sharded tensors.
 
-    Functions called inside one belong to it.
+    Calls inside such a function belong to its row.
     """
 
     def __init__(self, t: Trace, ranks: int, backward: bool, paths: Paths) -> None:
@@ -401,7 +400,7 @@ class _Watch:
         self.seen = 0
         self.row: Row | None = None
         self.apart: list[Event] = []
-        self.nodes: set[Any] = set()  # held, so that no node's place is taken by another
+        self.nodes: set[Any] = set()  # kept alive, so that no id is reused
 
     def chose(self, match: Match, product: bool = False) -> None:
         self.match, self.product = match, product
@@ -450,14 +449,14 @@ class _Watch:
             node.register_prehook(lambda *_: self._turn(row))
 
     def _turn(self, row: Row | None) -> None:
-        """Give what was counted since the last turn to the row whose gradient ran then."""
+        """Assign the events since the last call to the row whose gradient was computed."""
         if self.row is not None:
             known = set(map(id, self.apart))
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
     def back(self, out: Any, params: list[ShardedTensor], together: "_Together") -> None:
-        """Run backward, with a row of its own, behind all others, for gradients summed together."""
+        """Run backward; gradients that are summed together get a row of their own, the last."""
         self.apart = together.events
         found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         ends = [x.raw for x in found if x.raw.requires_grad]
@@ -477,7 +476,7 @@ class _Watch:
 
 
 class _Together(Together):
-    """The gradients that a step sums together, as ``value_and_grad`` has them."""
+    """Gradients that one collective sums together, as in ``value_and_grad``, with their events."""
 
     def __init__(self, raws: list[Tensor], t: Trace) -> None:
         super().__init__(raws)
@@ -500,12 +499,12 @@ def _name(func: Any) -> str:
 
 
 def _plain(n: float | Fraction) -> int | float:
-    """Return a number that JSON has."""
+    """Return the number as int or float, which JSON can store."""
     return int(n) if n == int(n) else float(n)
 
 
 def size(n: float | Fraction) -> str:
-    """Write a number of bytes as people read it.
+    """Format a number of bytes with its unit.
 
     >>> size(100), size(2048), size(3 * 2**20)
     ('100 B', '2.00 KiB', '3.00 MiB')

@@ -1,9 +1,9 @@
-"""Choosing a mesh before anything runs: the best grid for a model.
+"""The choice of a mesh for a model, by cost, before anything runs.
 
-The three-axis product (ops/matmul/matmul3d.py) makes every known grid a point (pm, pk, pn): FSDP is
-pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
+The three-axis product (ops/matmul/matmul3d.py) has every known grid as a point (pm, pk, pn): FSDP
+is pm = P, Megatron's columns and rows pn = P, TP x FSDP pk = 1, 2D one axis of size 1, the cube all
 equal.  Layers come in pairs that swap k and n, so nothing is resharded between them, and the axes
-may play other roles in MLPs than in attention.  The choice prices all of them, with the gathered
+may have other roles in MLPs than in attention.  ``choose`` prices all of them, with gathered
 operands saved or not, and takes the cheapest that fits.
 
 Source: arXiv 2305.13525 (choosing a grid by its cost).
@@ -31,7 +31,7 @@ __all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]
 
 @dataclass(frozen=True)
 class Grid3:
-    """A candidate: sizes of the three axes, what is saved, and what a step takes per rank.
+    """A candidate: sizes of the three axes, saved operands, and the cost of a step per rank.
 
     ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
 
@@ -55,7 +55,7 @@ class Grid3:
 
     @property
     def name(self) -> str:
-        """The name that this grid has in the literature."""
+        """The name of this grid in the literature."""
         sizes = [s for s in (self.m, self.k, self.n) if s > 1]
         if not sizes:
             return "one device"
@@ -71,8 +71,8 @@ class Choice:
     ``mesh``      axis sizes for ``make_mesh(**choice.mesh)``.
     ``recipe``    a function of ``shardlib.modules.recipes``.
     ``save``      operands to keep gathered; if any, train within ``sl.saving()``.
-    ``table``     the candidates, best first.
-    ``rejected``  how many grids do not divide or do not fit.
+    ``table``     all candidates, best first.
+    ``rejected``  number of grids that do not divide the sizes or do not fit into memory.
 
     >>> found = choose([(512, 2048), (2048, 512)], 4, batch=64)
     >>> found.mesh, found.best.name, len(found.table)
@@ -145,9 +145,9 @@ def choose(
     ``links``   one Link, or one per axis x (m), y (n), z (k), as ``probe`` measures.
     ``flops``   multiply-adds x 2 per second and rank, to include the products themselves.
 
-    Products with weights are priced, each distinct one once, whatever modules hold them; attention
-    and norms move nothing or little under these layouts.  ``planning.plan`` runs all of a step on
-    paper.  Ties go to fewer messages.  Raises: ShardError where no grid divides or fits.
+    Each distinct product with a weight is priced once and counted; attention and norms move little
+    or nothing under these layouts.  ``planning.plan`` runs all of a step on the meta device.  Ties
+    go to fewer messages.  Raises: ShardError if no grid divides or fits.
 
     >>> mlp = [(1024, 4096), (4096, 1024)]
     >>> for sequence in (1, 64, 1024):
@@ -217,7 +217,7 @@ def choose(
 
 
 def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
-    """List every linear layer in turn; of an MLP only where there are others too."""
+    """List the linear layers in order; ``mlp`` is set only if the model has other layers too."""
     if not isinstance(model, nn.Module):
         pairs = [model[turn - turn % 2 : turn - turn % 2 + 2] for turn in range(len(model))]
         found = [
@@ -234,7 +234,7 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
 
 
 def _of_module(model: nn.Module) -> list[Layer]:
-    """List every distinct product of a model with its number; by names where it does not run."""
+    """List the distinct products of a model with their counts; by names if it cannot be traced."""
     plan = outline(model)
     try:
         dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
@@ -250,7 +250,7 @@ def _of_module(model: nn.Module) -> list[Layer]:
 
 
 def _mlp_roles(layers: Sequence[Layer], m: int, k: int, n: int) -> list[str]:
-    """List the roles that x, y and z may play in MLPs; a one-sized axis plays the usual one."""
+    """List the possible roles of x, y and z in MLPs; an axis of size 1 keeps its usual role."""
     if not any(layer.mlp for layer in layers):
         return ["mnk"]
     usual, sizes = "mnk", (m, n, k)
@@ -290,7 +290,7 @@ def _divides(
 
 
 def _sizes(layer: Layer, m: int, k: int, n: int, mlp: str) -> tuple[int, int, int]:
-    """Return (pm, pk, pn) of a layer: of an MLP by the roles of x, y and z there."""
+    """Return (pm, pk, pn) of a layer, after swapping the roles of x, y and z in MLPs."""
     if not layer.mlp or mlp == "mnk":
         return m, k, n
     sizes = list(zip(mlp, (m, n, k), strict=True))
@@ -319,7 +319,7 @@ def step_cost(
             Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs)
         )
         plays = dict(zip(axes, roles, strict=True))
-        # of the narrow side, gathered going in, scattered coming out
+        # axes that split the narrow side: gathered before, scattered after
         rows = tuple(a for a in "xy" if plays[a] == "n")
         narrow = [rows, ("z",) if plays["z"] == "n" else ()]
         wide = [("z",) if plays["z"] == "k" else ()]
@@ -339,7 +339,7 @@ def step_cost(
 
 
 def _times(cost: Cost, count: int) -> Cost:
-    """Return the price of ``count`` products of one kind."""
+    """Return the cost of ``count`` equal products."""
     along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
     return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
 
@@ -347,7 +347,7 @@ def _times(cost: Cost, count: int) -> Cost:
 def _moved(
     nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[Cost, Fraction]:
-    """Price the gathering of a block, dimension by dimension, and count its bytes when gathered."""
+    """Price gathering a block, dimension by dimension; return the cost and the gathered bytes."""
     cost = Cost()
     for names in moves:
         axes = tuple(a for a in names if sizes[a] > 1)

@@ -1,8 +1,8 @@
-"""What is known of whole numbers on paper: positions, masks and counts that a module makes itself.
+"""Constant folding on the meta device: positions, masks and counts that a module makes itself.
 
-Blocks on the meta device have no values, and a module that asks for one (``if mask.all()``) would
-stop there.  Whole numbers and truths that come from nothing but constants are computed beside, on
-the host, so that such a question has its answer; of what comes from data nothing is known.
+Tensors on the meta device have no values, and a module that reads one (``if mask.all()``) would
+raise.  Integer and boolean tensors computed from constants alone are therefore computed on the host
+too, so that such a read returns a value; tensors computed from data stay unknown.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from shardlib.planning.shapes import on_shapes
 
 __all__ = ["Known"]
 
-MOST = 1 << 22  # elements that are computed beside
+MOST = 1 << 22  # the most elements that are computed on the host
 
 
 class Known(DispatchMode):  # type: ignore[misc, valid-type]
-    """A mode that answers questions about whole numbers on the meta device, where it can.
+    """A dispatch mode that returns values of integer tensors on the meta device, where known.
 
     >>> with Known():
     ...     bool((torch.arange(4, device="meta").diff() == 1).all())
@@ -30,10 +30,10 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[int, Tensor] = {}
-        self.alive: list[Tensor] = []  # an id means nothing once its tensor is gone
+        self.alive: list[Tensor] = []  # kept alive: an id is reused once its tensor is gone
 
     def tell(self, x: Tensor, value: Tensor) -> None:
-        """Note the values of a tensor of whole numbers on the meta device."""
+        """Record the values of an integer tensor on the meta device."""
         if not x.is_floating_point() and x.numel() <= MOST:
             self._keep(x, value.detach().cpu())
 
@@ -49,7 +49,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         out = on_shapes(func, args, kwargs)
         if not isinstance(out, Tensor) or not out.is_meta or out.is_floating_point():
             return out
-        if name in ("fill_", "zero_"):  # whatever was there before
+        if name in ("fill_", "zero_"):  # its old values do not matter
             if out.numel() <= MOST and not isinstance(args[1] if len(args) > 1 else 0, Tensor):
                 self._keep(out, func(torch.empty(out.shape, dtype=out.dtype), *args[1:]))
             return out
@@ -61,7 +61,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
             self._keep(out, _computed(func, *beside))
         else:
-            self.values.pop(id(out), None)  # written to in place with what nobody knows
+            self.values.pop(id(out), None)  # written in place with unknown values
         return out
 
     def _twin(self, x: Any) -> Any:
@@ -69,9 +69,9 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute what an operation gives; where all rows are one row expanded, from that row alone.
+    """Run an operation on the host; if all rows are one expanded row, compute that row alone.
 
-    Positions of a batch are one row expanded, a thousand times in a large one.
+    The positions of a batch are one row, expanded a thousand times in a large batch.
     """
     rows = args[0] if args and isinstance(args[0], list | tuple) else args
     given = [x for x in rows if isinstance(x, Tensor)]
@@ -89,7 +89,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_row(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
-    """Say whether each row of the result comes from the same row of what is given."""
+    """Return whether each row of the result depends only on the same row of the operands."""
     if torch.Tag.pointwise in func.tags:
         return True
     along = args[1] if len(args) > 1 else 0

@@ -1,4 +1,4 @@
-"""Measuring the links of a mesh, which every price of a choice is made of."""
+"""Measurement of the links of a mesh, from which the costs of algorithms are computed."""
 
 import math
 import time
@@ -24,9 +24,10 @@ def probe(
 ) -> dict[str, Link]:
     """Measure seconds per message and per byte along every axis; later choices use them.
 
-    Per axis an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank, as the
-    products use both; the fastest of ``repeats``; rank 0's figures for everyone, since ranks must
-    choose alike.  Where no ranks run (simulate, record) the defaults stand.
+    Per axis it times an all_gather and a psum_scatter, of one and of ``words`` fp32 words per rank,
+    since products use both, and takes the fastest of ``repeats``.  All ranks use rank 0's figures,
+    because they must choose alike.  Where no ranks run (simulate, record) the defaults are
+    returned.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -51,11 +52,11 @@ def probe(
 
 
 def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
-    """Time one movement: the mean of a gather and a scatter."""
+    """Time one collective: the mean of a gather and a scatter."""
     x = torch.zeros(words, device=mesh.device)
     best = math.inf
     for _ in range(repeats + 1):
-        float(psum(x[:1], mesh.names))  # together
+        float(psum(x[:1], mesh.names))  # a barrier, so that all ranks start together
         began = time.perf_counter()
         float(psum_scatter(all_gather(x, axis), axis)[-1])
         best = min(best, time.perf_counter() - began)

@@ -1,8 +1,8 @@
-"""A model's distinct layers: what repeats is looked at once, and counted.
+"""A model's distinct layers: repeated layers are planned once and counted.
 
-A stack of layers that are alike costs what one of them costs, so many times.  The model with each
+A stack of equal layers costs as much as one of them times their number.  The model with each
 distinct layer once, and the same with one layer more, differ by exactly that layer: bytes,
-messages, operations and what is kept for backward grow by the difference.
+messages, operations and the tensors saved for backward grow by the difference.
 """
 
 import copy
@@ -19,9 +19,9 @@ __all__ = ["Outline", "outline"]
 class Outline:
     """A model by its distinct layers.
 
-    ``model(0)`` has every distinct layer once, ``model(i)`` the i-th of those that repeat twice.
+    ``model(0)`` has every distinct layer once; ``model(i)`` has the i-th repeated layer twice.
 
-    ``repeats``  how often each layer that repeats does, beside its first.
+    ``repeats``  further copies of each repeated layer, the first not counted.
     """
 
     base: nn.Module
@@ -29,7 +29,7 @@ class Outline:
     stacks: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
     def model(self, more: int = 0) -> nn.Module:
-        """Make the smaller model, on the tensors of the whole one."""
+        """Build the smaller model, on the tensors of the original."""
         memo: dict[int, Any] = {id(t): t for t in (*self.base.parameters(), *self.base.buffers())}
         at, small = 0, {}
         for path, kinds in self.stacks:
@@ -44,7 +44,7 @@ class Outline:
         return copy.deepcopy(self.base, memo | small)
 
     def total(self, values: Sequence[Any]) -> Any:
-        """Add up the whole model's figure from those of ``model(0)``, ``model(1)`` and so on."""
+        """Compute the original model's figure from those of ``model(0)``, ``model(1)``, ..."""
         first, *others = values
         added = first
         for count, value in zip(self.repeats, others, strict=True):
@@ -53,7 +53,7 @@ class Outline:
 
 
 def outline(model: nn.Module) -> Outline:
-    """Find the stacks of a model, and which of their layers are alike.
+    """Find the stacks of a model, and the equal layers in each.
 
     >>> mlp = nn.Sequential(nn.Linear(4, 4), *[nn.Linear(4, 4) for _ in range(5)], nn.Linear(4, 2))
     >>> found = outline(mlp)
@@ -79,7 +79,7 @@ def outline(model: nn.Module) -> Outline:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """Return a key that is the same for layers that compute the same on the same shapes."""
+    """Return a key that is equal for layers that compute the same on the same shapes."""
     modules = tuple(
         (n, type(m), tuple((k, v) for k, v in sorted(vars(m).items()) if _plain(k, v)))
         for n, m in layer.named_modules()

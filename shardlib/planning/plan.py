@@ -1,9 +1,9 @@
-"""Which mesh, and will it fit: ways to split a model over so many ranks, priced on shapes alone.
+"""The choice of a mesh by memory and time: recipes on every mesh, priced on the meta device.
 
-Every recipe on every mesh of so many ranks is first estimated from the model's products.  The best
-of them then run on paper, forward and backward, with each distinct layer once and once more
-(outline.py), so that products, attention, embedding and loss are what a step's own calls say, and a
-model of 80 layers takes as long as one of two.
+Every recipe on every mesh of the given number of ranks is first estimated from the model's
+products.  The best then run on the meta device, forward and backward, with each distinct layer once
+and then once more (outline.py).  Products, attention, embedding and loss are therefore counted from
+the step's own calls, and a model of 80 layers takes as long as one of two.
 """
 
 import itertools
@@ -33,7 +33,7 @@ __all__ = ["Plan", "Way", "Weighed", "loss_of", "plan"]
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
-BUCKET = 25 * 2**20  # bytes of gradients that travel together, as zero's bucket_mb
+BUCKET = 25 * 2**20  # gradients per collective, as zero's bucket_mb
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Way:
 
     @property
     def rows(self) -> int:
-        """The number that must divide a batch's rows: the parts that the mesh makes of them."""
+        """The number that must divide a batch's rows: their parts on this mesh."""
         x, y, z = (self.mesh.get(a, 1) for a in "xyz")
         parts = {"fsdp": x, "optimus2d": x, "cube3d": math.lcm(x * y, x * z)}
         return self.mesh.get("data", 1) * parts.get(self.recipe, 1)
@@ -71,11 +71,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A way with what a step of it moves, takes and holds on one rank.
+    """A way to train with its cost: bytes, messages, seconds and memory of a step on one rank.
 
     ``along``    axis -> (bytes, messages).
-    ``seconds``  of transfers and of products, one after the other.
-    ``layers``   the stacks of layers that ``remat`` is of.
+    ``seconds``  of transfers and of products, added.
+    ``layers``   the stacks of layers that ``remat`` applies to.
 
     ``parameters``, ``gradients``, ``state``, ``saved`` and ``temporary`` are bytes, the last two of
     one micro-batch.
@@ -106,8 +106,8 @@ class Weighed:
     def peak(self) -> float:
         """The most bytes held at once.
 
-        What is saved goes as gradients come, and beside both lies the sum of the gradients of the
-        micro-batches before.
+        Saved tensors are freed as gradients are made, so the larger of the two counts; the sum of
+        the gradients of earlier micro-batches is held in addition.
         """
         held = self.gradients if self.way.accumulate > 1 else 0
         own = max(self.gradients, self.saved) + self.temporary
@@ -120,10 +120,10 @@ class Plan:
 
     ``table``     best first; those that fit before those that do not.
     ``best``      None where none fits.
-    ``rejected``  (way, why) of those that cannot be.
-    ``looked``    how many were estimated.
+    ``rejected``  (way, reason) of those that are impossible.
+    ``looked``    number of ways that were estimated.
     ``batch``     rows of a step.
-    ``cluster``   whose memory, operations and links were taken.
+    ``cluster``   the memory, operations and links that were assumed.
 
     >>> from torch import nn
     >>> words = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
@@ -194,23 +194,25 @@ def plan(
     most: int = 4,
     accumulate: int = 1,
 ) -> Plan:
-    """Find how to train a language model on so many ranks: mesh, recipe, ZeRO, micro-batches.
+    """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
     ``model``       best on the meta device; its dtype counts.
     ``batch``       rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.
-    ``cluster``     what ranks have and how they are joined: "a100", "h100", "h200", "b200", yours,
+    ``cluster``     memory, speed and links: "a100", "h100", "h200", "b200", your own ``Cluster``,
                     or what ``sl.planning.measured`` found on the ranks that run.
     ``memory``      bytes of one rank, else the cluster's.
     ``state``       bytes that the optimizer keeps per parameter: AdamW 8, with an fp32 master 12.
-    ``recipe``      those to look at.
-    ``most``        how many run on paper.
-    ``loss``        of (apply, params, ids, labels); by default cross entropy of the logits.
+    ``recipe``      the recipes to consider.
+    ``most``        how many ways run on the meta device.
+    ``loss``        called with (apply, params, ids, labels); by default cross entropy of the
+                    logits.
     ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does
                     not fit.
-    ZeRO is used over the axes that copy parameters.  Of its stages from 1 on, of micro-batches and
-    of ``remat`` of whole layers, that is taken which fits and takes least time: a micro-batch more
-    is messages more, stages 2 and 3 reduce gradients once for each, stage 3 gathers for each, and
-    ``remat`` computes a third more.  Transfers are not thought to be hidden.
+    ZeRO is used over the axes that copy parameters.  Among its stages from 1 on, numbers of
+    micro-batches and ``remat`` of whole layers, the fastest that fits is taken: each micro-batch
+    adds messages, stages 2 and 3 reduce gradients once per micro-batch, stage 3 also gathers
+    parameters for each, and ``remat`` computes a third more.  No transfer is assumed to overlap
+    with computation.
     Raises: BadArgument where there is nothing to plan.
 
     >>> from torch import nn
@@ -269,11 +271,11 @@ def plan(
 
 
 _RANKS, _ROWS = 2**20, 2**40
-"""The most ranks, whose divisors are counted one by one, and the most rows, and tokens in one."""
+"""Upper limits: ranks (their divisors are counted one by one), and rows and tokens per row."""
 
 
 def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
-    """Return the best, and each recipe's best that should not take more than twice as long."""
+    """Return the best, and each recipe's best if its estimate is at most twice the best one."""
     if not ranked:
         return []
     bar = 2 * ranked[0][0]
@@ -284,9 +286,9 @@ def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
 
 
 def loss_of(out: Any, labels: Any) -> Tensor | None:
-    """Return the loss in forward's output: a scalar, its ``loss``, or its logits against labels.
+    """Return the loss of forward's output: a scalar, its ``loss``, or its logits against labels.
 
-    Of outputs in half precision it is computed in fp32.
+    For outputs in half precision the loss is computed in fp32.
     """
     found = getattr(out, "loss", None)
     out = found if isinstance(found, Tensor) else getattr(out, "logits", out)
@@ -314,11 +316,11 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return found
 
 
-# ---------------------------------------------------------------- what is looked at
+# ---------------------------------------------------------------- the estimates and runs
 
 
 class _Study:
-    """A study of one model on one cluster: what is found once serves every way."""
+    """A study of one model on one cluster; its traced dimensions and counts serve every way."""
 
     def __init__(
         self,
@@ -338,8 +340,8 @@ class _Study:
         self.loss = loss
         self.room = room
         self.least = accumulate
-        self.ratio = 8.0  # of what is saved without remat and with it: a guess until both are known
-        # rows of a micro-batch and remat, of the fastest way that was found, and its seconds
+        self.ratio = 8.0  # bytes saved without remat / with it: a guess until both were measured
+        # rows of a micro-batch and remat of the fastest way so far, where the next search starts
         self.begin: tuple[int, str] | None = None
         self.fastest = math.inf
         self.outline: Outline = outline(model)
@@ -351,7 +353,7 @@ class _Study:
         self.heads, self.keys = _heads(model), _keys(model)
 
     def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Way]:
-        """List every recipe on every mesh that the sizes let through."""
+        """List every recipe on every mesh that divides the sizes."""
         for data in _divisors(ranks):
             rest = ranks // data
             axes = {"data": data} if data > 1 else {}
@@ -379,7 +381,7 @@ class _Study:
         return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
 
     def estimate(self, way: Way) -> float:
-        """Estimate a step's seconds by its products alone; infinite where its state cannot fit."""
+        """Estimate a step's seconds from its products; 1e9 more where its state cannot fit."""
         mesh = way.mesh
         data = mesh.get("data", 1)
         m, k, n = mesh.get("x", 1), mesh.get("z", 1), mesh.get("y", 1)
@@ -413,11 +415,11 @@ class _Study:
         )
 
     def weigh(self, way: Way) -> Weighed:
-        """Find the micro-batches, remat and stage that fit and take least time, and what they take.
+        """Find the micro-batches, remat and stage that fit and take least time, with their cost.
 
-        One number of micro-batches runs on paper, with remat or without; from it the others are
-        estimated, and what is thought to be best runs next, until that is one which did.
-        Raises: BadArgument where the batch does not make so many micro-batches.
+        One number of micro-batches runs on the meta device, with or without remat; the others are
+        estimated from it, and the best estimate runs next, until the best is one that has run.
+        Raises: BadArgument if the batch cannot be split into ``accumulate`` micro-batches.
         """
         counts = [n for n in _divisors(self.batch // way.rows) if n >= self.least]
         if not counts:
@@ -437,7 +439,7 @@ class _Study:
             known = self._best(way, found, counts, remats, known=True)
             best = self._best(way, found, counts, remats)
             if known.fits and best.seconds > 0.95 * known.seconds:
-                break  # nothing is thought to be better by much
+                break  # no estimate is more than 5 % better
             count, remat = best.way.accumulate, best.way.remat
             if (count, remat) in found:
                 break
@@ -460,7 +462,7 @@ class _Study:
         remats: Sequence[str],
         known: bool = False,
     ) -> Weighed:
-        """Return the fastest that fits, else the smallest; ``known`` takes those run on paper."""
+        """Return the fastest that fits, else the smallest; ``known``: among those that ran."""
         stages = range(1, 4) if way.copies else range(1)
         keys = list(found) if known else list(itertools.product(counts, remats))
         tried = [
@@ -476,7 +478,7 @@ class _Study:
     def _thought(
         self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int, remat: str
     ) -> Mapping[str, float]:
-        """Return what a micro-batch takes, run on paper or in proportion to one that was."""
+        """Return the cost of a micro-batch: measured, or scaled from the nearest one that was."""
         if (count, remat) in found:
             return found[count, remat]
         near = min(found, key=lambda key: (key[1] != remat, abs(math.log(key[0] / count))))
@@ -492,14 +494,14 @@ class _Study:
         return out
 
     def _measured(self, way: Way, remat: str) -> dict[str, float]:
-        """Measure what a micro-batch takes on paper."""
+        """Measure the cost of a micro-batch on the meta device."""
         policies = [(f"{path}.*", remat) for path, _ in self.outline.stacks] if remat else []
         found = [
             self._run(way, m, d, policies) for m, d in zip(self.models, self.dims, strict=True)
         ]
         whole = self.outline.total(found).values
         last, first = found[-1].values, found[0].values
-        # temporaries do not grow with the layers: what the largest of the smaller models had
+        # temporaries do not grow with the number of layers: take those of the largest small model
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
         for of, name in (("parameters", "layer"), ("saved", "kept")):  # of one layer
@@ -507,7 +509,7 @@ class _Study:
         return whole
 
     def _run(self, way: Way, model: nn.Module, dims: Dimensions, remat: Any) -> Sums:
-        """Run one smaller model on paper."""
+        """Run one of the smaller models on the meta device."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
             more = {} if way.recipe in ("ddp", "ring") else {"inputs": dims}
@@ -523,7 +525,7 @@ class _Study:
                 out[f"bytes {e.axis}"] += float(e.bytes)
                 out[f"messages {e.axis}"] += e.messages
                 if late and e.kind == "psum" and set(e.axis.split()) <= set(way.copies):
-                    out[f"reduced {e.axis}"] += float(e.bytes)  # gradients, which wait for the last
+                    out[f"reduced {e.axis}"] += float(e.bytes)  # gradients
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
         return Sums(dict(out))
@@ -569,18 +571,18 @@ def _divisors(n: int) -> list[int]:
 
 
 def _said(config: Any, names: Sequence[str]) -> int | None:
-    """Return the first of these that a configuration says."""
+    """Return the first of these fields that a configuration has as an integer."""
     found = (getattr(config, n, None) for n in names)
     return next((n for n in found if isinstance(n, int)), None)
 
 
 def _heads(model: nn.Module) -> int | None:
-    """Return the attention heads, where a configuration says them."""
+    """Return the number of attention heads in a model's configuration, or None."""
     return _said(getattr(model, "config", None), ("num_attention_heads", "n_head", "heads"))
 
 
 def _keys(model: nn.Module) -> float:
-    """Count elements of keys and values per token, in all layers, as a configuration says."""
+    """Count elements of keys and values per token, in all layers, from the configuration."""
     config, heads = getattr(model, "config", None), _heads(model) or 1
     hidden = _said(config, ("hidden_size", "n_embd", "embed")) or 0
     layers = _said(config, ("num_hidden_layers", "n_layer", "layers")) or 1
@@ -588,7 +590,7 @@ def _keys(model: nn.Module) -> float:
 
 
 def _flops(model: nn.Module, sequence: int) -> float:
-    """Count operations of forward for one row, on shapes."""
+    """Count the operations of forward for one row, on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     state = {n: x.detach().to("meta") for n, x in model.state_dict(keep_vars=True).items()}

@@ -1,4 +1,4 @@
-"""The products of a model: each distinct one once, and how often it runs."""
+"""The distinct products of a model, and how often each runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Layer(NamedTuple):
     """A product with a weight.
 
     ``back``   whether it contracts.
-    ``mlp``    whether it is an MLP's, where there is attention.
+    ``mlp``    whether it belongs to an MLP, in a model that has attention.
     ``count``  how many of them there are.
     """
 
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
 
 def products(dims: Dimensions) -> Counter[Layer]:
-    """Count the products in a run of a model, whatever the modules that hold their weights.
+    """Count the products in a run of a model, whichever modules hold their weights.
 
     >>> from torch import nn
     >>> from shardlib.modules.dimensions import trace_dimensions
@@ -52,7 +52,7 @@ def products(dims: Dimensions) -> Counter[Layer]:
 
 @dataclass
 class Sums:
-    """Figures that add: of one smaller model, and of what it lacks of the whole."""
+    """Figures that can be added and subtracted key by key, for ``Outline.total``."""
 
     values: dict[Any, float] = field(default_factory=dict)
 
@@ -73,6 +73,6 @@ class Sums:
 
 
 def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
-    """List the distinct products of a whole model, with their numbers, from its smaller ones."""
+    """List the distinct products of the original model, with counts, from its smaller ones."""
     whole: Sums = outline.total([Sums(dict(products(d))) for d in dims])
     return [layer._replace(count=int(n)) for layer, n in whole.values.items() if n]

@@ -1,4 +1,4 @@
-"""Operations on the meta device: what one gives for the same shapes is worked out once.
+"""A cache of operations on the meta device: each is worked out once for the same shapes.
 
 A plan runs the same layers on many meshes, and torch works out shapes of elementwise operations and
 of products with an addend in Python, a fifth of a millisecond each.
@@ -19,7 +19,7 @@ __all__ = ["on_shapes"]
 
 
 class _Made(NamedTuple):
-    """A new tensor; ``size`` is None where an operation gives its first operand, written to."""
+    """A new tensor; ``size`` is None where an operation writes to and returns its first operand."""
 
     size: torch.Size | None
     stride: tuple[int, ...]
@@ -30,7 +30,7 @@ _MADE: dict[Any, _Made | None] = {}  # None: a view, or more than one tensor; ru
 
 
 def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation of torch that may be on the meta device.
+    """Run an operation of torch, from the cache if its operands are on the meta device.
 
     >>> x = torch.empty(2, 3, device="meta")
     >>> on_shapes(torch.ops.aten.mul.Tensor, (x, x), {}).shape
@@ -57,7 +57,7 @@ def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 @lru_cache(maxsize=1024)
 def _apart(func: Any) -> bool:
-    """Say whether an operation gives one tensor: a new one, or its first operand."""
+    """Return whether an operation returns one tensor: a new one, or its first operand."""
     schema = func._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return False
@@ -68,7 +68,7 @@ def _apart(func: Any) -> bool:
 
 
 class _Values(Exception):
-    """An error: a tensor has values, or something is no key."""
+    """Raised for an operand that cannot be a cache key: a tensor with values, or another object."""
 
 
 def _key(x: Any) -> Any:
@@ -79,14 +79,14 @@ def _key(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return tuple(map(_key, x))
     if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
-        return type(x), x  # 1 and 1.0 make other dtypes
+        return type(x), x  # 1 and 1.0 give different dtypes
     if isinstance(x, torch.layout | torch.memory_format):
         return x
     raise _Values
 
 
 def _made(out: Any, args: tuple[Any, ...]) -> _Made | None:
-    """Describe how to make the same again."""
+    """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
     if args and out is args[0]:
         return _Made(None, (), out.dtype)
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():
