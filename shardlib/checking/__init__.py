@@ -1,1 +1,1 @@
-"""Proving a sharded model against one device."""
+"""The comparison of a sharded model with the same model on one device."""

@@ -1,4 +1,4 @@
-"""Where a wrong value is made: each operator once more, beside torch's own on whole operands."""
+"""The first operator with a wrong value: each is run again as torch's own on whole operands."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ __all__ = ["Found", "Places"]
 
 @dataclass(frozen=True)
 class Found:
-    """The first operator whose value, or gradient, is not torch's."""
+    """The first operator whose value, or gradient, differs from torch's."""
 
     call: str
     line: str
@@ -29,7 +29,7 @@ class Found:
 
 
 class Places:
-    """A listener to every function called on sharded tensors that keeps the first that is wrong."""
+    """A watcher of every function called on sharded tensors; it records the first wrong one."""
 
     def __init__(self, gradients: bool) -> None:
         self.gradients = gradients
@@ -37,7 +37,7 @@ class Places:
         self.inside = False
 
     def chose(self, match: Any, product: bool = False) -> None:
-        """Ignore what an operator chose: its value alone counts."""
+        """Ignore the algorithm: only the value is checked."""
 
     def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -59,7 +59,7 @@ class Places:
         return out
 
     def _gradient(self, func: Any, kept: Any, whole: Any) -> float:
-        """Measure how far the operator's gradients are from torch's, for one cotangent."""
+        """Return the largest relative error of the operator's gradients, for one cotangent."""
         leaves, tree = optree.tree_flatten(kept)
         dense = optree.tree_leaves(whole)
         at = [i for i, x in enumerate(leaves) if _ours(x) and x.is_floating_point()]
@@ -79,12 +79,12 @@ class Places:
                 mine: Any = grad(lambda o: loss(o, leaves))([leaves[i] for i in at])
                 right: Any = grad(lambda o: loss(o, dense))([dense[i] for i in at])
         except (ShardError, RuntimeError, TypeError):
-            return 0.0  # it has no gradient of its own, or cannot be run apart
+            return 0.0  # it is not differentiable, or cannot be run alone
         return max(_apart(unshard(m), r) for m, r in zip(mine, right, strict=True))
 
 
 def _weighed(x: Any) -> Tensor:
-    """Compute a scalar that depends on each element in another way."""
+    """Compute a scalar with a different weight for each element."""
     weights = torch.cos(torch.arange(float(math.prod(x.shape)))).reshape(x.shape).to(x.dtype)
     if isinstance(x, ShardedTensor):
         weights = shard(weights, str(x.sharding.bare), x.mesh)

@@ -1,11 +1,11 @@
-"""The dense proof: a module on every mesh against the same module on one device.
+"""The comparison of a module on every mesh with the same module on one device.
 
-Everything runs in this process, in fp64, where rounding leaves no doubt: every tensor of the output,
-the loss, every gradient, their norm, the parameters after some optimizer steps, and, where the
-module draws random numbers in training, all of that with them.  Casts to fp32 or less inside the
-module, as those of a loss of transformers, are casts to fp64 here.  Where something differs, each
-operator of the forward is run once more beside torch's own on whole operands, then its gradient, to
-say where it was made.
+Everything runs in this process, in fp64, so that rounding cannot hide or fake an error: every
+tensor of the output, the loss, every gradient, their norm, the parameters after some optimizer
+steps, and, where the module draws random numbers in training, all of these in training too.  Casts
+to fp32 or less inside the module, such as those of a transformers loss, become casts to fp64.  If
+anything differs, each operator of the forward is run again as torch's own on whole operands, then
+its gradient, to find the first wrong one.
 """
 
 import copy
@@ -41,8 +41,8 @@ _RATE = 1e-2
 class Proof:
     """A comparison: mesh -> quantity -> largest difference, relative to its largest value.
 
-    ``left``    parts of the output that hold no tensor that could be compared.
-    ``raised``  calls that make fp32 or less in the module, and made fp64 here.
+    ``left``    parts of the output without a tensor that could be compared.
+    ``raised``  calls that cast to fp32 or less in the module, and to fp64 here.
     """
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Proof:
     raised: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """A table of what was compared in evaluation, and below it one of training."""
+        """A table of the quantities in evaluation, and below it one of those in training."""
         names = list(dict.fromkeys(n for row in self.errors.values() for n in row))
         trains = [n for n in names if n.startswith("train ")]
         plain = [n for n in names if n not in trains]
@@ -83,23 +83,24 @@ def check_model(
 ) -> Proof:
     """Compare a module on every mesh with the same module on one device, in one process.
 
-    ``rules``   as for ``parallelize``, or a recipe: a function of (module, mesh) that gives them.
+    ``rules``   as for ``parallelize``, or a recipe: a function of (module, mesh) that returns them.
     ``meshes``  axis sizes, as ``{"x": 2, "y": 2}``, one or several; they are simulated.
     ``batch``   forward's arguments: a mapping by name, a sequence by position, or one tensor.
-    ``loss``    of forward's output; by default its ``loss``, itself where it is a scalar, or the
-                mean of y (y + 1) over what it holds.
-    ``inputs``  name or position -> layout; a recipe's ``labels`` for what is named so and its
-                ``tokens`` for other arguments of as many dimensions, whole otherwise.
+    ``loss``    a function of forward's output; by default the output's ``loss``, the output if it
+                is a scalar, or the mean of y (y + 1) over its tensors.
+    ``inputs``  name or position -> layout; by default the recipe's ``labels`` for an argument of
+                that name and its ``tokens`` for other arguments of as many dimensions, unsplit
+                otherwise.
     ``steps``   of AdamW, after each of which every parameter is compared.
-    Compared are every tensor of the output, in whatever objects it stands (mappings, dataclasses,
-    caches), loss, every gradient, their norm and these steps with torch's own values in evaluation
-    mode; where the module trains (``module.training``), the same once more with what it draws
-    there, such as dropout's masks, with one simulated rank.
-    The module is copied and computed in fp64, where it casts to fp32 inside as well; it is left as
-    it was.  ``Proof.left`` names the parts of an output that could not be compared.
+    It compares every tensor of the output, inside mappings, dataclasses, caches and other objects,
+    the loss, every gradient, their norm and these steps with torch's own values in evaluation mode.
+    If the module trains (``module.training``), it compares the same in training with one simulated
+    rank, which draws the same random numbers, such as dropout's masks.
+    The module is copied and computed in fp64, also where it casts to fp32 inside; the original is
+    not changed.  ``Proof.left`` names the parts of an output that could not be compared.
     Raises: ModelDiffers, an AssertionError, naming the first tensor that differs by more than
-    ``tolerance`` relative to its largest value, where it was made, and by how much; ShardError
-    where the output holds no tensor to compare.
+    ``tolerance`` relative to its largest value, the operator that made it, and by how much;
+    ShardError if the output has no tensor to compare.
 
     >>> import torch, shardlib as sl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
@@ -143,7 +144,7 @@ class _Case:
 
 
 Quantities = dict[str, Tensor]
-"""Name -> value, in the order in which they are made."""
+"""Name -> value, in the order of computation."""
 
 
 def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,7 +159,7 @@ def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _outputs(output: Any, left: list[str]) -> Quantities:
-    """Map "output", with the path, to each tensor of any object; ``left`` takes what holds none."""
+    """Map "output", with the path, to each tensor of any object; ``left`` gets the other parts."""
     found: Quantities = {}
     inside: set[int] = set()
 
@@ -182,7 +183,7 @@ def _outputs(output: Any, left: list[str]) -> Quantities:
 
 
 def _compared(output: Any, left: list[str]) -> Quantities:
-    """List the tensors of an output that are compared.  Raises: ShardError where there is none."""
+    """List the tensors of an output to compare.  Raises: ShardError if there is none."""
     found = _outputs(output, left)
     if not found:
         raise ShardError(
@@ -195,7 +196,7 @@ def _compared(output: Any, left: list[str]) -> Quantities:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """List the parts of an object; None where nobody can say what it holds."""
+    """List the parts of an object; None if its type is opaque."""
     if value is None or isinstance(value, _PLAIN):
         return []
     if isinstance(value, Mapping):
@@ -222,7 +223,7 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Doubles(TorchFunctionMode):
-    """Computation in fp64 of what asks for less; ``raised`` names the calls that do."""
+    """A mode that turns casts to fp32 or less into casts to fp64; ``raised`` lists those calls."""
 
     def __init__(self, raised: list[str]) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class _Doubles(TorchFunctionMode):
         if name in ("float", "half", "bfloat16"):
             asked, func = [getattr(torch, "float16" if name == "half" else name)], Tensor.double
             args = args[:1]
-        if asked and name != "view":  # which reads the same bits as another dtype
+        if asked and name != "view":  # view reads the same bits as another dtype
             text = f"{name} to {str(asked[0]).removeprefix('torch.')}"
             self.raised += [text] if text not in self.raised else []
             args = tuple(_wide(x) for x in args)
@@ -249,7 +250,7 @@ def _wide(x: Any) -> Any:
 
 @contextmanager
 def _doubles(case: "_Case") -> Iterator[None]:
-    """Compute in fp64 inside the ``with``, constants that say no dtype included."""
+    """Compute in fp64 inside the ``with``, including constants without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -279,7 +280,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _dense(case: _Case) -> Quantities:
-    """Run torch's own, on one device."""
+    """Run the module and torch's own AdamW on one device."""
     model = copy.deepcopy(case.model)
     args, kwargs = case.batch
     named = dict(model.named_parameters())
@@ -318,7 +319,7 @@ def _dense(case: _Case) -> Quantities:
 
 
 def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
-    """Run the same on a mesh; ``watcher`` hears of every operator of the first forward."""
+    """Run the same on a mesh; ``watcher`` is called for every operator of the first forward."""
     found: Quantities = {}
     with use_mesh(mesh):
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules

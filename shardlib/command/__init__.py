@@ -1,1 +1,1 @@
-"""The command ``shardlib``: one file per subcommand, imported when it is asked for."""
+"""The command ``shardlib``: one file per subcommand, imported when it is called."""

@@ -1,6 +1,6 @@
-"""What a configuration's tables make: a mesh, a module, rows, rules, an optimizer, a loss.
+"""Objects from a configuration's tables: mesh, module, dataset, rules, optimizer and loss.
 
-Every function here hands a table to one public function, see config.py.
+Every function here passes a table to one public function as its arguments, see config.py.
 """
 
 import inspect
@@ -57,7 +57,7 @@ LOADING = ("missing", "extra", "cast", "timeout")  # of load_hf, in [model]
 DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data, in [data]
 EVAL = ("batch", "layout", "workers")  # and in [eval]
 PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
-WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], from the innermost
+WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the innermost first
     "clip": optim.clip_by_global_norm,
     "skip_nonfinite": optim.skip_nonfinite,
     "ema": optim.ema,
@@ -67,7 +67,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], from th
 
 
 def check_tables(config: Config, run: Callable[..., Any]) -> None:
-    """Refuse tables and keys of the file's top that ``run`` has no argument for."""
+    """Refuse top-level tables and keys of the file that are no arguments of ``run``."""
     known = keys_of(run)
     for key, value in config.tables.items():
         if key not in known:
@@ -107,7 +107,7 @@ def axes_of(config: Config) -> dict[str, int]:
 
 
 def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return what ``[mesh]`` says beside its axes.
+    """Return the other keys of ``[mesh]``, which are not axes.
 
     Raises: ConfigError.
     """
@@ -128,12 +128,12 @@ def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def under_launcher() -> bool:
-    """Say whether torchrun, or another, started this process with its rank."""
+    """Return whether torchrun, or another launcher, started this process with its rank."""
     return launched("shardlib")
 
 
 def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
-    """Make the mesh: of these processes, ``simulate`` or ``record``.
+    """Make the mesh: of these processes, or by ``simulate`` or ``record``.
 
     Raises: ConfigError.
     """
@@ -158,7 +158,7 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
 
 @dataclass
 class Module:
-    """A module, and how its values come: ``directory`` to read them from, or its own."""
+    """A module, and the source of its values: a ``directory``, or the module itself."""
 
     module: nn.Module
     directory: str = ""
@@ -173,10 +173,10 @@ def hugging_face(
 ) -> Module:
     """Make the causal language model that a Hugging Face directory's ``config.json`` describes.
 
-    ``directory``  what ``save_pretrained`` wrote; its ``config.json`` says which model.
-    ``values``  "load": the directory's tensors; "init": drawn anew, see the table [init].
-    ``attn_implementation``  what transformers computes attention with.
-    It is made on the meta device, in its configuration's dtype; ``real``: with values drawn.
+    ``directory``  written by ``save_pretrained``; its ``config.json`` names the model.
+    ``values``  "load": the directory's tensors; "init": drawn at random, see the table [init].
+    ``attn_implementation``  the attention function of transformers.
+    It is made on the meta device, in its configuration's dtype; ``real``: with random values.
     """
     try:
         import transformers
@@ -228,7 +228,7 @@ def module_of(config: Config, meta: bool = False, real: bool = False) -> Module:
 
 @dataclass
 class Rules:
-    """Rules for ``parallelize``, and how token ids and labels [B, S] lie."""
+    """Rules for ``parallelize``, and the layouts of token ids and labels [B, S]."""
 
     rules: Any
     tokens: str
@@ -236,7 +236,7 @@ class Rules:
 
 
 def _placing(config: Config) -> dict[str, Any]:
-    """Return what ``[layout]`` says to ``parallelize`` beside the rules."""
+    """Return the arguments of ``parallelize`` in ``[layout]``, without the rules."""
     table = {k: v for k, v in config.table("layout").items() if k in PLACING}
     return arguments(parallelize, config, ("layout",), table, 2)
 
@@ -326,7 +326,7 @@ def _axes_in(text: str) -> set[str]:
     try:
         found = Layout.parse(text)
     except ShardError:
-        return set()  # what is wrong with it is said where the rules are read
+        return set()  # the error is raised where the rules are read
     return {*found.axes, *found.partial}
 
 
@@ -341,7 +341,7 @@ def _function(config: Config, path: Sequence[str]) -> Callable[..., Any]:
 
 
 def _axis_arguments(config: Config, path: Sequence[str]) -> dict[str, str]:
-    """Return the arguments of a recipe that are axes, and which they are."""
+    """Return the arguments of a recipe that are mesh axes, with their values."""
     table = config.table(*path)
     given = {}
     for n, p in keys_of(_function(config, path), 2).items():
@@ -378,7 +378,7 @@ def _recipe(config: Config, path: Sequence[str], module: nn.Module, mesh: Mesh) 
             raise unknown(config, path, "weights", keys_of(function, 2))
         more["weights"] = _recipe(config, (*path, "weights"), module, mesh)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # roles that are guessed are still right
+        warnings.simplefilter("ignore")  # guessed roles are still right
         return call(
             function, config, path, module, mesh, but=("recipe", "weights", "inputs", *own), **more
         )
@@ -388,7 +388,7 @@ def _recipe(config: Config, path: Sequence[str], module: nn.Module, mesh: Mesh) 
 
 
 def check_data(config: Config, where: str = "data", more: Iterable[str] = ()) -> str:
-    """Check ``[data]`` without reading rows; the table that says where they come from.
+    """Check ``[data]`` without reading rows; return the name of the table with their source.
 
     ``where``  "eval" for the rows of evaluation, whose table has ``more`` keys.
     """
@@ -440,10 +440,10 @@ def rows_of(config: Config, where: str = "data", more: Iterable[str] = ()) -> An
 def batches(
     config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None, where: str = "data"
 ) -> Batches:
-    """Make the batches of ``[data]``, laid out as the recipe says.
+    """Make the batches of ``[data]``, in the layouts of the recipe.
 
-    ``where``  "eval" for those of ``[eval]``: in order, as large as the others where it says no
-               batch.
+    ``where``  "eval" for those of ``[eval]``: in order, and of the same size unless ``[eval]`` has
+               a ``batch``.
     Raises: ConfigError.
     """
     try:
@@ -473,14 +473,14 @@ def batches(
 
 
 def labels_of(batch: Any) -> Any:
-    """Return the labels of a batch: what is called so, or the last of several fields."""
+    """Return the labels of a batch: the field of that name, or the last of several."""
     if isinstance(batch, Mapping):
         return batch.get("labels")
     return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
 def _lying(row: Any, rules: Rules) -> Any:
-    """Return a layout per field of a row: of labels the recipe's, of others that of its tokens."""
+    """Return a layout per field of a row: the recipe's for labels, its tokens' for others."""
     paths, leaves, tree = optree.tree_flatten_with_path(row)
     last = len(leaves) - 1
     out = []
@@ -500,7 +500,7 @@ def _first(text: str) -> str:
 
 
 def precision(config: Config) -> Precision | None:
-    """Return the dtypes of ``[precision]``; None: as the module has them.
+    """Return the dtypes of ``[precision]``; None keeps those of the module.
 
     Raises: ConfigError.
     """
@@ -508,7 +508,7 @@ def precision(config: Config) -> Precision | None:
 
 
 def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
-    """Make the transform of ``[optimizer]`` and its tables.
+    """Make the transform of ``[optimizer]`` and of its inner tables.
 
     Raises: ConfigError.
     """
@@ -547,7 +547,7 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
 
 @dataclass
 class Built:
-    """A step's needs: the module, its parameters, the optimizer and the loss."""
+    """The objects of a training step: the module, its parameters, the optimizer and the loss."""
 
     config: Config
     mesh: Mesh
@@ -561,7 +561,7 @@ class Built:
 
     @property
     def whole(self) -> bool:
-        """Whether each rank keeps whole blocks of parameters, as it does but at ZeRO's stage 3."""
+        """Whether each rank keeps complete blocks of parameters: true but at ZeRO's stage 3."""
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
 
     def start(self) -> Any:
@@ -572,7 +572,7 @@ class Built:
 def state_of(config: Config, made: "Built", params: Any) -> Any:
     """Make the optimizer's first state.
 
-    Raises: ConfigError where it refuses the parameters.
+    Raises: ConfigError if it refuses the parameters.
     """
     try:
         return made.tx.init(params)
@@ -582,7 +582,7 @@ def state_of(config: Config, made: "Built", params: Any) -> Any:
 
 
 def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
-    """Make everything but the rows; with ``values=False`` on shapes alone.
+    """Make everything but the dataset; with ``values=False`` on the meta device.
 
     Raises: ConfigError.
     """
@@ -612,7 +612,7 @@ def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
 def _placed(
     config: Config, made: Module, rules: Rules, mesh: Mesh, values: bool
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Call ``parallelize``, ``init`` or ``load_hf``, as the file says."""
+    """Call ``parallelize``, ``init`` or ``load_hf``, as the file's tables require."""
     how: dict[str, Any] = {"mesh": mesh, **_placing(config)}
     remat = [(k, v) for k, v in config.table("remat").items()]
     try:
@@ -639,7 +639,7 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
 
 
 def check_init(config: Config) -> dict[str, Any]:
-    """Check the arguments of ``[init]``: keys that other tables have are not its own."""
+    """Check the arguments of ``[init]``; keys that other tables have are refused here."""
     return arguments(
         init, config, ("init",), config.table("init"), 2, taken=("mesh", "remat", *PLACING)
     )
@@ -648,7 +648,7 @@ def check_init(config: Config) -> dict[str, Any]:
 def _check_axes(
     config: Config, mesh: Mesh, rules: Rules, params: Mapping[str, ShardedTensor]
 ) -> None:
-    """Refuse an axis of several ranks over which nothing is split: they would do the same."""
+    """Refuse an axis of several ranks over which nothing is split: they would do equal work."""
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
     zero = config.table("optimizer", "zero").get("axis", ())
     used = {a for text in texts for a in _axes_in(text)}
@@ -662,7 +662,7 @@ def _check_axes(
 
 
 def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[..., Tensor]:
-    """Return ``loss(params, batch)``: the file's own, else what forward gives.
+    """Return ``loss(params, batch)``: the file's function, else a loss from forward's output.
 
     See docs/command.md.
     """
@@ -698,7 +698,7 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
 def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable[..., Tensor]:
     """Return a file's function of (apply, params, batch).
 
-    Raises: ConfigError where it is none.
+    Raises: ConfigError if it is no such function.
     """
     name = getattr(own, "__qualname__", repr(own))
     try:
@@ -706,7 +706,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
     except TypeError as e:
         text = f"{name} must be a function of (apply, params, batch): {e}"
         raise config.error(("loss",), text) from None
-    except ValueError:  # of a builtin nobody knows the arguments
+    except ValueError:  # a builtin without a signature
         pass
 
     def loss(params: Any, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""``shardlib check run.toml`` or ``shardlib check module:function``: the dense proof of a model."""
+"""``shardlib check run.toml`` or ``shardlib check module:function``: a model against one device."""
 
 import argparse
 import inspect

@@ -76,7 +76,7 @@ def main(given: Any) -> int:
 
 
 def _tell(about: About, kept: list[tuple[int, str]], given: Any) -> None:
-    """Say what a checkpoint holds, and which others the run has."""
+    """Print the contents of a checkpoint, and the run's other checkpoints."""
     if given.json:
         print(json.dumps({**asdict(about), "steps": [n for n, _ in kept]}, default=repr))
         return
@@ -89,7 +89,7 @@ def _tell(about: About, kept: list[tuple[int, str]], given: Any) -> None:
 
 
 def _axes(text: str) -> dict[str, int]:
-    """Read axis sizes out of ``data=2,x=4``.
+    """Parse axis sizes such as ``data=2,x=4``.
 
     Raises: ConfigError.
     """

@@ -1,7 +1,7 @@
-"""A configuration as values: tables of a TOML file, where each key stands, and what takes it.
+"""Configurations: tables of a TOML file, the line of each key, and calls with a table's keys.
 
-A table holds the arguments of a function.  Which keys it may have, their types and defaults are
-read from that function's signature, so a file and a call can never part.
+A table holds the arguments of a function.  Its possible keys, their types and defaults are read
+from that function's signature, so a file and a call always accept the same.
 """
 
 import collections.abc
@@ -58,7 +58,7 @@ class Config:
     file: str = ""
 
     def table(self, *path: str) -> Mapping[str, Any]:
-        """Return the table of this name; empty where the file has none."""
+        """Return the table of this name; empty if the file has none."""
         found: Any = self.tables
         for i, key in enumerate(path):
             found = found.get(key, {})
@@ -67,7 +67,7 @@ class Config:
         return found
 
     def error(self, path: Sequence[str], message: str) -> ConfigError:
-        """Make the error of the key at ``path``, with its place in front of a message."""
+        """Build the error of the key at ``path``, with its place in front of a message."""
         inner = (k for k in self.places if path and k[: len(path)] == tuple(path))
         around = (k for k in _outwards(path) if k in self.places)
         exact = (tuple(path) for _ in range(tuple(path) in self.places))
@@ -79,12 +79,12 @@ class Config:
 
 
 def _outwards(path: Sequence[str]) -> Iterable[Keys]:
-    """List a path, the table around it, the table around that, ..."""
+    """List a path, its table, the table around that, ..."""
     return (tuple(path[:n]) for n in range(len(path), 0, -1))
 
 
 def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
-    """Write a path as the file has it: ``[table]`` or ``[table] key``.
+    """Format a path as in the file: ``[table]`` or ``[table] key``.
 
     >>> spelled(("data", "batch"), {"data": {"batch": 4}}), spelled(("data",), {"data": {}})
     ('[data] batch', '[data]')
@@ -102,9 +102,9 @@ def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
 
 
 def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
-    """Read a TOML file, and replace what ``--set a.b=c`` says.
+    """Read a TOML file, and replace the keys of ``--set a.b=c``.
 
-    Raises: ConfigError for what is no TOML, with its line.
+    Raises: ConfigError if it is not TOML, with the line.
     """
     name = os.fspath(file)
     try:
@@ -128,7 +128,7 @@ def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
 
 
 def _value(text: str) -> Any:
-    """Read a value as TOML has it; a word without quotes is text."""
+    """Parse a TOML value; a word without quotes is text."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -144,7 +144,7 @@ def _put(tables: dict[str, Any], path: Keys, value: Any, said: str) -> None:
 
 
 def _keys(text: str) -> Keys | None:
-    """Split a dotted key into its names; None where it is no key."""
+    """Split a dotted key into its names; None if it is not a key."""
     try:
         found: Any = tomllib.loads(f"{text} = 0")
     except tomllib.TOMLDecodeError:
@@ -159,7 +159,7 @@ def _keys(text: str) -> Keys | None:
 
 
 def _lines(text: str) -> dict[Keys, int]:
-    """Map the path of each key or table to the line that it stands in.
+    """Map the path of each key or table to its line.
 
     >>> found = _lines("steps = 1\\n[mesh]  # axes\\nx = 2\\n[optimizer.lr]\\nname = 'cosine'")
     >>> found["optimizer", "lr", "name"]
@@ -191,11 +191,10 @@ def call(
     but: Iterable[str] = (),
     **more: Any,
 ) -> Any:
-    """Call ``function`` with the table at ``path`` as its arguments, beside those given.
+    """Call ``function`` with the table at ``path`` as its arguments, in addition to those given.
 
-    ``but``  keys of the table that are not this function's, and its arguments that the table may
-             not have.
-    Raises: ConfigError in one line, also for what the function itself refuses.
+    ``but``  keys of the table for other functions, and arguments that the table may not have.
+    Raises: ConfigError in one line, also for errors of the function itself.
     """
     table = {k: v for k, v in config.table(*path).items() if k not in set(but)}
     kwargs = arguments(function, config, path, table, len(given), (*but, *more), but)
@@ -203,14 +202,14 @@ def call(
         return function(*given, **kwargs, **more)
     except ShardError as e:
         raise config.error(_blamed(e, path, table), told(e)) from e
-    except ConfigError:  # of a table further in
+    except ConfigError:  # from an inner table
         raise
-    except Exception as e:  # anybody's code: its own words, and where it stood
+    except Exception as e:  # the user's code: its message, and the line that raised it
         raise config.error(path, f"{_name(function)} refuses it: {_raised(e)}") from e
 
 
 def _raised(e: Exception) -> str:
-    """Write an error in one line, with its place where it is not one that refuses a value."""
+    """Format an error in one line; with its place, unless it is a refused value."""
     said = " ".join(str(e).split())
     if isinstance(e, (ValueError, OSError)) and said:
         return said
@@ -220,7 +219,7 @@ def _raised(e: Exception) -> str:
 
 
 def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names.
+    """Return the function with the name ``module:function``.
 
     Raises: ConfigError.
     """
@@ -264,12 +263,12 @@ def arguments(
     taken: Iterable[str] = (),
     beside: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return a table's keys as arguments of ``function``, each of the type that it says.
+    """Return a table's keys as arguments of ``function``, each of its annotated type.
 
-    ``positional``  how many of its first arguments are given already; ``taken``  their like by
+    ``positional``  number of its first arguments that are given already; ``taken``  the same by
                     name.
-    ``beside``      keys that the table may have for others.
-    Raises: ConfigError for unknown keys, other types, and arguments that are missing.
+    ``beside``      keys that the table may have for other functions.
+    Raises: ConfigError for unknown keys, wrong types, and missing arguments.
     """
     known = parameters(function, positional, taken)
     hints = _hints(function)
@@ -286,14 +285,14 @@ def arguments(
 
 
 def unknown(config: Config, path: Sequence[str], key: str, known: Iterable[str]) -> ConfigError:
-    """Make the error for a key that nothing takes."""
+    """Build the error for a key that no function takes."""
     names = list(known)
     listed = ", ".join(names) if names else "no keys"
     return config.error((*path, key), f"unknown key{near(key, names)} (it may have {listed})")
 
 
 def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: str) -> ConfigError:
-    """Make the error for a key that must be there, and may have been misspelt."""
+    """Build the error for a missing key, or for the misspelt one in its place."""
     for key in config.table(*path):
         if similar(key, wanted, 1, 0.5):
             return unknown(config, path, key, wanted)
@@ -322,18 +321,18 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Sequence[str]:
-    """Find the key of a table that an error speaks of, else the table."""
+    """Return the path of the key that an error names, else that of the table."""
     found = [k for k in table if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
     return (*path, found[0]) if found else path
 
 
 def told(e: ShardError) -> str:
-    """Return the first line of an error, with the keys that it says to write."""
+    """Return the first line of an error, with the keys that its fix suggests."""
     return e.message.split("\n")[0] + (f"; write {e.fix}" if e.fix.startswith(("x=", "y=")) else "")
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """Write the hint at what was probably meant.
+    """Format a hint at the nearest of ``words``.
 
     >>> near("bacth", ["batch", "seed"])
     "; did you mean 'batch'?"
@@ -343,7 +342,7 @@ def near(word: str, words: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a value as a file has it."""
+    """Format a value as in a file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -355,7 +354,7 @@ def shown(value: Any) -> str:
 
 
 class _Unfit(Exception):
-    """A value of another type: what it must be, and what was probably meant."""
+    """Raised for a value of the wrong type: the right one, and a hint."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what)
@@ -363,10 +362,10 @@ class _Unfit(Exception):
 
 
 def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
-    """Return a value of the file as the type that an annotation says.
+    """Convert a value of the file to an annotated type.
 
-    Numbers, text, lists and tables are themselves; a dtype is its name, a schedule or a transform a
-    number or a table with its ``name``, another function ``"module:function"``.
+    Numbers, text, lists and tables stay as they are; a dtype is its name, a schedule or a transform
+    a number or a table with its ``name``, another function ``"module:function"``.
     Raises: ConfigError.
     """
     try:
@@ -457,7 +456,7 @@ _PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def named(
     kind: str, config: Config, path: Sequence[str], but: Iterable[str] = (), **more: Any
 ) -> Any:
-    """Make the transform or schedule that a table names, with its other keys.
+    """Make the transform or schedule of a table's ``name``, with its other keys.
 
     ``kind``  "optimizer" or "schedule".
     Raises: ConfigError.
@@ -479,7 +478,7 @@ def named(
 
 
 def transforms() -> dict[str, Callable[..., Any]]:
-    """List the optimizers that a file may name."""
+    """List the optimizers that a file may use."""
     from shardlib import optim
 
     names = "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop"
@@ -487,14 +486,14 @@ def transforms() -> dict[str, Callable[..., Any]]:
 
 
 def schedules() -> dict[str, Callable[..., Any]]:
-    """List the schedules that a file may name."""
+    """List the schedules that a file may use."""
     from shardlib import optim
 
     return {n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()}
 
 
 def _torchs(name: str, config: Config, path: Sequence[str], but: Iterable[str]) -> Any:
-    """Make a transform of one of torch's own optimizers."""
+    """Make a transform from one of torch's own optimizers."""
     from shardlib.optim import from_torch
 
     known = [n for n in vars(torch.optim) if isinstance(getattr(torch.optim, n), type)]

@@ -1,4 +1,4 @@
-"""Rows to train on: windows of a text or of a file of token numbers, or packed documents."""
+"""Datasets: windows of a text or of a file of token ids, or packed documents."""
 
 import glob
 import json
@@ -20,9 +20,9 @@ Width = Literal["uint8", "uint16", "int32", "int64"]
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Token numbers cut into windows of ``context``: ``{"input_ids": [n], "labels": [n]}``, int64.
+    """Token ids cut into windows of ``context``: ``{"input_ids": [n], "labels": [n]}``, int64.
 
-    ``labels`` are the numbers that follow, so no window is shifted again.
+    ``labels`` are shifted by one already.
 
     >>> Windows(torch.arange(9), 4)[1]
     {'input_ids': tensor([4, 5, 6, 7]), 'labels': tensor([5, 6, 7, 8])}
@@ -51,7 +51,7 @@ def text(path: str | Sequence[str], context: int, tokenizer: str = "bytes") -> W
     ``path``       a file, a pattern such as ``corpus/*.txt``, or several.
     ``tokenizer``  "bytes": a token is a byte, so a vocabulary of 256 is enough; else a directory
                    from which transformers reads a tokenizer.
-    Raises: BadArgument where there is no file, or too little in it.
+    Raises: BadArgument if no file is found, or it is shorter than a window.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as d:
@@ -69,13 +69,13 @@ def text(path: str | Sequence[str], context: int, tokenizer: str = "bytes") -> W
 
 
 def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> Windows:
-    """Map files of token numbers into memory, and cut them into windows of ``context``.
+    """Map files of token ids into memory, and cut them into windows of ``context``.
 
     ``path``   a file, a pattern or several: plain numbers without a header, as
                ``numpy.ndarray.tofile`` writes them, or a tensor that ``torch.save`` wrote
                (``.pt``).
     ``dtype``  of the numbers in plain files.
-    Raises: BadArgument where there is no file, or too little in it.
+    Raises: BadArgument if no file is found, or it is shorter than a window.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as d:
@@ -95,7 +95,7 @@ def documents(
     ``path``       a file, a pattern or several: each is a document; in ``.jsonl`` each line is one.
     ``tokenizer``  as of text; its end of text closes each document.
     ``field``      the key of a document's text in a line of ``.jsonl``.
-    Raises: BadArgument where there is no file, or no text in it.
+    Raises: BadArgument if no file is found, or it has no text.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as d:
@@ -143,7 +143,7 @@ def _numbers(file: str, dtype: Width) -> Tensor:
 
 
 def _files(path: str | Sequence[str]) -> list[str]:
-    """List the files that a pattern or several name, in order.
+    """List the files of a pattern, or of several, in order.
 
     Raises: BadArgument.
     """

@@ -1,4 +1,4 @@
-"""``shardlib desync FOLDER``: where the ranks of a failed job first parted."""
+"""``shardlib desync FOLDER``: the first collective at which a failed job's ranks differ."""
 
 import argparse
 import json

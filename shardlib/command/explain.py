@@ -1,4 +1,4 @@
-"""``shardlib explain run.toml``: what each operation of a step will do, on shapes alone."""
+"""``shardlib explain run.toml``: each operation of a step, on the meta device."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``shardlib keys``: every key that a TOML file may have, read from functions that take them."""
+"""``shardlib keys``: every key that a TOML file may have, read from the functions' signatures."""
 
 import argparse
 import inspect
@@ -22,7 +22,7 @@ __all__ = ["Key", "listed"]
 
 
 class Key(NamedTuple):
-    """A key, the table that it stands in, and what its function says of it."""
+    """A key, its table, and the first sentence about it in its function's docstring."""
 
     table: str
     name: str
@@ -100,7 +100,7 @@ def _type(annotation: Any) -> str:
 
 
 def _said(doc: str, name: str) -> str:
-    """Return the first sentence of what a docstring says of an argument, or that speaks of it.
+    """Return the first sentence on an argument: of its definition, else one that mentions it.
 
     >>> _said("Do.\\n\\nFor ``b``, no.\\n``a``, ``b``  one of v. 1\\n          or two.  Or three.", "b")
     'one of v. 1 or two'
@@ -120,7 +120,7 @@ def _said(doc: str, name: str) -> str:
 
 
 def _sentences(text: str) -> list[str]:
-    """Split prose into sentences, without their stops."""
+    """Split prose into sentences, without their full stops."""
     whole = re.sub(r"\s+", " ", text).strip()
     return [s.removesuffix(".") for s in re.split(r"(?<=\.) (?=[A-Z`])", whole)]
 

@@ -1,4 +1,4 @@
-"""``shardlib COMMAND ...``: finds the subcommand, runs it, and says in one line what went wrong.
+"""``shardlib COMMAND ...``: runs a subcommand, and prints an error in one line.
 
 Exit codes: 0 done; 1 failed: a run or a check found a fault; 2 wrong configuration or arguments;
 3 a rank died, left or stopped; 4 no plan fits; 130 interrupted.
@@ -20,7 +20,7 @@ from shardlib.errors import RankFailed, ShardError, clipped, similar
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = {  # name -> what it does; each is the module of that name here
+COMMANDS = {  # name -> help; each is the module of that name in this folder
     "train": "train as a TOML file says, and go on where a run was killed",
     "plan": "which mesh: what a step moves and holds on each, and whether it fits",
     "explain": "every operation of a step: layouts, algorithm, bytes, memory; nothing runs",
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(given[0] if given else "")
     try:
         said = parser.parse_args(given)
-    except SystemExit:  # argparse has told the help
+    except SystemExit:  # argparse has printed the help
         return DONE
     except _Wrong as e:
         as_json = "--json" in given
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.enable()
     try:
         return _module(said.command).main(said)
-    except BrokenPipeError:  # whoever read this has gone, as `| head` does
+    except BrokenPipeError:  # the reader closed its end, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt as e:
@@ -67,15 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _failed(said, WRONG, str(e))
         if isinstance(e, ShardError):
             code = LOST if isinstance(e, RankFailed) else FAILED
-            line = said.command in ("plan", "ckpt", "desync")  # they run no line of a user's
+            line = said.command in ("plan", "ckpt", "desync")  # they run no user's code
             words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
             return _failed(said, code, _noted(e, words))
         return _failed(said, FAILED, f"{_in_one_line(e)}; --traceback shows the way there")
 
 
 def script() -> None:
-    """Run what the console's ``shardlib`` and ``python -m shardlib`` run."""
-    gc.disable()  # to import torch and transformers, and to plan, takes a fifth longer with it
+    """Run the entry point of the console's ``shardlib`` and of ``python -m shardlib``."""
+    gc.disable()  # with it on, importing torch and transformers, and planning, take a fifth longer
     raise SystemExit(main())
 
 
@@ -84,11 +84,11 @@ def _noted(e: BaseException, text: str) -> str:
 
 
 class _Wrong(Exception):
-    """The error that arguments are wrong."""
+    """Raised for wrong arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, with what was probably meant."""
+    """A parser that reports an error in one line, with the nearest valid choice."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -122,7 +122,7 @@ def _module(command: str):  # type: ignore[no-untyped-def]
 
 
 def _without_frames(e: Exception) -> str:
-    """Write an error without frames; of a rank's, with the lines around its traceback."""
+    """Format an error without frames; for a rank's error, with the lines around its traceback."""
     head, found, rest = str(e).partition("Traceback (most recent call last):\n")
     if not found:
         return str(e)
@@ -135,7 +135,7 @@ def _without_frames(e: Exception) -> str:
 
 
 def _in_one_line(e: Exception) -> str:
-    """Write what anybody's code raised: kind, words, and the line outside torch and shardlib."""
+    """Format an error of user code: type, message, and its line outside torch and shardlib."""
     own = [f for f in traceback.extract_tb(e.__traceback__) if not _foreign(f.filename)]
     at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     words = " ".join(str(e).split())
@@ -150,7 +150,7 @@ def _foreign(file: str) -> bool:
 
 
 def _failed(said: argparse.Namespace, code: int, text: str) -> int:
-    """Tell what went wrong, on one rank of those that all know it."""
+    """Print an error, on rank 0 alone if every rank has the same one."""
     text = text if said.traceback else clipped(text)
     if os.environ.get("RANK") in (None, "", "0") or code not in (WRONG,):
         if said.json:

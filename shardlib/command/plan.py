@@ -1,4 +1,4 @@
-"""``shardlib plan MODEL --ranks 8,64``: which mesh, and will it fit."""
+"""``shardlib plan MODEL --ranks 8,64``: meshes for a model, with time and memory."""
 
 import argparse
 import json
@@ -68,13 +68,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: Any) -> int:
-    """Run the command: 0, or 4 where nothing fits for one of the numbers of ranks."""
+    """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
     if given.cluster not in CLUSTERS:
         raise ConfigError(f"--cluster {given.cluster}: there are {', '.join(CLUSTERS)}")
     model, said = _model(given)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
-        return 0  # it has measured; one rank plans
+        return 0  # it took part in the measurement; one rank plans
     more: dict[str, Any] = {"memory": _bytes(given.memory)} if given.memory else {}
     if given.recipe:
         more["recipe"] = _recipes(given.recipe)
@@ -104,7 +104,7 @@ def main(given: Any) -> int:
 
 
 def _cluster(given: Any) -> Cluster:
-    """Return the cluster, with the links that were said, or that the ranks of this job measured."""
+    """Return the cluster, with links from the arguments or measured by this job's ranks."""
     found = CLUSTERS[given.cluster]
     if under_launcher() and not (given.inside and given.between):
         found = measured(found)
@@ -177,13 +177,13 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
-    """Return batch and sequence as a file has them, where the prompt does not say."""
+    """Return batch and sequence of a file, where the command line has none."""
     data = config.table("data")
     rows = next(
         (data[n] for n in ("text", "documents", "tokens") if isinstance(data.get(n), Mapping)), {}
     )
     length = said["sequence"] or int(rows.get("context", 0))
-    own = int(config.tables.get("accumulate", 1))  # of rows in [data] each
+    own = int(config.tables.get("accumulate", 1))  # each of [data]'s batch
     return {
         "batch": said["batch"] or own * int(data.get("batch", 0)),
         "sequence": length or (_length(rows_of(config)) if "dataset" in data else 0),
@@ -192,7 +192,7 @@ def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _length(rows: Any) -> int:
-    """Count the tokens in a row of a dataset; 0 where its first field is no sequence."""
+    """Count the tokens in a row of a dataset; 0 if its first field is not a sequence."""
     first = optree.tree_leaves(rows[0])[0]  # type: ignore[arg-type]
     return len(first) if getattr(first, "ndim", 0) == 1 else 0
 
@@ -225,7 +225,7 @@ def _recipes(text: str) -> list[str]:
 
 
 def _plain(found: Plan) -> dict[str, Any]:
-    """Return a plan as plain values."""
+    """Return a plan as JSON values."""
     table = [_row(w) for w in found.table]
     return {
         "fits": found.best is not None,
@@ -268,7 +268,7 @@ def _row(w: Weighed) -> dict[str, Any]:
 
 
 def _tables(w: Weighed, batch: int) -> str:
-    """Write what belongs into a file for this way."""
+    """Format the tables of a file that trains this way."""
     count = w.way.accumulate
     lines = [f"accumulate = {count}"] * (count > 1)
     lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]

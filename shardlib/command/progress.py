@@ -1,4 +1,4 @@
-"""A run's words on itself: lines on screen, JSON lines, TensorBoard; what its work amounts to."""
+"""Progress output: screen, JSON lines, TensorBoard; and the operations of a step for MFU."""
 
 import json
 import time
@@ -19,7 +19,7 @@ Record = Callable[[dict[str, Any]], object]
 
 
 class Log:
-    """A log of figures, made by ``log``; only one rank writes.
+    """A log of figures, made by ``log``; only rank 0 writes.
 
     ``every``  steps between two lines.
     """
@@ -37,16 +37,16 @@ class Log:
         self.echo = False
 
     def open(self, as_json: bool, first: int) -> None:
-        """Begin to write.
+        """Open the files.
 
-        ``first``  the step a run goes on from: later records are of a run that is gone.
+        ``first``  the step to continue from: records of later steps are removed.
         """
         self.echo = as_json
         if self.jsonl:
             file = Path(self.jsonl)
             file.parent.mkdir(parents=True, exist_ok=True)
             old = file.read_text().splitlines() if file.exists() else []
-            if any(_step_of(line) is None for line in old[:-1] or old):  # the last may be half
+            if any(_step_of(line) is None for line in old[:-1] or old):  # the last may be cut off
                 raise BadArgument(f"jsonl={self.jsonl} holds lines that no log wrote", op="log")
             kept = [line for line in old if first and (_step_of(line) or 0) <= first]
             file.write_text("".join(f"{line}\n" for line in kept))
@@ -55,12 +55,12 @@ class Log:
             self.board = _board(self.tensorboard, first)
 
     def say(self, text: str) -> None:
-        """Tell a person something; a program that reads JSON is told nothing."""
+        """Print text for a person; with ``--json``, nothing is printed."""
         if not self.echo:
             print(clipped(text), flush=True)
 
     def record(self, row: Mapping[str, Any], steps: int) -> None:
-        """Write one row of figures everywhere."""
+        """Write one row of figures to every output."""
         line = json.dumps(row)
         if self.echo:
             print(line, flush=True)
@@ -91,14 +91,14 @@ def log(
     flops: float | None = None,
     to: Record | None = None,
 ) -> Log:
-    """Say how a run is going, every so many steps.
+    """Log the progress of a run, every ``every`` steps.
 
     ``every``        steps between two lines.
     ``jsonl``        a file that gets one JSON object per line.
     ``tensorboard``  a directory for TensorBoard's events: pip install tensorboard.
-    ``flops``        operations per second that one rank could do, of which MFU is the part used; by
-                     default what is known of the GPU.
-    ``to``           "module:function": it is called with each record, a dict, on the first rank.
+    ``flops``        peak operations per second of one rank, the denominator of MFU; by default that
+                     of the GPU, if known.
+    ``to``           "module:function", called on rank 0 with each record, a dict.
 
     >>> log(every=5).every
     5
@@ -115,7 +115,7 @@ def log(
 
 
 def _step_of(line: str) -> int | None:
-    """Return the step of a record, None for a line that is none."""
+    """Return the step of a record, None if the line is not a record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -147,7 +147,7 @@ def _line(row: Mapping[str, Any], steps: int) -> str:
     return "  ".join(parts)
 
 
-# ---------------------------------------------------------------- how much work a step is
+# ---------------------------------------------------------------- operations of a step
 
 PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheets
     "B200": 2.25e15,
@@ -160,7 +160,7 @@ PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheet
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the operations per second that a device could do in half precision, if known."""
+    """Return the peak operations per second of a device in half precision, if known."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -168,9 +168,9 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def flops_of(module: nn.Module, row: Any) -> float | None:
-    """Count operations of a training step for one row: forward's, counted on shapes, three times.
+    """Count operations of a training step for one row: three times forward's, on the meta device.
 
-    None where the module does not run on shapes.
+    None if the module does not run on the meta device.
 
     >>> flops_of(nn.Linear(4, 8, bias=False), torch.zeros(4))  # 3 x 2 x 4 x 8
     192.0
@@ -196,5 +196,5 @@ def seconds() -> float:
 
 
 def number(x: Any) -> float | None:
-    """Return a tensor or number as a float."""
+    """Convert a tensor or number to a float."""
     return None if x is None else float(x.item() if isinstance(x, Tensor) else x)

@@ -1,4 +1,4 @@
-"""``shardlib trace run.toml``: a step's timeline, every operation and collective of it."""
+"""``shardlib trace run.toml``: the timeline of a step, with its operations and collectives."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: Any) -> int:
-    """Run the command: under torchrun with every rank, else one process plays them all."""
+    """Run the command: under torchrun on every rank, else on simulated ranks in one process."""
     if given.out and Path(given.out).suffix not in (".json", ".png", ".svg", ".pdf"):
         raise ConfigError(f"--out {given.out}: write step.json, step.png, step.svg or step.pdf")
     if given.step < 1:
@@ -49,7 +49,7 @@ def main(given: Any) -> int:
 
 
 def trace_run(config: Config, step: int = 2) -> Timeline:
-    """Run a file's first steps, and record the last of them, of all ranks if there are several."""
+    """Run a file's first steps; record the last of them, merged over ranks if there are several."""
     mesh = mesh_of(config, "ranks" if under_launcher() else "simulate")
     with use_mesh(mesh):
         made = built(config, mesh)

@@ -1,4 +1,4 @@
-"""``shardlib train run.toml``: a training run from a file, which goes on where it was killed."""
+"""``shardlib train run.toml``: a training run from a file; the same command continues it."""
 
 import argparse
 import json
@@ -48,17 +48,17 @@ __all__ = [
     "Report", "check", "checkpoint", "evaluation", "export", "start", "stepper", "train",
 ]  # fmt: skip
 
-MOST = 64  # processes that one machine is given without a launcher
+MOST = 64  # the most processes that are started without a launcher
 
 
 @dataclass
 class Report:
-    """The outcome of a run.
+    """The result of a run.
 
     ``losses``  step -> loss, of the steps that ran here.
     ``evaluations``  step -> loss on the rows of ``[eval]``.
     ``step``    the last one.
-    ``first``   the step it went on from.
+    ``first``   the step that it continued from.
     ``path``    its newest checkpoint.
     ``export``  the Hugging Face directory that was written.
     """
@@ -75,7 +75,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The place and time at which a run is saved, made by ``checkpoint``."""
+    """The directory and interval of a run's checkpoints, made by ``checkpoint``."""
 
     path: str
     every: int
@@ -87,13 +87,13 @@ class Checkpoints:
 def checkpoint(
     path: str, every: int = 0, keep: int | None = None, resume: bool = True, wait: bool = False
 ) -> Checkpoints:
-    """Say where a run is saved, and how often.
+    """Configure where a run is saved, and how often.
 
     ``path``    the directory of the run's checkpoints.
     ``every``   steps between two; 0: only after the last.
     ``keep``    how many of them stay; None: all.
-    ``resume``  go on from the newest one there is; false: begin anew.
-    ``wait``    false: they are written while the run goes on.
+    ``resume``  continue from the newest checkpoint, if there is one; false: start over.
+    ``wait``    false: they are written in the background.
 
     >>> checkpoint("out", every=100).keep
     """
@@ -108,13 +108,13 @@ def checkpoint(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The time of evaluation, made by ``evaluation``."""
+    """The interval of evaluation, made by ``evaluation``."""
 
     every: int
 
 
 def evaluation(every: int = 0) -> Evaluation:
-    """Say how often the loss on rows of their own is computed, in evaluation mode.
+    """Configure how often the loss on separate rows is computed, in evaluation mode.
 
     ``every``  steps between two; 0: only after the last.
 
@@ -128,17 +128,17 @@ def evaluation(every: int = 0) -> Evaluation:
 
 @dataclass(frozen=True)
 class Export:
-    """The place of the trained model, made by ``export``."""
+    """The directory of the trained model, made by ``export``."""
 
     path: str
     tokenizer: str
 
 
 def export(path: str, tokenizer: str = "") -> Export:
-    """Say where the trained model is written, as ``from_pretrained`` reads it.
+    """Configure where the trained model is written, in the form of ``from_pretrained``.
 
     ``path``       a directory: a new one, or one that an export wrote.
-    ``tokenizer``  a directory whose tokenizer goes along; by default that of the rows, or of the
+    ``tokenizer``  a directory whose tokenizer is copied; by default that of the rows, or of the
                    model's directory.
 
     >>> export("out/model").path
@@ -175,15 +175,15 @@ def train(
     export: Table = {},  # noqa: B006
     log: Table = {},  # noqa: B006
 ) -> Report:
-    """Train as the tables say, on the ranks that they ask for.
+    """Train as the tables specify, on the ranks of ``[mesh]``.
 
-    ``steps``       updates in all, those of a run that this one goes on from included.
-    ``seed``        of dropout and of whatever else draws.
-    ``accumulate``  batches per update; their gradients' mean counts.
-    ``loss``        "module:function" of (apply, params, batch); by default what forward gives: its
-                    loss, or its logits against the labels.
+    ``steps``       updates in all, including those of a run that this one continues.
+    ``seed``        of dropout and all other random numbers.
+    ``accumulate``  batches per update; their gradients are averaged.
+    ``loss``        "module:function" of (apply, params, batch); by default the loss of forward's
+                    output, or its logits against the labels.
     The tables are those of docs/command.md.
-    Raises: ConfigError in one line; ShardError for what goes wrong on the way.
+    Raises: ConfigError in one line; ShardError for failures of the run.
     """
     given = {k: v for k, v in locals().items() if v not in ({}, "")}
     config = Config(given)
@@ -192,7 +192,7 @@ def train(
 
 
 def check(config: Config) -> None:
-    """Refuse what can be seen to be wrong before any process starts.
+    """Refuse every error that can be found before any process starts.
 
     Raises: ConfigError.
     """
@@ -221,7 +221,7 @@ def check(config: Config) -> None:
 
 
 def check_present(config: Config) -> None:
-    """Check the tables that a file has, where it need not have all of them.
+    """Check the tables that a file has; it need not have all of them.
 
     Raises: ConfigError.
     """
@@ -255,7 +255,7 @@ def _export(config: Config) -> Export | None:
 
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
-    """Run on the processes there are, on one that plays all ranks, or on processes started here."""
+    """Run on the present processes, on simulated ranks, or on processes started here."""
     axes = axes_of(config)
     total = math.prod(axes.values())
     if -1 not in axes.values() and total <= MOST:
@@ -289,7 +289,7 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
 
 
 def rehearse(config: Config) -> None:
-    """Make everything on shapes alone, so that what cannot be is said before processes start.
+    """Build everything on the meta device, so that errors are raised before processes start.
 
     Raises: ConfigError.
     """
@@ -298,7 +298,7 @@ def rehearse(config: Config) -> None:
         made = built(config, mesh, values=False)
         state_of(config, made, made.start())
         words = config.table("data").get("text", {}).get("tokenizer", "bytes")
-        if words == "bytes":  # what is tokenized once takes long
+        if words == "bytes":  # tokenizing takes long
             dealt = batches(config, rows_of(config), made.rules, mesh)
             try:
                 next(iter(dealt))
@@ -308,7 +308,7 @@ def rehearse(config: Config) -> None:
 
 
 def _rank(config: Config, as_json: bool) -> Report:
-    """Run what each process that was started here runs, its mesh in scope."""
+    """Run the training in a process started by ``launch``, with its mesh in scope."""
     from shardlib.mesh import current_mesh
 
     return run(config, current_mesh(), as_json)
@@ -328,7 +328,7 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 
 
 def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
-    """Run the training, on every rank of the mesh in scope."""
+    """Run the training loop, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
     torch.manual_seed(config.tables.get("seed", 0))
     rows = rows_of(config)
@@ -432,7 +432,7 @@ class Evaluator:
 
 
 def _exported(config: Config, made: Built, params: Any) -> str:
-    """Write the trained model with its tokenizer; the directory, "" where the file asks for none."""
+    """Export the trained model with its tokenizer; return the directory, or "" without [export]."""
     asked = _export(config)
     if asked is None:
         return ""
@@ -451,7 +451,7 @@ def _exported(config: Config, made: Built, params: Any) -> str:
 
 
 def _guarded(config: Config) -> bool:
-    """Say whether the optimizer passes over steps that are no numbers."""
+    """Return whether the optimizer skips steps whose gradients are not finite."""
     return not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
 
 
@@ -467,7 +467,7 @@ def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
 
 
 def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) -> Any:
-    """Return the batches from where a run was killed."""
+    """Return the batches after the step of the checkpoint."""
     try:
         return batches(config, rows, made.rules, made.mesh, state=state)
     except ConfigError as e:
@@ -478,7 +478,7 @@ def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) ->
 
 
 def forever(rows: Any) -> Iterator[Any]:
-    """Give batches of one epoch after the other."""
+    """Yield batches, epoch after epoch."""
     while True:
         yield from rows
 
@@ -513,7 +513,7 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
 
 
 def _added(total: Tensor, more: Tensor) -> Tensor:
-    return total.add_(more)  # in place: of a step's gradients two are held, not three
+    return total.add_(more)  # in place: two copies of the gradients are held, not three
 
 
 def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -> str:
@@ -532,7 +532,7 @@ def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -
 
 
 class _Meter:
-    """A meter of time, tokens and work since the last line."""
+    """A meter of time, tokens and operations since the last record."""
 
     def __init__(self, made: Built, rows: Any, writer: Log, mesh: Any) -> None:
         self.began = self.last = seconds()
@@ -558,7 +558,7 @@ class _Meter:
             self.rows += first.shape[0]
 
     def row(self, step: int, loss: float, info: Any, t: Any) -> dict[str, Any]:
-        """Return the figures of the steps since the last row."""
+        """Return the figures of the steps since the last record."""
         now = seconds()
         took = max(now - self.last, 1e-9)
         out: dict[str, Any] = {"step": step, "loss": loss}
@@ -609,7 +609,7 @@ def main(given: Any) -> int:
 
 
 def _again(config: Config) -> str:
-    """Say what the same command does after this run was ended."""
+    """Return a note: how the same command continues after this run was interrupted."""
     saving = _checkpoints(config)
     if saving is None or not saving.resume:
         return "the same command begins anew: a [checkpoint] that resumes would go on"

@@ -1,4 +1,4 @@
-"""Pictures: where blocks lie, what parameters take, what algorithms send, when a step did what."""
+"""Pictures: blocks per rank, bytes of parameters, transfers of algorithms, timelines of steps."""
 
 from shardlib.seeing.blocks import draw, visualize
 from shardlib.seeing.canvas import style

@@ -1,4 +1,4 @@
-"""Draw where a tensor's blocks sit: text in a terminal, HTML in a notebook, a picture in a file."""
+"""Drawings of a tensor's blocks: text in a terminal, HTML in a notebook, a picture in a file."""
 
 import html
 import itertools
@@ -23,12 +23,12 @@ __all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
 
 @dataclass(frozen=True)
 class Grid:
-    """A cut of two dimensions of a tensor into contiguous pieces.
+    """A partition of two dimensions of a tensor into contiguous pieces.
 
     ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
-    ``owners``  per row and column, the ranks that hold the piece; none of what is padding.
+    ``owners``  per row and column, the ranks that hold the piece; empty for padding.
     ``title``   the pieces of the other split dimensions that it belongs to.
-    ``cut``     whether there are more pieces than those that are shown.
+    ``cut``     whether more pieces exist than are drawn.
     """
 
     rows: tuple[tuple[int, int] | None, ...]
@@ -41,7 +41,7 @@ class Grid:
 
 
 class Drawing(Shown, str):
-    """A drawing as text, which a notebook shows as a table and ``show()`` in colours."""
+    """A drawing as text; a notebook shows it as a table, ``show()`` prints it in colours."""
 
     grids: tuple[Grid, ...]
     note: str
@@ -96,17 +96,17 @@ def visualize(x: Tensors, /, dims: tuple[int, int] | None = None) -> Drawing: ..
 @overload
 def visualize(x: Given, /, dims: None = None) -> Given: ...
 def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) -> object:
-    """Draw a tensor: which ranks hold which block; of an algorithm or a plan every step.
+    """Draw a tensor: the ranks that hold each block; for an algorithm or a plan, every step.
 
     An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;
-    a plan is that of an attention; what ``sl.seeing.frames`` and others give is shown as it is.  A
-    notebook shows it as a table, ``.show()`` prints it in colours where rich is there.  Of more
-    than two split dimensions there is a table for each piece of those in front; of a tree of
-    tensors, the drawings of each under its name.
+    a plan is that of an attention; results of ``sl.seeing.frames`` and the like are returned as
+    they are.  A notebook shows the result as a table, ``.show()`` prints it in colours if rich is
+    installed.  For more than two split dimensions there is a table for each piece of the leading
+    ones; for a tree of tensors, the drawing of each under its name.
 
-    ``dims``  the two dimensions to show of more; if None, all that are split.
-    Raises: OutOfRange for dimensions that the tensor does not have; PlainTensor for what is no
-    tensor and has no picture.
+    ``dims``  the two dimensions to draw; if None, the last two that are split.
+    Raises: OutOfRange for dimensions that the tensor does not have; PlainTensor for an object that
+    is neither a tensor nor drawable.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -171,7 +171,7 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[Grid]:
     ]
 
 
-_MOST = 64  # pieces of a dimension that are shown
+_MOST = 64  # the most pieces of a dimension that are drawn
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Piece:
 def _cut(
     layout: Layout, stored: tuple[int, ...], true: tuple[int, ...], mesh: Mapping[str, int]
 ) -> list[list[_Piece]]:
-    """Cut each dimension where some rank's positions begin or end, or padding begins."""
+    """Cut each dimension where a rank's positions begin or end, and where padding begins."""
     held = [layout.indices(stored, mesh, c) for c in coordinates(mesh)]
     out = []
     for d, n in enumerate(stored):
@@ -206,7 +206,7 @@ def _cut(
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """List (start, stop) of what is held without a gap, in any order of holding."""
+    """List (start, stop) of the gapless runs among the positions, in ascending order."""
     if isinstance(positions, range) and positions.step == 1:
         if len(positions):
             yield positions.start, positions.stop
@@ -236,7 +236,7 @@ def _grid(
     above = every
     for d, i in zip(front, chosen, strict=True):
         above &= pieces[d][i].ranks
-    if not shown:  # a number
+    if not shown:  # a scalar
         text = _common(sorted(above), mesh)
         return Grid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
     across = pieces[shown[-1]]
@@ -262,7 +262,7 @@ def _grid(
 
 
 def _names(ranks: Sequence[int], most: int = 8) -> str:
-    """Write the ranks; of many the first and the last.
+    """Format rank numbers; of more than ``most``, the first two and the last.
 
     >>> _names([0, 2]), _names(range(64))
     ('0,2', '0,1,..,63')
@@ -272,7 +272,7 @@ def _names(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
-    """Write ``x0 y1``, leaving out axes along which the block is copied."""
+    """Format the mesh coordinates as ``x0 y1``, without axes along which the block is copied."""
     every = coordinates(mesh)
     places = [every[r] for r in ranks]
     same = [n for n in mesh if len({p[n] for p in places}) == 1]
@@ -280,7 +280,7 @@ def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
 
 
 def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
-    """Return the drawing as runs of text, each with the number of its colour."""
+    """Return the drawing as runs of text, each with its colour's number or None."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
         texts = [
@@ -308,9 +308,9 @@ def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
 def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
     """Draw several tensors' blocks, coloured by the first rank that holds each.
 
-    Sizes are true to scale, padding is hatched; of more than two split dimensions there is a panel
-    for each piece of those in front.  A notebook shows the picture; ``file`` is where to write it
-    too.  Needs matplotlib.
+    Sizes are to scale, padding is hatched; for more than two split dimensions there is a panel for
+    each piece of the leading ones.  A notebook shows the picture; ``file`` also writes it.  Needs
+    matplotlib.
 
     >>> import tempfile
     >>> import torch, shardlib as sl
@@ -352,7 +352,7 @@ def _panel(ax: Any, grid: Grid) -> None:
             look = {"facecolor": "none", "hatch": "///"} if pad else look
             ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
             text = _names(held, 4)
-            size = min(7.5, 100 * height)  # of a thin band smaller, down to what can be read
+            size = min(7.5, 100 * height)  # smaller in a thin band, down to a readable size
             if not pad and width > 0.03 * len(text) and size > 4:
                 more = height > 0.2 and width > 0.03 * len(label) and label
                 ax.text(

@@ -1,7 +1,6 @@
-"""Figures and text that read well on a light page and on a dark one.
+"""Figures and text that are readable on light and dark pages.
 
-No background, ink of middle grey, colours of middle lightness; blocks are tinted, so that the page
-shines through.
+No background, text of middle grey, colours of middle lightness; blocks are translucent.
 """
 
 import io
@@ -16,14 +15,14 @@ __all__ = ["INK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours"
 
 INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
 
-PALETTE = (  # white text on them can be read
+PALETTE = (  # white text is readable on them
     "#4c78a8", "#e0883c", "#4f9d5b", "#c8504b", "#8a6bb8", "#9a7b4f", "#c46aa8", "#3f9fb5",
     "#8f9a2f", "#6f7fcf", "#b5772f", "#5f8f7f",
 )  # fmt: skip
 
 
 def colours(count: int, first: int = 0) -> list[str]:
-    """Return ``count`` colours, from the ``first`` of the palette on and round.
+    """Return ``count`` colours of the palette, starting at ``first`` and wrapping around.
 
     >>> colours(2), colours(1, first=12) == colours(1)
     (['#4c78a8', '#e0883c'], True)
@@ -32,7 +31,7 @@ def colours(count: int, first: int = 0) -> list[str]:
 
 
 def tint(number: int) -> str:
-    """Write the colour of a rank as a page's style, light enough for text of any colour on it.
+    """Format the colour of a rank for HTML, light enough for text of any colour on it.
 
     >>> tint(0)
     'rgba(76,120,168,0.35)'
@@ -43,9 +42,9 @@ def tint(number: int) -> str:
 
 
 def style() -> dict[str, Any]:
-    """Return matplotlib settings for figures that read well on light and dark pages.
+    """Return matplotlib settings for figures that are readable on light and dark pages.
 
-    No background, ink of middle grey.
+    They set no background and text of middle grey.
 
     >>> import matplotlib.pyplot as plt, shardlib as sl
     >>> with plt.rc_context(sl.seeing.style()):
@@ -69,7 +68,7 @@ def style() -> dict[str, Any]:
 def canvas(
     op: str, rows: int, columns: int, size: tuple[float, float], title: str = ""
 ) -> tuple[Any, Any]:
-    """Make a matplotlib figure and its grid of panels, inches ``size``; pyplot is left alone.
+    """Make a matplotlib figure of ``size`` inches with a grid of panels, without pyplot's state.
 
     Raises: Unsupported where matplotlib is missing.
 
@@ -104,7 +103,7 @@ class Picture:
         self.figure, self.title = figure, title
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a file, whose name says in which form."""
+        """Write the figure to a file; the suffix chooses the format."""
         self.figure.savefig(file, dpi=150)
 
     def _repr_png_(self) -> bytes:
@@ -117,7 +116,7 @@ class Picture:
 
 
 def coloured(pieces: list[tuple[str, int | None]]) -> Any:
-    """Make rich's text of (text, number of its colour or None); needs rich.
+    """Build rich's text from (text, number of its colour or None); needs rich.
 
     Raises: Unsupported where rich is missing.
     """
@@ -132,7 +131,7 @@ def coloured(pieces: list[tuple[str, int | None]]) -> Any:
 
 
 class Shown:
-    """A value to show in colours: ``show()`` it in a terminal, or give it to ``rich.print``."""
+    """A mixin for coloured text: ``show()`` prints it, and ``rich.print`` takes it."""
 
     pieces: Callable[[], list[tuple[str, int | None]]]
 
@@ -140,7 +139,7 @@ class Shown:
         return coloured(self.pieces())
 
     def show(self) -> None:
-        """Print it: in colours where this is a terminal and rich is there, else plain.
+        """Print it: in colours if this is a terminal and rich is installed, else plain.
 
         >>> import torch, shardlib as sl
         >>> with sl.simulate(x=2):

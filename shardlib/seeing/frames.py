@@ -1,8 +1,8 @@
-"""An algorithm step by step: who sends which block to whom, as text and as a picture.
+"""Frames of an algorithm: the blocks that each rank sends, step by step, as text and pictures.
 
-The algorithm runs once on simulated ranks.  What each transfer carries is told from its values:
-the operands' elements are all different, so a block of A is known wherever it turns up; what is no
-part of an operand is a sum on its way, or a result.
+The algorithm runs once on simulated ranks with operands whose elements are all different, so each
+transferred value identifies its block of A, B, ...; values that belong to no operand are partial
+sums or results.
 """
 
 import html
@@ -35,10 +35,10 @@ Spot = tuple[float, float]
 
 
 class Sent(NamedTuple):
-    """A block on its way: the rank that sends it, those that receive it, and what it is.
+    """A block in transit: the rank that sends it, those that receive it, and its name.
 
-    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": what is added up
-               on its way; "result": what was computed from operands, whole or a part of a sum.
+    ``block``  "A2": rank 2's block of the first operand, or a part of it; "sum": a value that the
+               collective adds up; "result": computed from operands, whole or a part of a sum.
     """
 
     sender: int
@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def kinds(self) -> list[str]:
-        """Name the operands that travel, as colours tell them apart."""
+        """The operands transferred in this step; each has a colour."""
         return sorted({_kind(s) for s in self.sent})
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Frames(Shown):
 
     @property
     def bytes(self) -> Fraction:
-        """Bytes that one rank moves in all steps."""
+        """Bytes that one rank receives in all steps."""
         return sum((f.bytes for f in self.frames), Fraction(0))
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Frames(Shown):
     __repr__ = __str__
 
     def pieces(self) -> list[tuple[str, int | None]]:
-        """Return the text in runs, each with the number of its colour."""
+        """Return the text in runs, each with its colour's number or None."""
         out: list[tuple[str, int | None]] = [(f"{self.title}   on {self.mesh}", None)]
         for i, frame in enumerate(self.frames, 1):
             head, *rows = str(frame).splitlines()
@@ -160,16 +160,16 @@ def _placed(name: str, x: Tensor) -> str:
 
 
 def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
-    """Run ``f(*operands)`` on simulated ranks and list, by step, who sends which block to whom.
+    """Run ``f(*operands)`` on simulated ranks and list, by step, each block's sender and receivers.
 
-    ``f``         a function; or the name of an algorithm, and the sizes of a mesh: it attends over,
-                  or multiplies, small operands that lie as it wants them ("matmul ring" where both
-                  have one); or an attention's plan.
-    ``operands``  sharded tensors on a simulated mesh; only their layouts and sizes matter, their
-                  values are replaced, in fp32 where theirs are narrower.  They are called A, B, C,
-                  ... in this order.
-    Raises: ShardError where no operand is sharded over simulated ranks; NoImplementation where an
-            algorithm of this name takes nothing on this mesh.
+    ``f``         a function; or the name of an algorithm, with the sizes of a mesh: it runs on
+                  small operands in layouts that it takes ("matmul ring" where attention has the
+                  name too); or an attention's plan.
+    ``operands``  sharded tensors on a simulated mesh; only their layouts and sizes matter.  Their
+                  values are replaced, in fp32 if they are narrower.  They are named A, B, C, ... in
+                  this order.
+    Raises: ShardError if no operand is sharded over simulated ranks; NoImplementation if an
+            algorithm of this name takes no operands on this mesh.
 
     >>> import torch, shardlib as sl
     >>> print(sl.seeing.frames("cannon", x=2, y=2)[0])
@@ -215,7 +215,7 @@ def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) ->
 
 
 class _Camera(Trace):
-    """A watch on every transfer that knows the operands' elements."""
+    """A trace of every transfer that identifies the operands' elements."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -225,12 +225,12 @@ class _Camera(Trace):
         self.taken: list[tuple[str, list[Sent]]] = []
 
     def marked(self, x: ShardedTensor) -> ShardedTensor:
-        """Return the operand with elements that occur nowhere else; replicas are one block."""
+        """Return the operand with elements that occur nowhere else; replicas share theirs."""
         if not x.raw.is_floating_point():
             return x
         name, first = next(self.names), len(self.known) + 1
         count = x.raw.numel()
-        # small, so that a softmax of them is no copy of one
+        # small: of large ones a softmax is one-hot, and its output a copy of an element
         values = torch.arange(first, first + count, dtype=torch.float64).add(0.5).mul(2.0**-10)
         raw = values.reshape(x.raw.shape).clone()
         holders = _holders(x)
@@ -261,7 +261,7 @@ class _Camera(Trace):
         return own if own in found else "+".join(sorted(found))
 
     def developed(self) -> tuple[Frame, ...]:
-        """Put blocks of different operands into one step, until one of them moves again."""
+        """Group transfers into steps; a step ends when one of its operands moves again."""
         moved = [e for e in self.events if e.messages]
         steps: list[tuple[set[str], list[str], list[Sent], Fraction]] = []
         for (what, sent), event in zip(self.taken, moved, strict=True):
@@ -278,7 +278,7 @@ _OWN = {"sum", "result"}
 
 
 def _operands(sent: Sent) -> set[str]:
-    """Return the letters of the operands that a transfer carries; or "sum", or "result"."""
+    """Return the letters of the operands in a transfer, or "sum" or "result"."""
     return {part.rstrip("0123456789") for part in sent.block.split("+")}
 
 
@@ -292,7 +292,7 @@ def _holders(x: ShardedTensor) -> list[int]:
 
 
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """List ranks that differ along ``axes`` alone, in their order there."""
+    """List the groups of ranks that differ only along ``axes``, ordered by their position there."""
     found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     rest = [a for a in mesh.names if a not in axes]
     for rank, c in enumerate(played(mesh)):
@@ -302,7 +302,7 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]]]:
-    """List (sender, receivers) within a group of p."""
+    """List (sender, receivers) of a collective within a group of p ranks."""
     others = [tuple(j for j in range(p) if j != i) for i in range(p)]
     if name == "pbroadcast":
         return [(params[0], others[params[0]])]
@@ -318,10 +318,10 @@ def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]
 
 
 def _positions(mesh: Mesh) -> list[Spot]:
-    """Place each rank: the last axis to the right, the one before down, others as planes.
+    """Return a position for each rank: the last axis to the right, the one before down.
 
-    Ranks along one axis alone stand in a circle, and those of a plane behind another a bit lower,
-    so that what they send each other does not cross the ranks between.
+    Ranks along a single axis form a circle.  Planes of further axes stand side by side, each a bit
+    lower than the one to its left, so that arrows between planes do not cross other ranks.
     """
     names = [a for a in mesh.names if mesh.axes[a] > 1] or list(mesh.names)
     if len(names) == 1 and mesh.size > 2:
@@ -369,7 +369,7 @@ def _of_name(name: str, axes: dict[str, int]) -> Frames:
 
 
 def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[ShardedTensor, ...]]]:
-    """Give operands on a mesh: sequences, matrices of known families, then split in every way."""
+    """Yield operands on a mesh: sequences, matrices of known families, then every other split."""
     n, names = 2 * mesh.size, mesh.names
     rings: list[str | tuple[str, ...]] = [*names] if len(names) == 1 else [names, *names]
     for axes, schedule in itertools.product(rings, ("contiguous", "zigzag")):
@@ -393,7 +393,7 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
 
 
 def _of_plan(plan: Plan) -> Frames:
-    """Return the frames of an attention that was planned, on the ranks of its ring alone."""
+    """Return the frames of a planned attention, on the ranks of its ring alone."""
     case, axes = plan.case, dict(plan.case.mesh)
     length = sum(len(run.positions) for rank in case.q_runs for run in rank)
     if length > _LONGEST:
@@ -438,7 +438,7 @@ def _kind(sent: Sent) -> str:
 
 
 class _Arrows(NamedTuple):
-    """The arrows of what one rank sends to the same others, one a block, labelled once."""
+    """Arrows from one rank to the same receivers, with one label for all their blocks."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -447,7 +447,7 @@ class _Arrows(NamedTuple):
 
 
 def _arrows(frame: Frame) -> list[_Arrows]:
-    """Join blocks of several operands that go the same way into one arrow."""
+    """Join blocks with the same sender and receivers into one arrow."""
     ways: dict[tuple[int, tuple[int, ...]], list[Sent]] = {}
     for s in frame.sent:
         ways.setdefault((s.sender, s.receivers), []).append(s)
@@ -459,7 +459,7 @@ def _arrows(frame: Frame) -> list[_Arrows]:
     ]
 
 
-_BEND, _ABOVE = 0.18, 0.48  # of an arrow; what is left free above the ranks, and below
+_BEND, _ABOVE = 0.18, 0.48  # curvature of an arrow; free space above and below the ranks
 
 
 def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
@@ -488,9 +488,9 @@ def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
 
 
 def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
-    """Place each label: the first place on its arrow that no rank and no other label has.
+    """Place each label at the first position on its arrow that no rank or other label covers.
 
-    The labels of short arrows, which have few such places, choose first.
+    Labels of short arrows, which have few such positions, are placed first.
     """
     out: dict[int, Spot] = {}
     taken = [(x, y, 0.13, 0.13) for x, y in at]  # middle, half a width, half a height
@@ -509,7 +509,7 @@ def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
 
 
 def _sides(arrows: list[_Arrows], spots: list[Spot], at: list[Spot]) -> tuple[float, float]:
-    """Return where a panel begins and ends, so that no label is cut."""
+    """Return the left and right limits of a panel, so that no label is cut off."""
     halves = [(x, 1.2 * _half(a.label)) for (x, _), a in zip(spots, arrows, strict=True)]
     xs = [x for x, _ in at]
     left, right = [x - w for x, w in halves], [x + w for x, w in halves]
@@ -526,10 +526,10 @@ def _length(arrow: _Arrows, at: list[Spot]) -> float:
 
 
 def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float) -> list[Spot]:
-    """List places for a label, the best first.
+    """List positions for a label, the best first.
 
-    That is on the first arrow, which bends to the right of its way; of many arrows beside the rank
-    that sends, away from the others.
+    These are on the first arrow, which bends to the right of its direction; if there are many
+    receivers, next to the sending rank and away from the others.
     """
     (x0, y0), (x1, y1) = at[sender], at[receivers[0]]
     if len(receivers) > 2:
@@ -544,7 +544,7 @@ def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float
 
 
 def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
-    """Draw one step as a page shows it in its own ink."""
+    """Draw one step as SVG for an HTML page."""
     arrows = _arrows(frame)
     places = _labels(arrows, at)
     (left, right), low = _sides(arrows, places, at), max(y for _, y in at) + _ABOVE

@@ -1,4 +1,4 @@
-"""One line per parameter: what it is, how it lies, and what a rank holds of it."""
+"""A table with one line per parameter: its type, its layout, and its bytes on a rank."""
 
 import html
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["Summary", "SummaryRow", "summary"]
 
 
 class SummaryRow(NamedTuple):
-    """A parameter; bytes are of one rank, ``whole`` those of the whole tensor."""
+    """A parameter; ``bytes`` are of one rank, ``whole`` of the global tensor."""
 
     name: str
     type: str
@@ -50,7 +50,7 @@ class Summary:
 
     @property
     def whole(self) -> int:
-        """Bytes of the parameters as a whole."""
+        """Bytes of the global parameters."""
         return sum(r.whole for r in self.rows)
 
     @property
@@ -59,7 +59,7 @@ class Summary:
         return self.other + sum(r.state for r in self.rows)
 
     def table(self) -> list[list[str]]:
-        """Return rows of text with their heading; a column of the state where there is one."""
+        """Return rows of text with their heading, with a column for the state if there is one."""
         wide = 5 if self.state else 4
         out = [["parameter", "type", "per rank", "whole", "state per rank"][:wide]]
         for r in self.rows:
@@ -95,12 +95,13 @@ class Summary:
 
 
 def summary(params: object, state: object = None) -> Summary:
-    """Write one line per parameter: its type and layout, its bytes on a rank and as a whole.
+    """List each parameter: its type and layout, its bytes on a rank and in all.
 
-    ``params``  a dictionary of tensors, or any tree; ``dict(model.named_parameters())`` of a module.
-    ``state``   an optimizer's state, counted to the parameters that it is of; what ``zero`` cuts
-                without regard to their borders, as each rank's share on average.
-    Raises: PlainTensor for what is no tensor and no tree of them.
+    ``params``  a dictionary of tensors, or any tree; ``dict(model.named_parameters())`` of a
+                module.
+    ``state``   an optimizer's state, assigned to its parameters; for ``zero``'s buckets, which are
+                cut across parameters, each rank's average share.
+    Raises: PlainTensor for an object that is neither a tensor nor a tree of tensors.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -136,7 +137,7 @@ def _held(x: Tensor) -> int:
 
 
 def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
-    """Add a state's bytes to the parameters of their paths' ends; return those of none."""
+    """Add a state's bytes to the parameters whose names end its paths; return the remainder."""
     other = 0
     if isinstance(node, Buckets):
         for bucket in node.index:

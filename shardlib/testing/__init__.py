@@ -1,4 +1,4 @@
-"""The laws that an algorithm, an engine, a mask or a layout of one's own keeps, each as one call."""
+"""Checks for your own algorithm, attention engine, mask or layout, one call each."""
 
 from shardlib.testing.attention import check_engine, check_mask, dense_attention
 from shardlib.testing.layout import check_layout

@@ -1,7 +1,7 @@
-"""The laws that an engine and a mask of one's own must keep, as functions to call in a test.
+"""Checks of an attention engine or a mask of your own, as functions to call in a test.
 
-Each raises AssertionError naming the law and the case that broke it.  All run on simulated ranks,
-in fp64, against attention on whole tensors as its definition says.
+Each raises AssertionError naming the law and the failing case.  All run on simulated ranks, in
+fp64, and compare with attention computed on whole tensors from its definition.
 """
 
 import itertools
@@ -44,7 +44,9 @@ def dense_attention(
     sink: Tensor | None = None,
     dropout: tuple[float, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend on whole tensors, as the definition says, and return (out, lse); dropout is (p, seed).
+    """Compute attention on whole tensors from its definition; return (out, lse).
+
+    ``dropout`` is (p, seed).
 
     >>> q = torch.randn(1, 2, 5, 4)
     >>> out, _ = dense_attention(q, q, q, Causal())
@@ -80,7 +82,7 @@ def dense_attention(
 
 
 class _Case(NamedTuple):
-    """One attention to check an engine on."""
+    """One attention call to check an engine on."""
 
     mesh: dict[str, int]
     order: str
@@ -94,7 +96,7 @@ class _Case(NamedTuple):
 
 
 def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
-    """List every mesh with every mask; orders, heads and options take turns."""
+    """List every mesh with every mask; orders, heads and options alternate."""
     out = []
     for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
         heads = ((4, 2), (3, 3), (6, 1))[i % 3]
@@ -106,12 +108,12 @@ def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
 def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None:
     """Check that an engine keeps its contract.
 
-    - It is hashable, equal to itself, and plans the same case alike.
-    - Where it fits, output, log-sum-exp and every gradient are dense's: masks, grouped heads,
-      lengths that do not divide, bias, sink, dropout.
-    - What it says it moves is what is counted, bytes and messages, forward and backward.
-    - Its areas name every rank.  It runs on shapes alone, so that its memory can be counted.
-    - A gradient of its gradient is dense's, or refused.
+    - It is hashable, equal to itself, and plans equal cases equally.
+    - Where it fits, output, log-sum-exp and every gradient equal dense attention: masks, grouped
+      heads, lengths that do not divide, bias, sink, dropout.
+    - The bytes and messages that its plan predicts equal those counted, forward and backward.
+    - Its areas list every rank.  It runs on the meta device, so that its memory can be counted.
+    - Its second derivative equals that of dense attention, or is refused.
 
     Raises: AssertionError.
 
@@ -165,7 +167,7 @@ def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor 
 
 
 def _check_attention(engine: Engine, case: _Case) -> str:
-    """Compare one attention with dense; return the reason where the engine does not fit."""
+    """Compare one attention call with dense; return the reason if the engine does not fit."""
     leaves, bias, sink = _operands(case)
     wanted = _dense(case, leaves, bias, sink)
     with simulate(**case.mesh):
@@ -205,7 +207,8 @@ def _check_attention(engine: Engine, case: _Case) -> str:
 
 def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backward: Any) -> None:
     passes = [("forward", plan.forward, forward)]
-    if not (case.with_bias or case.with_sink or case.with_lse):  # whose gradients move besides
+    # gradients of bias, sink and lse use collectives that the plan does not count
+    if not (case.with_bias or case.with_sink or case.with_lse):
         passes.append(("backward", plan.backward, backward))
     for name, stated, counted in passes:
         said, found = (stated.bytes, stated.messages), (counted.bytes, counted.messages)
@@ -215,7 +218,7 @@ def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backwa
 
 
 def _check_paper(engine: Engine, case: _Case, plan: Plan) -> None:
-    """Check that areas name every rank and the plan runs on shapes alone."""
+    """Check that areas list every rank and the plan runs on the meta device."""
     assert all(len(step) == plan.p for step in plan.areas), (
         f"areas of {engine} do not name every rank: {case}"
     )
@@ -262,11 +265,13 @@ def check_mask(
     There are 2 batch entries and 3 or 6 heads.
 
     - It is hashable and equal to itself.
-    - ``allowed`` gives booleans that broadcast, the same for a block as for the whole; so do
-      ``scores``.
-    - What ``relation`` and ``cuts`` say is what ``allowed`` says: the kernel calls that follow from
-      them cover each allowed pair once, and no other.
-    - Attention with it is dense's, values and gradients, with each of ``engines``.
+    - ``allowed`` returns booleans that broadcast, and a block's equal that block of the whole mask;
+      ``scores`` likewise.
+    - ``relation`` and ``cuts`` agree with ``allowed``: the kernel calls derived from them cover
+    each
+      allowed pair once, and no other pair.
+    - Attention with the mask equals dense attention, values and gradients, with each of
+    ``engines``.
 
     Raises: AssertionError.
 

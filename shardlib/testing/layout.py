@@ -1,7 +1,7 @@
-"""The laws that a layout of one's own must keep, as one call.
+"""The check of a layout of your own, as one call.
 
 ``check_layout(Mine("x"))`` draws shapes and small simulated meshes, places tensors in the layout
-and compares with dense: what the ranks hold, what moves, values and gradients.
+and compares with dense: the ranks' blocks, the bytes moved, values and gradients.
 """
 
 import itertools
@@ -25,29 +25,29 @@ from shardlib.tensor import layout_of
 
 __all__ = ["check_layout"]
 
-_MOST = 12  # ranks of a mesh that is drawn
-_TRIED = 256  # sizes, until one divides
+_MOST = 12  # the most ranks of a mesh that is drawn
+_TRIED = 256  # sizes tried until one divides
 
 
 def check_layout(
     layout: LayoutLike, meshes: Sequence[Mapping[str, int]] | None = None, *, seed: int = 0
 ) -> list[str]:
-    """Hold a layout to its contract on shapes and meshes that are drawn, and list those.
+    """Check a layout on shapes and meshes that are drawn at random, and list those.
 
-    - It is hashable, the same whenever it is asked, and its text reads back as it.
-    - Its blocks tile the tensor: every element is on as many ranks as every other, each block has
-      the shape that ``local_shape`` says, and ``shard`` and ``from_local`` put it where it belongs.
-    - ``unshard`` gives back what ``shard`` took, and the gradient.
-    - On the way to other layouts and back values and gradients are dense's, and what is counted is
-      what the plan (``a >> b``) foretold, in bytes and in messages.
-    - A sum, a norm and a product of it are dense's with their gradients; the latter two may be
+    - It is hashable, resolves to the same value every time, and its text parses back to it.
+    - Its blocks tile the tensor: every element is on equally many ranks, each block has the shape
+      that ``local_shape`` returns, and ``shard`` and ``from_local`` put it on the right rank.
+    - ``unshard`` inverts ``shard``, for the gradient too.
+    - Resharded to other layouts and back, values and gradients equal dense, and the bytes and
+      messages counted equal those predicted by the plan (``a >> b``).
+    - A sum, a norm and a product of it equal dense, with their gradients; the latter two may be
       refused.
-    - Sizes that do not divide are refused by the dimension, and right with ``pad=True``.
+    - Sizes that do not divide are refused with the dimension's number, and work with ``pad=True``.
 
     ``layout``  a Layout, its text, or a ``LayoutFamily``.
     ``meshes``  axis names and sizes, simulated.  By default some are drawn over the layout's axes
-                and one besides; inside ``with mesh:``, real or simulated, that mesh alone is used.
-    ``seed``    of what is drawn.
+                and one more; inside ``with mesh:``, real or simulated, only that mesh is used.
+    ``seed``    of the random draws.
 
     Raises: AssertionError naming the law, the shape and the mesh.  A layout that fits none fails.
 
@@ -79,7 +79,7 @@ def check_layout(
 
 
 def _value(given: LayoutLike, mesh: Mesh | Mapping[str, int] | None) -> Layout:
-    """Its layout, where it is a value."""
+    """Return the layout, checked to be one hashable value that parses back from its text."""
     fix = "sl.testing.check_layout({})"
     lay, again = (as_layout(given, "check_layout", fix, mesh=mesh) for _ in range(2))
     _alike(f"{given!r} has one layout", again, lay)
@@ -90,7 +90,7 @@ def _value(given: LayoutLike, mesh: Mesh | Mapping[str, int] | None) -> Layout:
 
 
 def _meshes(lay: Layout, draw: random.Random) -> list[dict[str, int]]:
-    """Sizes for the layout's axes, and for one that it does not name."""
+    """Draw meshes for the layout's axes and one axis that it does not name."""
     named = (*lay.axes, *lay.partial)
     spare = next(a for a in ("r", "r2", "r3", "r4", "r5") if a not in named)
     found = [dict.fromkeys(named, 2), {**dict.fromkeys(named, 1), spare: 2}]
@@ -105,7 +105,7 @@ def _meshes(lay: Layout, draw: random.Random) -> list[dict[str, int]]:
 def _on(
     mesh: Mesh, given: LayoutLike, lay: Layout, draw: random.Random
 ) -> Iterator[str | ShardError]:
-    """What is checked on a mesh, as text; the reason where the layout does not fit it."""
+    """Check the layout on a mesh; yield a text per case, or the error where it does not fit."""
     least = len(lay.dims)
     ranks = (least,) if lay.ellipsis is None else (max(1, least), max(1, least) + 1)
     for ndim in ranks:
@@ -131,7 +131,7 @@ def _on(
 
 
 def _unit(dim: Dim, mesh: Mesh) -> int:
-    """The least size that divides.  Raises: ShardError."""
+    """Return the least size that divides.  Raises: ShardError."""
     length = declared(dim.order)
     reason: ShardError | None = None
     for n in range(1, _TRIED) if length is None else [length]:
@@ -151,7 +151,7 @@ def _unit(dim: Dim, mesh: Mesh) -> int:
 def _check_blocks(
     text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> None:
-    """They tile the tensor, have the shape that is said, and are where they are said to be."""
+    """Check that blocks tile the tensor, have the layout's shape, and are on the right rank."""
     owners = torch.zeros(shape, dtype=torch.int64)
     for coord in coordinates(mesh.axes):
         at = me.indices(shape, mesh, coord)
@@ -200,7 +200,7 @@ def _check_blocks(
 
 
 def _others(me: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
-    """Whole, and each of two axes in each dimension that it divides."""
+    """List other layouts: unsplit, and each of two axes in each dimension that it divides."""
     whole = [Dim()] * len(shape)
     found = [Layout(tuple(whole))]
     for axis, d in itertools.product(list(mesh.axes)[:2], range(len(shape))):
@@ -212,7 +212,7 @@ def _others(me: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
 def _check_ways(
     text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> None:
-    """To other layouts and back: values, gradients, and what the plans foretold."""
+    """Reshard to other layouts and back: check values, gradients, and the plans' predictions."""
     x, c = _normal(shape, 3).detach(), _normal(shape, 4).detach()
     for other in _others(me, shape, mesh):
         way = f"{text}: {me} >> {other}"
@@ -241,7 +241,7 @@ def _check_ways(
 
 
 def _check_computed(text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...]) -> None:
-    """A sum, a norm and a product, with their gradients; what is refused is no wrong value."""
+    """Check a sum, a norm and a product, with their gradients; a refusal passes."""
     x = _normal(shape, 5)
     a = shard(x.detach(), given).requires_grad_()
     total: Callable[[Tensor], Tensor] = (
@@ -291,7 +291,7 @@ def _agree(
 def _check_uneven(
     text: str, given: LayoutLike, me: Layout, units: Sequence[int], shape: tuple[int, ...]
 ) -> None:
-    """Each dimension one longer: refused by its number, and padded, unless it has one length."""
+    """Check sizes one larger: refused with the dimension's number, and equal when padded."""
     for d, unit in enumerate(units):
         if unit == 1:
             continue
@@ -324,7 +324,7 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _close(law: str, got: Tensor, want: Tensor, most: float) -> None:
-    """Within ``most`` of the largest value."""
+    """Check that two tensors differ by at most ``most`` of the largest value."""
     if got.shape != want.shape:
         raise AssertionError(f"{law}: has the shape {list(got.shape)}, not {list(want.shape)}")
     if not want.numel():

@@ -1,8 +1,8 @@
-"""The laws that an algorithm of one's own must keep, as one call.
+"""The check of an algorithm of your own, as one call.
 
 ``check_algorithm("matmul", "mine")`` offers the algorithm every pair of layouts on a few small
-simulated meshes and compares what it takes with dense: values, every gradient, second derivatives,
-a bias, half precision, and the bytes and messages that it predicted with those that are counted.
+simulated meshes and compares those it takes with dense: values, every gradient, second derivatives,
+a bias, half precision, and its predicted bytes and messages with those counted.
 """
 
 import itertools
@@ -34,12 +34,12 @@ _MESHES: tuple[dict[str, int], ...] = (
 
 
 def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESHES) -> list[str]:
-    """Compare an algorithm with dense on everything that it takes, and list those operands.
+    """Compare an algorithm with dense on all operands that it takes, and list those operands.
 
-    ``meshes``  axis names and sizes; every axis is used for every dimension.
+    ``meshes``  axis names and sizes; every axis is tried on every dimension.
 
     Raises: AssertionError naming the operands, the law and both values.  An algorithm that takes
-            nothing fails.
+            no operands fails.
 
     >>> import shardlib as sl
     >>> sl.testing.check_algorithm("matmul", "cannon", meshes=[{"x": 2, "y": 2}])[0]
@@ -60,7 +60,7 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
 
 
 def _layouts(mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """List every way to split two dimensions over axes: each over none, one or two of them."""
+    """List every way to split two dimensions over none, one or two axes each."""
     tokens = [".", *mesh, *(f"({a} {b})" for a, b in itertools.permutations(mesh, 2))]
     axes = {token: [a for a in token.strip("()").split() if a != "."] for token in tokens}
     return [
@@ -93,7 +93,7 @@ def _equals_dense(
     w_text: str,
     name: str,
 ) -> None:
-    """Compare values, gradients, prices, a bias, halves and second derivatives with dense."""
+    """Compare values, gradients, costs, a bias, halves and second derivatives with dense."""
     draw = torch.Generator().manual_seed(0)
     dense = [torch.randn(s, dtype=torch.float64, generator=draw) for s in (x_shape, w_shape)]
     x, w = (t.clone().requires_grad_() for t in dense)
@@ -105,7 +105,7 @@ def _equals_dense(
         shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True)
     )
     match = dict(why("matmul", a, b).verdicts)[name]
-    if not isinstance(match, Match):  # more rows than it takes
+    if not isinstance(match, Match):  # it may refuse the extra dimension
         return
     with trace() as forward:
         c = product(a, b)
@@ -136,7 +136,7 @@ def _equals_dense(
         p, q = (shard(t, layout) for t, layout in zip(low[:2], (x_text, w_text), strict=True))
         held = shard(low[2], Layout(c.dims[-1:]))
         if not isinstance(dict(why("matmul", p, q).verdicts)[name], Match):
-            continue  # refused, as a sum may be that would be rounded at every step
+            continue  # refused: a sum in half precision that would be rounded at every step
         got = unshard(F.linear(p, q.mT, held))
         _alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
         _close(
@@ -173,7 +173,7 @@ def _counts_alike(
     name: str,
     mesh: dict[str, int],
 ) -> None:
-    """Check that the same is counted on shapes alone as on values."""
+    """Check that the recorded run on the meta device counts the same as the run on values."""
     counted = []
     for made in (simulate, record):
         with made(**mesh), saving(), pinned(matmul=name), trace() as t:

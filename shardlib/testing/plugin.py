@@ -1,4 +1,4 @@
-"""A fixture of pytest: ``sharded`` proves a model on several meshes against one device.
+"""A pytest fixture: ``sharded`` compares a model on several meshes with one device.
 
 In a ``conftest.py``: ``pytest_plugins = ["shardlib.testing.plugin"]``.  Then
 
@@ -20,7 +20,7 @@ MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 2, "x": 1, "y": 1},
     {"data": 2, "x": 2, "y": 2},
 )
-"""The meshes on which a model is proved unless others are named."""
+"""The default meshes for the comparison."""
 
 
 @pytest.fixture
