@@ -498,7 +498,9 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *grads: Any) -> Any:
         if not any_autocast():
             return backward(ctx, *grads)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        other = torch.accelerator.current_accelerator()
+        kind = "cpu" if other is None else other.type
+        with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
             return backward(ctx, *grads)
 
     return run

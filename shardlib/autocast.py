@@ -2,8 +2,8 @@
 
 Implementations run with autocast off: their blocks have the dtype that torch's operator would
 compute in, and what a implementation does inside (a sum in fp32, an accumulator) is not cast again.
-The lists are those of torch's page "Automatic Mixed Precision", CPU and CUDA apart; float64 is
-never cast.
+The lists are those of torch's page "Automatic Mixed Precision", CPU and CUDA apart; other
+accelerators have CUDA's, as torch registers it for them.  float64 is never cast.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.mesh import scope, within
+from shardlib.mesh import accelerator, scope, within
 
 __all__ = ["COMPOSITE", "cast", "casting"]
 
@@ -26,7 +26,7 @@ _LOWER = """
     addr prelu __matmul__ __rmatmul__
 """
 _CPU_ONLY_LOWER = "vecdot"
-_CUDA_ONLY_LOWER = "chain_matmul multi_dot mv addmv addr prelu"
+_ACCELERATOR_ONLY_LOWER = "chain_matmul multi_dot mv addmv addr prelu"
 _LOSSES = """
     mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
     cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
@@ -35,14 +35,14 @@ _LOSSES = """
 _WIDE = {
     "cpu": _LOSSES + """binary_cross_entropy avg_pool3d polar prod quantile nanquantile stft cdist
         trace view_as_complex cholesky cholesky_inverse inverse pinverse fft ifft rfft irfft""",
-    "cuda": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist
+    "accelerator": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist
         erfinv exp expm1 group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm
         matrix_norm normalize pow prod reciprocal renorm rsqrt sinh softmin softmax softplus sum tan
         cosine_similarity cdist pdist erfc ord std var""",
 }  # fmt: skip
 _WIDEST = {
     "cpu": "cat stack concat concatenate index_copy",
-    "cuda": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot "
+    "accelerator": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot "
     "vdot cat stack",
 }
 
@@ -60,10 +60,10 @@ def _named(names: str) -> set[Any]:
 
 
 def _table(device: str) -> dict[Any, str]:
-    others = set((_CUDA_ONLY_LOWER if device == "cpu" else _CPU_ONLY_LOWER).split())
+    others = set((_ACCELERATOR_ONLY_LOWER if device == "cpu" else _CPU_ONLY_LOWER).split())
     lower = " ".join(n for n in _LOWER.split() if n not in others)
-    wide = _WIDE["cpu" if device == "cpu" else "cuda"]
-    widest = _WIDEST["cpu" if device == "cpu" else "cuda"]
+    wide = _WIDE["cpu" if device == "cpu" else "accelerator"]
+    widest = _WIDEST["cpu" if device == "cpu" else "accelerator"]
     return (
         dict.fromkeys(_named(lower), "lower") | dict.fromkeys(_named(wide), "wide")
         | dict.fromkeys(_named(widest), "widest")
@@ -136,7 +136,8 @@ def _device(tree: Any) -> str:
     found = _tensors(tree)
     device = found[0].device.type if found else "meta"
     if device == "meta":  # recorded ranks stand for whatever autocast is on for
-        return "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
+        here = accelerator()
+        return "cpu" if here is None or torch.is_autocast_enabled("cpu") else here.type
     return device
 
 

@@ -317,6 +317,40 @@ def test_a_question_for_the_kind_is_seen(source: str) -> None:
     assert kinds_asked(ast.parse(source))
 
 
+CUDA_ALONE = {  # where CUDA is meant, and no other accelerator
+    "modules/colossalai.py": "the other library's word in its own files",
+    "ops/attention/kernels.py": "torch has these kernels for CUDA",
+    "ops/matmul/panels.py": "torch's product of halves in fp32 is CUDA's",
+    "ops/metadata.py": "a property of torch's tensors",
+    "placing.py": "a method of torch's tensors",
+}
+
+
+def cuda_named(tree: ast.AST) -> bool:
+    """Say whether code names CUDA: ``torch.cuda``, ``x.is_cuda``, "cuda", "cuda:0"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            return True
+        if isinstance(node, ast.Constant) and re.match(r"cuda(:|$)|nccl$", str(node.value)):
+            return True
+    return False
+
+
+def test_no_device_is_named_but_where_it_alone_is_meant() -> None:
+    named = set()
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).as_posix()
+        mine = not name.startswith(("kernels/", "collectives/backends/"))  # CUDA's, and NCCL's
+        if mine and cuda_named(ast.parse(file.read_text())):
+            named.add(name)
+    assert named == set(CUDA_ALONE)
+
+
+@pytest.mark.parametrize("source", ["torch.cuda.synchronize()", "x.is_cuda", "f('cuda:1')"])
+def test_a_device_that_is_named_is_seen(source: str) -> None:
+    assert cuda_named(ast.parse(source))
+
+
 def test_no_module_is_called_utils() -> None:
     assert not [m for m in BELOW if m.rpartition(".")[2] in ("utils", "common", "helpers", "misc")]
 

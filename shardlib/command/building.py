@@ -37,7 +37,7 @@ from shardlib.command.config import parameters as keys_of
 from shardlib.data import Batches, data
 from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
+from shardlib.mesh import Mesh, accelerator, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.parallelize import Apply
@@ -117,7 +117,8 @@ def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
     try:
         torch.device(device)
     except RuntimeError:
-        text = f'no such device {shown(device)}: write "cuda" or "cpu"'
+        here = [found.type] if (found := accelerator()) else []
+        text = f"no such device {shown(device)}: write {' or '.join(map(shown, [*here, 'cpu']))}"
         raise config.error(("mesh", "device"), text) from None
     if "timeout" in known:
         try:

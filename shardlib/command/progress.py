@@ -161,9 +161,10 @@ PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheet
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak operations per second of a device in half precision, if known."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    if named is None or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = named(device)
     return next((value for key, value in PEAKS.items() if key in name), None)
 
 

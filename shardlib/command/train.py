@@ -41,7 +41,7 @@ from shardlib.command.config import parameters as keys_of
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
-from shardlib.mesh import launch, use_mesh
+from shardlib.mesh import accelerator, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
 __all__ = [
@@ -274,9 +274,9 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
             f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, "
             "or look with shardlib plan",
         )
-    device = config.table("mesh").get("device") or (
-        "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= total else "cpu"
-    )
+    here = accelerator()
+    enough = here is not None and torch.accelerator.device_count() >= total
+    device = config.table("mesh").get("device") or (here.type if here and enough else "cpu")
     if not as_json:
         print(f"starting {total} local processes", flush=True)
     timeout = {k: v for k, v in config.table("mesh").items() if k == "timeout"}
@@ -568,8 +568,8 @@ class _Meter:
         if self.peak is not None and self.each is not None:
             mfu = self.rows * self.each / took / self.peak
         out |= {"mfu": mfu, "seconds": now - self.began}
-        if self.device.type == "cuda":
-            out["memory"] = torch.cuda.max_memory_allocated(self.device)
+        if (here := accelerator()) is not None and self.device.type == here.type:
+            out["memory"] = torch.accelerator.max_memory_allocated(self.device)
         self.last = now
         self.tokens = 0
         self.rows = 0

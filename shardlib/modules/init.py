@@ -344,10 +344,18 @@ def _alike(mesh: Mesh) -> Iterator[None]:
 
     Torch's generators are left as they were.
     """
-    cuda = [mesh.device.index or 0] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(cuda, device_type="cuda"):
+    with torch.random.fork_rng([]):  # the host's
         key = next_key(mesh)
         torch.default_generator.manual_seed(key)
-        for index in cuda:
-            torch.cuda.default_generators[index].manual_seed(key)
-        yield
+        if mesh.device.type in ("cpu", "meta"):
+            yield
+            return
+        own = torch.get_device_module(mesh.device)
+        kept = own.get_rng_state(mesh.device)
+        try:
+            own.set_rng_state(
+                torch.Generator(mesh.device).manual_seed(key).get_state(), mesh.device
+            )
+            yield
+        finally:
+            own.set_rng_state(kept, mesh.device)

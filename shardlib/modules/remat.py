@@ -227,7 +227,7 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
             return x
         if x.is_meta:  # a plan: nothing is left on the device
             return x.shape, x.dtype
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return there.copy_(x, non_blocking=True), x.device
 
     def unpack(kept: Any) -> Tensor:

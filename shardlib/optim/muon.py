@@ -213,10 +213,10 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
 # ---------------------------------------------------------------- where it is computed
 
 
-RATES = {"cpu": 8.5e10, "cuda": 5e13}
+RATES = {"cpu": 8.5e10, "accelerator": 5e13}
 """Flops per second of one rank, where none are known."""
 
-HOST = {"cpu": 5e-4, "cuda": 1e-4}
+HOST = {"cpu": 5e-4, "accelerator": 1e-4}
 """Seconds that a rank's host takes for an operation on a sharded value, beside its arithmetic and
 its transfers: three for a distributed product, four for a gathered matrix and one to begin, one for
 a dealt matrix and three for the exchange of all of these."""
@@ -296,7 +296,7 @@ class MuonCase:
         ``asked``  what its host does.
         """
         work = work * self.steps / 5
-        kind = self.device if self.device in RATES else "cpu"
+        kind = "cpu" if self.device in ("cpu", "meta") else "accelerator"
         seconds = work / RATES[kind] + asked * HOST[kind]
         whole = Cost(cost.bytes, cost.messages, cost.memory, cost.along, seconds)
         took = 1e3 * whole.seconds(dict(self.links))

@@ -17,7 +17,8 @@ __all__ = ["AttentionCase", "Runs", "Sizes", "case_of_values", "case_on_paper", 
 Runs = tuple[tuple[Run, ...], ...]
 """Per rank of the ring, the global positions of its rows."""
 
-_RATE = {"cpu": 3e10, "meta": 3e10, "cuda": 3e14}  # flops per second that compute is priced at
+_RATE = {"cpu": 3e10, "meta": 3e10}  # flops per second that compute is priced at
+_ACCELERATED = 3e14
 
 
 class Sizes(NamedTuple):
@@ -112,7 +113,7 @@ def case_of_values(
         mesh=tuple(mesh.axes.items()),
         types=(typeof(q), typeof(k), typeof(v)),
         biased=biased,
-        rate=_RATE.get(q.raw.device.type, _RATE["cuda"]),
+        rate=_RATE.get(q.raw.device.type, _ACCELERATED),
         links=tuple(mesh.links.items()),
     )
 
