@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from shardlib.errors import Unsupported
+from shardlib.errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -217,6 +217,35 @@ def builtin(name: str) -> Callable[..., Any]:
     return next(f for home in builtin_homes if (f := getattr(home, name, None)) is not None)
 
 
+PATCHES: dict[str, Callable[[], object]] = {}
+"""Changes of torch, by name, that wait for the first mesh."""
+
+_INSTALLED: set[str] = set()
+
+
+def patch(name: str, install: Callable[[], object]) -> None:
+    """Have torch changed by ``install`` when the first mesh is made: an import changes nothing."""
+    PATCHES[name] = install
+
+
+def patch_torch() -> None:
+    """Install each patch once, but those that ``SHARDLIB_UNPATCHED`` names, divided by commas."""
+    if len(_INSTALLED) == len(PATCHES):
+        return
+    off = os.environ.get("SHARDLIB_UNPATCHED", "").replace(" ", "").split(",")
+    if wrong := set(off) - {"", *PATCHES}:
+        raise BadArgument(
+            f"SHARDLIB_UNPATCHED names {', '.join(sorted(wrong))}, of {', '.join(PATCHES)}",
+            op="make_mesh",
+            fix=f"SHARDLIB_UNPATCHED={next(iter(PATCHES))}",
+        )
+    for name, install in PATCHES.items():
+        if name not in _INSTALLED:
+            _INSTALLED.add(name)
+            if name not in off:
+                install()
+
+
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _OPENED: dict[str, dict[str, Any]] = {}
 
@@ -298,7 +327,7 @@ def _hear_seeds() -> None:
     torch.random._seed_custom_device = heard
 
 
-_hear_seeds()
+patch("seeds", _hear_seeds)
 
 
 def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[type]) -> None:
@@ -716,7 +745,7 @@ def run_uncompiled() -> None:
         sys.meta_path.insert(0, _Untraced())
 
 
-run_uncompiled()
+patch("compile", run_uncompiled)
 
 
 def owned(out: torch.Tensor) -> torch.Tensor:
@@ -790,15 +819,13 @@ def backward_now() -> int:
 _CALLERS: dict[int, Context] = {}  # by thread
 
 
-def _keep_callers() -> bool:
-    """Note who calls backward where torch does not tell its own threads; whether that is so.
+def _keep_callers() -> None:
+    """Note who calls backward where torch does not tell its own threads.
 
     2.11: ``torch.autograd.backward`` and ``grad`` go through ``_engine_run_backward``.
     """
     module: Any = torch.autograd
     run = module._engine_run_backward
-    if "_stash_obj_in_tls" in run.__code__.co_names:
-        return False
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         if backward_now() != -1:  # one backward inside another: whoever called the outer
@@ -810,10 +837,11 @@ def _keep_callers() -> bool:
             del _CALLERS[get_ident()]
 
     module._engine_run_backward = noted
-    return True
 
 
-_KEPT = _keep_callers()
+_KEPT = "_stash_obj_in_tls" not in torch.autograd._engine_run_backward.__code__.co_names  # type: ignore[attr-defined]
+if _KEPT:
+    patch("backward", _keep_callers)
 
 
 def backward_context() -> Context | None:

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib._compat import NO_SETUP, HookFunction, Local, intercept_functions, intercept_inputs
+from shardlib._compat import (
+    NO_SETUP,
+    HookFunction,
+    Local,
+    intercept_functions,
+    intercept_inputs,
+    patch,
+)
 from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
@@ -410,5 +417,5 @@ def _opened(x: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 _standins()
-STANDINS.update(intercept_inputs(_WRAPPERS, _opened))
-intercept_functions(_WRAPPERS, _apply, _hid)
+patch("inputs", lambda: STANDINS.update(intercept_inputs(_WRAPPERS, _opened)))
+patch("functions", lambda: intercept_functions(_WRAPPERS, _apply, _hid))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib._compat import FUSED_ATTENTION, PRODUCTS, DispatchMode, intercept_recompute
+from shardlib._compat import FUSED_ATTENTION, PRODUCTS, DispatchMode, intercept_recompute, patch
 from shardlib.mesh import bind, scope
 from shardlib.random import marks, replayed
 
@@ -29,7 +29,7 @@ def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-intercept_recompute(kept)
+patch("recompute", lambda: intercept_recompute(kept))
 
 
 class Kept:

@@ -1,8 +1,12 @@
-"""torch.compile around and inside what shardlib runs is right; what
-it compiles elsewhere it still compiles.
-"""
+"""An import changes nothing of torch, the first mesh what a page lists; torch.compile stays right."""
 
+import ast
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib._compat import PATCHES
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 RULES = [
@@ -115,3 +120,37 @@ def test_plain_functions_still_compile_whole() -> None:
     counter, x = CompileCounter(), X.clone().requires_grad_()
     torch.compile(lambda a: Square.apply(a).sum(), backend=counter, fullgraph=True)(x).backward()
     assert counter.frame_count == 1 and torch.allclose(x.grad, 2 * X)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def changed(off: str = "") -> tuple[list[str], list[str]]:
+    """What the import of shardlib changes of torch, and then its first mesh."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.torch_attributes"],
+        env={**os.environ, "SHARDLIB_UNPATCHED": off, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    imported, used = map(ast.literal_eval, done.stdout.splitlines())
+    return imported, used
+
+
+def test_an_import_changes_nothing_of_torch_and_the_first_mesh_what_the_page_lists() -> None:
+    imported, used = changed()
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page.partition("changed in torch")[2], re.M)
+    assert imported == [] and {name for name, _ in rows} == {*PATCHES, "backward"}
+    listed = {name for _, row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    assert {*used} <= listed and len(used) >= 13, {*used} ^ listed
+
+
+def test_what_is_switched_off_is_not_changed() -> None:
+    assert changed(",".join(PATCHES)) == ([], [])
+
+
+def test_a_switch_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLIB_UNPATCHED", "seed")
+    monkeypatch.setattr("shardlib._compat._INSTALLED", set[str]())
+    with pytest.raises(sl.errors.BadArgument, match="SHARDLIB_UNPATCHED names seed, of seeds, "):
+        sl.simulate(x=2)

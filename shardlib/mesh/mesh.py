@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardlib._compat import set_timeout
+from shardlib._compat import patch_torch, set_timeout
 from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered, similar
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
@@ -86,6 +86,7 @@ class Mesh(Mapping[str, int]):
         device: torch.device | str = "cpu",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        patch_torch()
         self.axes = dict(axes)
         self.names, self.sizes = tuple(self.axes), tuple(self.axes.values())
         self.size = math.prod(self.sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib._compat import intercept_init
+from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
 from shardlib.ops.keyed import along, drawn, open_unit
@@ -216,13 +216,11 @@ def _settled(name: str, x: ShardedTensor) -> None:
         raise partial_escape(name, x)
 
 
-intercept_init(
-    {
-        "trunc_normal_": trunc_normal_,
-        "orthogonal_": orthogonal_,
-        "dirac_": dirac_,
-        "eye_": eye_,
-        "sparse_": sparse_,
-    },
-    frozenset({ShardedTensor}),
-)
+_OURS = {
+    "trunc_normal_": trunc_normal_,
+    "orthogonal_": orthogonal_,
+    "dirac_": dirac_,
+    "eye_": eye_,
+    "sparse_": sparse_,
+}
+patch("init", lambda: intercept_init(_OURS, frozenset({ShardedTensor})))

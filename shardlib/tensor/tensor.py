@@ -22,6 +22,7 @@ from shardlib._compat import (
     intercept_proxies,
     is_dtensor,
     no_torch_function,
+    patch,
     transform_called,
     under_transform,
 )
@@ -998,7 +999,7 @@ class _Traced:
     verb = __call__
 
 
-intercept_proxies(lambda mode: enter(mode, watcher=_Traced()), leave)
+patch("make_fx", lambda: intercept_proxies(lambda mode: enter(mode, watcher=_Traced()), leave))
 
 _VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
 
