@@ -1,4 +1,4 @@
-"""Named meshes of ranks, what is ambient, and starting processes."""
+"""Named meshes of ranks, the ambient scope, and starting processes."""
 
 from shardlib.mesh.devices import accelerator
 from shardlib.mesh.failures import RECENT, Job, current_job, join_job, lost, number, spelled

@@ -1,13 +1,14 @@
-"""What the ranks of a job learn of each other when one of them fails.
+"""Failure detection in a job: find the first cause and raise it as RankFailed on every rank.
 
-Every rank keeps its last operations in ``RECENT``.  A transfer that fails, because its peer is gone
-or the timeout has passed, calls the roll through the job's store: each rank answers where it
-stands, from a thread of its own, so also one that computes or sleeps.  From the answers, and from
-those that are missing, all ranks draw one first cause (the first that is said holds), and raise
-``RankFailed`` with it.  Who waits in a transfer at that time is released.
+Every rank keeps its last operations in ``RECENT``.  When a transfer fails, because its peer is gone
+or the timeout has passed, the rank calls the roll through the job's store: a thread of each rank
+answers with the operation and line at which its main thread is, even if that one computes or
+sleeps.  From the answers, and from those that are missing, the ranks derive one first cause (the
+first one written holds), and raise ``RankFailed`` with it.  Ranks that wait in a transfer at that
+time are released.
 
-A rank that raises says so itself before its process ends, and one whose program ends says that it
-left.  Nothing here costs a transfer: while operations go on, a rank only keeps their names.
+A rank that raises reports this before its process ends, and a rank whose program ends reports that
+it left.  Transfers cost nothing extra: during normal operation a rank only keeps their names.
 """
 
 import atexit
@@ -50,24 +51,24 @@ __all__ = [
 ]
 
 KEPT = 200
-"""How many operations a rank remembers."""
+"""Number of operations that a rank keeps."""
 
 RECENT: deque[tuple[Any, ...]] = deque(maxlen=KEPT)
-"""(number, collective, axes, shape, dtype) of the last operations, and under check its line."""
+"""(number, collective, axes, shape, dtype) of the last operations; in check mode also the line."""
 
 number = itertools.count(1).__next__
 
 _TRANSFERS = os.path.join("shardlib", "collectives", "")
 """Part of the paths of the files in which a rank waits for a transfer."""
 
-_TICK = 0.5  # seconds between two looks of the thread that answers the roll
-_GRACE = 3.0  # how long the roll waits for an answer; likewise the store once the job has failed
-_LOOK = 0.1  # how often a wait for words looks for failures
-_BESIDE = 4  # how many processes before and after its own a rank keeps an eye on
+_TICK = 0.5  # seconds between two checks of the thread that answers the roll
+_GRACE = 3.0  # seconds to wait for answers to the roll, and for the store once the job has failed
+_LOOK = 0.1  # seconds between two checks for failures while waiting for a key
+_BESIDE = 4  # neighbours before and after its own rank whose processes a rank checks
 
 
 def spelled(entry: Sequence[Any]) -> str:
-    """Write an operation in words.
+    """Write an operation as text.
 
     >>> import torch
     >>> spelled((12, "psum", ("x",), torch.Size([4, 2]), torch.float32))
@@ -83,7 +84,7 @@ def spelled(entry: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class _Process:
-    """A rank's process, as another on its host finds it."""
+    """Identity of a rank's process, by which another process on its host can check it."""
 
     host: str
     pid: int
@@ -94,13 +95,13 @@ class _Process:
         return _Process(_host(), os.getpid(), _stat(os.getpid())[1])
 
     def aborted(self) -> bool:
-        """Say whether SIGABRT ended it; False once its parent knows, for the system forgets."""
+        """Check whether SIGABRT ended it; False once its parent has reaped it."""
         state, born, code = _stat(self.pid)
         ours = self.host == _host() and born == self.born
         return ours and state == "Z" and code & 0x7F == signal.SIGABRT
 
     def state(self) -> str:
-        """Return ``gone``, ``stopped`` or ``runs``; empty where it is on another host."""
+        """Return ``gone``, ``stopped`` or ``runs``; empty if it runs on another host."""
         if self.host != _host():
             return ""
         state, born, _ = _stat(self.pid)
@@ -125,7 +126,7 @@ def _host() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str, int]:
-    """State letter, start time and exit code of a process; empty where they cannot be read."""
+    """Return state letter, start time and exit code of a process; empty if unreadable."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19], int(fields[49])
@@ -137,15 +138,15 @@ ABORTED = (
     "rank {} was ended by SIGABRT: gloo ends a process that is sent more than it expects, so the "
     "fault is often of another rank, whose transfer differs; check mode says which, and its line"
 )
-"""What the end of a rank by SIGABRT means."""
+"""Cause reported for a rank that SIGABRT ended."""
 
 CHECK_IT = "with sl.check(): ...  # or SHARDLIB_CHECK=1 in the environment"
 
 
 class Job:
-    """The processes that met through one store, seen from one of them.
+    """Processes connected by one store, as one of them tracks them.
 
-    ``seconds``  how long a transfer may take, and any other wait of this rank for another.
+    ``seconds``  timeout of a transfer, and of any other wait of this rank for another.
     """
 
     def __init__(self, store: Any, rank: int, world: int, seconds: float) -> None:
@@ -154,15 +155,15 @@ class Job:
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
-        # how often each group has compared; in check mode, what was called last on sharded tensors
+        # number of comparisons of each group; in check mode, the last calls on sharded tensors
         self.turns: dict[str, int] = {}
         self.calls: deque[tuple[int, str, str]] = deque(maxlen=20 * KEPT)
-        self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each group of axes; likewise
-        self.first = ""  # the first cause, once it is known here
+        self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # ranks of each group of axes
+        self.first = ""  # the first cause, once this rank has read it
         self.wrote = False
         self._failed = False
         self._known: dict[int, _Process] = {}
-        self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}  # thread -> on whom
+        self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}  # by thread
         self._ended = threading.Event()
         self._main = threading.main_thread()
         mine = _Process.own()
@@ -173,13 +174,13 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the last operations are written when the job fails."""
+        """Folder to which the last operations are written when the job fails."""
         given = os.environ.get("SHARDLIB_TRACES")
         return Path(given or Path(tempfile.gettempdir()) / f"shardlib-{self.name}")
 
     @property
     def failed(self) -> bool:
-        """Whether a cause is known; the store then has little time to answer."""
+        """Whether a cause is known; calls to the store then have a short timeout."""
         return self._failed
 
     @failed.setter
@@ -187,7 +188,7 @@ class Job:
         self._failed = value
         self.allow(self.seconds)
 
-    # -------------------------------------------------------- what a rank says
+    # -------------------------------------------------------- reports of this rank
 
     def report(self, what: str) -> str:
         """Report this rank as the first cause; return the cause that was reported first."""
@@ -206,18 +207,18 @@ class Job:
         return self.first
 
     def call_roll(self) -> None:
-        """Have every rank say where it stands, and what it called last."""
+        """Request the answers of all ranks: their current operation and their last calls."""
         self._set("roll", "called")
 
     def said(self, key: str) -> Any:
-        """Read what a rank said; None if it has not."""
+        """Return the value a rank stored under ``key``; None if there is none."""
         return self._get(key)
 
     def raised(self, error: BaseException) -> None:
-        """Report what ended this rank, unless it follows from the end of another."""
+        """Report the error that ended this rank, unless another rank's end caused it."""
         if isinstance(error, RankFailed) or _from_transport(error) or self.failed:
             return
-        if isinstance(error, CheckpointError):  # which every rank raises alike
+        if isinstance(error, CheckpointError):  # raised on every rank alike, so no rank is named
             self.report_cause(error.message)
             return
         line = _line_of(error.__traceback__)
@@ -228,7 +229,7 @@ class Job:
         self.report(f"{what}, at {line}" if line else what)
 
     def leave(self) -> None:
-        """Report that this rank's program ended, so that those waiting for it need not."""
+        """Report that this rank's program ended, so that ranks waiting for it can stop."""
         if os.getpid() != self.pid or self._ended.is_set():
             return
         self._ended.set()
@@ -241,19 +242,20 @@ class Job:
             self.store.add("ends", 1)
         until = time.monotonic() + _GRACE
         while self.failed and not self.rank and not self.store.gone and time.monotonic() < until:
-            # rank 0 often holds the store, from which the others read the first cause
+            # rank 0 usually hosts the store; it waits until the others have read the first cause
             if all(self._has(f"knows/{r}") or self.ended(r) for r in range(1, self.world)):
                 break
             time.sleep(0.05)
 
-    # -------------------------------------------------------- words that ranks wait for
+    # -------------------------------------------------------- waiting for other ranks
 
     def meet(
         self, what: str, ranks: Sequence[int], word: Any, op: str, doing: str, fix: str = ""
     ) -> list[Any]:
-        """Wait until all of ``ranks`` have come to the same call; return the word of each.
+        """Wait until all of ``ranks`` have made the same call; return the word of each.
 
-        Three requests to the store and one each time it is looked at; the last to come opens.
+        It costs three requests to the store and one per poll; the last rank to arrive sets the key
+        for which the others wait.
         Raises: RankFailed by the job's clock.
         """
         n = self.turns[what] = self.turns.get(what, 0) + 1
@@ -268,7 +270,7 @@ class Job:
         doing = f"{op} ({doing})"
         if not self.wait(f"{at}/all", missing, doing, self.seconds):
             raise self.lost(None, f"{doing}, at {user_line()}", missing(), fix)
-        if n > 1:  # whoever came to this call has read what was said in the last
+        if n > 1:  # a rank in this call has read all words of the last one, so they can go
             self.store.delete(f"{before}/{self.rank}")
             if self.rank == ranks[0]:
                 self.store.delete(f"{before}/came", f"{before}/all")
@@ -283,11 +285,11 @@ class Job:
         look: Callable[[], Any] = lambda: None,
         through: bool = False,
     ) -> bool:
-        """Wait until ``key`` is in the store; False where it is not after ``seconds``.
+        """Wait until ``key`` is in the store; return False if it is not after ``seconds``.
 
-        ``on``       the ranks that have not spoken yet; ``doing``  in what this one waits for them.
-        ``look``     is called now and then; when it returns something else the clock starts again.
-        ``through``  wait on where the job has failed, for ranks that still run: they may speak.
+        ``on``       returns the ranks that are still missing; ``doing``  names the operation.
+        ``look``     is polled; when its value changes, the clock starts again.
+        ``through``  keep waiting after the job has failed, for ranks that still run.
         Raises: RankFailed with the first cause where the job has failed, or one of them has ended.
         """
         mine = threading.get_ident()
@@ -314,19 +316,19 @@ class Job:
     def _stop_if_failed(
         self, key: str, on: Callable[[], Sequence[int]], doing: str, through: bool
     ) -> None:
-        """Raise RankFailed where nothing will come: the job has failed, or a rank has ended."""
+        """Raise RankFailed if the key cannot come: the job has failed, or a rank has ended."""
         ended = next((text for r in on() if (text := self.ended(r))), "")
         failed = ended or (self._first() and not through)
         if failed and not self.store.check(key):
             raise self._error(self._first() or self.report_cause(ended), doing)
 
     def allow(self, seconds: float) -> None:
-        """Set how long a wait for another rank may take."""
+        """Set the timeout of a wait for another rank."""
         self.seconds = seconds
         self.store.seconds = min(_GRACE, seconds) if self._failed else seconds
 
     def ended(self, rank: int) -> str:
-        """Say how a rank ended; empty where it has not, as far as can be known."""
+        """Describe how a rank ended; empty while it is not known to have ended."""
         if said := self._get(f"left/{rank}"):
             return f"rank {rank} left: its program ended {said}"
         if self._state(rank) != "gone":
@@ -339,7 +341,7 @@ class Job:
     def lost(
         self, error: BaseException | None, doing: str, ranks: Sequence[int], fix: str = ""
     ) -> RankFailed:
-        """Build the error for a failed transfer among ranks, or for words that did not come."""
+        """Return the error for a failed transfer among ranks, or for a wait without answer."""
         self.failed = True
         self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
         self._set("roll", "called")
@@ -364,7 +366,7 @@ class Job:
         )
 
     def _first(self) -> str:
-        """Return the first cause; empty if there is none, or none that can be known here."""
+        """Return the first cause; empty if there is none, or the store cannot be read."""
         try:
             self.first = self.first or (self.store.get("first") or b"").decode()
         except RankFailed as e:
@@ -374,7 +376,7 @@ class Job:
         return self.first
 
     def _without_store(self) -> str:
-        """Say what became of the store: every rank finds this by itself."""
+        """Return the first cause when the store fails, found without communication."""
         if self.first:
             return self.first
         return {
@@ -383,10 +385,10 @@ class Job:
         }.get(self._known[0].state() if 0 in self._known else "", "the store of the job is gone")
 
     def _drawn(self, error: BaseException | None, ranks: Sequence[int]) -> str:
-        """Find the first cause from what the ranks answered.
+        """Derive the first cause from the answers of the ranks.
 
-        A rank that waits in another transfer waits for the ranks of that one: they are followed
-        until one is found that waits for nobody.
+        A rank that waits in another transfer waits for the ranks of that one: follow these links
+        to a rank that does not wait.
         """
         answers: dict[int, Any] = {}
         left = list(ranks) or list(range(self.world))
@@ -416,7 +418,7 @@ class Job:
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
 
     def _standing(self, doing: str) -> dict[str, str]:
-        """Say where every rank stands, those at one place together."""
+        """Describe the position of every rank; ranks at one position share an entry."""
         places: dict[str, list[int]] = {}
         for r in range(self.world):
             answer = self._get(f"at/{r}") or ["", "no answer"]
@@ -428,13 +430,13 @@ class Job:
         }
 
     def _state(self, rank: int) -> str:
-        """Return ``gone``, ``stopped`` or ``runs``; of another host what a rank there has noticed."""
+        """Return ``gone``, ``stopped`` or ``runs``; on another host, the state reported there."""
         if rank not in self._known and (found := self._get(f"process/{rank}")):
             self._known[rank] = _Process(*found)
         state = self._known[rank].state() if rank in self._known else ""
         return state or ("gone" if self._has(f"gone/{rank}") else "")
 
-    # -------------------------------------------------------- the thread that answers
+    # -------------------------------------------------------- the watching thread
 
     def _watch(self) -> None:
         before, answered = -1, False
@@ -456,11 +458,11 @@ class Job:
                     for mesh in list(self.meshes):
                         self.release(mesh)
                     return
-            except RankFailed:  # the store is gone, and the job with it
+            except RankFailed:  # without the store the job has ended
                 return
 
     def _look_beside(self, ranks: set[int]) -> set[int]:
-        """Report those of these processes that are gone; return them."""
+        """Report the processes among ``ranks`` that are gone; return them."""
         gone = {r for r in ranks if self._state(r) == "gone"}
         for r in gone:
             if not self._has(f"left/{r}") and self.store.add(f"gone/{r}", 1) == 1:
@@ -486,7 +488,7 @@ class Job:
         self.write()
 
     def write(self) -> None:
-        """Write the last operations of this rank, once."""
+        """Write the last operations of this rank to its file, once."""
         if self.wrote:
             return
         self.wrote = True
@@ -498,7 +500,7 @@ class Job:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank_{self.rank}.json").write_text(json.dumps(found))
-        except OSError as e:  # what went wrong before is what matters
+        except OSError as e:  # printed only: the failure that is being reported matters more
             print(f"the last operations could not be written: {e}", file=sys.stderr)
 
     # -------------------------------------------------------- the store
@@ -506,7 +508,7 @@ class Job:
     def _set(self, key: str, value: Any) -> None:
         try:
             self.store.set(key, json.dumps(value))
-        except RankFailed:  # its host is gone
+        except RankFailed:  # the host of the store is gone
             self.failed = True
 
     def _has(self, key: str) -> bool:
@@ -539,14 +541,14 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _from_transport(error: BaseException) -> bool:
-    """Say whether a transport says that a peer is gone or late."""
+    """Check whether an error comes from a transport, because a peer is gone or late."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in _OF_GLOO)
 
 
 _OF_GLOO = ("gloo", "Application timeout caused pair closure", "Connection ", "Broken pipe")
-"""Words of gloo's errors, which have no class of their own."""
+"""Words of gloo's errors, which are plain RuntimeErrors."""
 
 
 def _line_of(trace: TracebackType | None) -> str:
@@ -564,12 +566,12 @@ _JOBS: "weakref.WeakKeyDictionary[Any, Job]" = weakref.WeakKeyDictionary()
 
 
 def current_job() -> Job | None:
-    """Return the job whose processes run now, once a mesh was made of them."""
+    """Return the job of the current process group, if a mesh was made of it."""
     return _JOBS.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def join_job(mesh: Any = None) -> Job | None:
-    """Join the job: answer the roll, and report when this process raises or leaves."""
+    """Join the job: answer the roll, and report when this process raises or ends."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     job = _JOBS.get(dist.group.WORLD)
@@ -585,7 +587,7 @@ def join_job(mesh: Any = None) -> Job | None:
 
 
 def _listen() -> None:
-    """Tell the others of an exception that ends this process."""
+    """Report an exception that ends this process to the other ranks."""
     before = sys.excepthook
     if getattr(before, "tells", False):
         return
@@ -603,10 +605,10 @@ def _listen() -> None:
 def lost(
     error: RuntimeError, entry: Sequence[Any] | None = None, ranks: Sequence[int] = ()
 ) -> None:
-    """Raise RankFailed with the first cause if an error is the transport's.
+    """Raise RankFailed with the first cause if an error comes from the transport.
 
-    ``entry``  the operation, as RECENT holds it; the last one unless given.
-    ``ranks``  those that take part in it.
+    ``entry``  the operation, as in RECENT; the last one unless given.
+    ``ranks``  the ranks that take part in it.
     """
     if not _from_transport(error):
         return

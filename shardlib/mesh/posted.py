@@ -1,10 +1,10 @@
 """Transfers that are posted and not yet waited for.
 
-A transport writes into the memory of a transfer until it is through, and what its peer sends stays
-in the link: a work that is dropped before blocks every later transfer of that link.  So all that is
-posted is kept here, in the order of posting, until it is waited for.  Where an exception leaves a
-scope of the library (see scope.py), or a backward pass fails, ``drain`` waits for what it left
-under way; where every rank raises at the same place, all of it arrives.
+A transport writes into the memory of a transfer until it completes, and data that its peer has sent
+stays in the connection: a work object that is dropped early blocks every later transfer there.  So
+all posted transfers are kept here, in the order of posting, until they are waited for.  Where an
+exception leaves a scope of the library (see scope.py), or a backward pass fails, ``drain`` waits
+for the transfers left under way; if every rank raises at the same place, all of them complete.
 """
 
 import atexit
@@ -20,26 +20,26 @@ CHECKED = os.environ.get("SHARDLIB_CHECK", "0") not in ("", "0")
 """Whether check mode is on for the whole program."""
 
 POSTED: dict[Hashable, Callable[[], object]] = {}
-"""A transfer under way -> what finishes it, and takes it out of here."""
+"""Transfer under way -> function that finishes it and removes the entry."""
 
 
 def drain(error: BaseException | None = None) -> None:
-    """Finish all that is under way, since ``error`` left it; drop it where the transport failed.
+    """Finish all transfers that ``error`` left under way; drop them if the transport failed.
 
-    Who holds one of these transfers finds its result in it.
+    A holder of one of these transfers still finds its result in it.
     """
-    if isinstance(error, GeneratorExit):  # a generator is closed when its memory goes
+    if isinstance(error, GeneratorExit):  # raised by garbage collection, at a time of its own
         return
     try:
         while POSTED and not isinstance(error, RankFailed):
             next(iter(POSTED.values()))()
-    except Exception:  # a peer is gone; the error that led here is the one to tell
+    except Exception:  # a peer is gone; the error that led here is more useful
         pass
     POSTED.clear()
 
 
 def refuse_posted(op: str, before: int) -> None:
-    """Refuse to end a call in which more was posted than waited for, once all has arrived.
+    """Raise if a call ends with posted transfers that were not waited for; complete them first.
 
     Raises: ShardError.
     """
@@ -59,7 +59,7 @@ def _forgotten(op: str, more: int) -> ShardError:
 
 
 def _at_exit() -> None:
-    """Tell what nobody waited for by the end of a program that no exception ended."""
+    """Print the transfers never waited for, when a program ends without an exception."""
     if POSTED and CHECKED and not hasattr(sys, "last_value"):
         print(_forgotten("check", len(POSTED)), file=sys.stderr)
 

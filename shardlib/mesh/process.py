@@ -1,4 +1,4 @@
-"""This process among those of the job: whether a launcher started it, its number, printing once."""
+"""Process index and count of the job, the launcher's environment, and printing on rank 0."""
 
 import os
 from typing import TextIO
@@ -11,9 +11,9 @@ __all__ = ["launched", "process_index", "rank0_print", "world_size"]
 
 
 def launched(op: str) -> bool:
-    """Say whether torchrun, or another launcher, started this process with its rank.
+    """Check whether torchrun, or another launcher, started this process with a rank.
 
-    Raises: MeshError where its environment is there by half, or is no numbers.
+    Raises: MeshError if only part of its environment is set, or holds no numbers.
     """
     rank, world = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE"))
     if rank is None and world is None:
@@ -35,18 +35,18 @@ def launched(op: str) -> bool:
 
 
 def world_size(op: str) -> int:
-    """Count the processes of the job, which need not have met yet."""
+    """Count the processes of the job, also before the process group is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if launched(op) else 1
 
 
 def process_index() -> int:
-    """Number this process among those of the job: 0 where it is alone, and plays every rank.
+    """Return the index of this process in the job: 0 if it is alone, or simulates every rank.
 
     ``if sl.process_index() == 0:`` is true once under torchrun, ``sl.launch`` and ``sl.simulate``
-    alike; what all ranks must call (collectives, ``unshard``, ``save``) stands outside of it.
-    Raises: MeshError where the environment of a launcher is there by half.
+    alike; calls that all ranks must make (collectives, ``unshard``, ``save``) belong outside it.
+    Raises: MeshError if only part of a launcher's environment is set.
 
     >>> import shardlib as sl
     >>> sl.launch(sl.process_index, x=2), sl.process_index()
@@ -62,12 +62,12 @@ def rank0_print(
 ) -> None:
     """Print on process 0 alone: once, however many ranks run.
 
-    All ranks call it; a value that needs the others (``unshard``) is computed by each before.
+    All ranks call it; arguments that need communication (``unshard``) are computed on every rank.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=4):
     ...     sl.rank0_print("mean", sl.shard(torch.arange(8.0), "x").mean().item())
     mean 3.5
     """
-    if process_index() == 0:  # one write: what other processes print goes before or after it
+    if process_index() == 0:  # one write, so that other processes cannot print inside the line
         print(sep.join(map(str, values)) + end, end="", file=file, flush=flush)

@@ -1,16 +1,15 @@
-"""What surrounds a call: one frozen ``Scope`` in one context variable.
+"""Ambient settings of a call: one frozen ``Scope`` in one context variable.
 
-A thread and an asyncio task see what they entered themselves (a task also what surrounded its
-creation), never what another entered.  Two places need more than a context variable gives:
+A thread or an asyncio task has the scopes that it entered itself (a task also those around its
+creation), never those of another.  Two cases need more than a context variable gives:
 
 - A generator has no context of its own.  A ``with`` in its body would stay in force for the caller
-  while it is suspended.  Such a scope is kept beside the caller's, with the frame it belongs to,
-  and is in force while that frame runs.  Generators that stand for a ``with`` block of their
-  caller, as those of ``contextlib.contextmanager`` and pytest's fixtures, are no generators in this
-  sense.
-- Autograd runs backward on threads of its own where a graph is on a GPU.  There, what surrounded
-  the call of backward counts; what the forward was told (mesh, budgets, algorithms) comes with the
-  graph, see ``bind``.
+  while it is suspended.  Such a scope is kept next to the caller's, with its frame, and is in force
+  while that frame runs.  Generators that stand for a ``with`` block of their caller, as those of
+  ``contextlib.contextmanager`` and pytest's fixtures, are not treated as generators here.
+- Autograd runs backward on threads of its own where a graph is on a GPU.  There, the scope around
+  the call of backward applies; settings of the forward (mesh, budgets, algorithms) are kept with
+  the graph, see ``bind``.
 """
 
 import sys
@@ -28,39 +27,39 @@ __all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
 
 
 class Scope(NamedTuple):
-    """All that is ambient; each ``with`` makes a new one, and none is ever changed."""
+    """All ambient settings; each ``with`` makes a new one, and none is ever changed."""
 
     mesh: Any = None  # a Mesh
     pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
-    budget: float | None = None  # bytes that may move unasked: sl.implicit
+    budget: float | None = None  # bytes that may move implicitly: sl.implicit
     saving: float | None = None  # bytes that a product may gather and save: sl.saving
-    # plain tensors that meet sharded ones count as the same on every rank; "verified": they are
+    # plain operands of sharded tensors count as the same on every rank; "verified": they are
     # compared, see sl.constants
     promoting: bool | Literal["verified"] = False
     placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
-    generating: bool = False  # its generate runs, and every batch lies as its recipe says
+    generating: bool = False  # its generate runs, and every batch has the layout of its recipe
     differentiated: bool = False  # a function runs whose gradient is taken: grad.py
-    # runs what a checkpoint kept of this call
+    # runs a function with the results that a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
     draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
-    traces: tuple[Any, ...] = ()  # that count what moves
-    watcher: Any = None  # told of every function called on a sharded tensor: sl.explain
+    traces: tuple[Any, ...] = ()  # counters of communication
+    watcher: Any = None  # called for every function of a sharded tensor: sl.explain
     prefetch: Any = None  # the products of the call that runs
-    rehearsal: Any = None  # told how often values are read, by a call that is planned
+    rehearsal: Any = None  # counts reads of values in a call that is planned
     opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
-    region: Any = None  # a recompute.Kept: what products and attention of this region leave there
+    region: Any = None  # a recompute.Kept, which saves results of products and attention
     casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
-    norms: dict[Any, Any] | None = None  # norms of gradients that this step has found out
-    backend: str = "auto"  # which kernels serve operations: sl.kernels.use
-    reading: tuple[Any, dict[str, int]] | None = None  # (mesh, the rank whose part is read)
+    norms: dict[Any, Any] | None = None  # norms of gradients computed in this step
+    backend: str = "auto"  # kernels that run operations: sl.kernels.use
+    reading: tuple[Any, dict[str, int]] | None = None  # (mesh, coordinate whose part is read)
     held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators
     by: Any = None  # the context manager that entered it
     before: "Scope | None" = None  # what it replaced
 
 
 class _Held(NamedTuple):
-    """A scope entered in a generator's body; ``task``: the asyncio task of an asynchronous one."""
+    """Scope entered in a generator's body; ``task``: the asyncio task of an asynchronous one."""
 
     frame: FrameType
     task: Any
@@ -68,7 +67,7 @@ class _Held(NamedTuple):
     scope: Scope
 
     def in_force(self) -> bool:
-        """A suspended frame has no caller.  Tasks made while it ran are not suspended with it."""
+        """Check whether the scope applies: its frame runs, or this task was made while it ran."""
         return self.frame.f_back is not None or (self.task is not None and _task() is not self.task)
 
 
@@ -110,7 +109,7 @@ def _task() -> Any:
 
 
 _STAND_FOR_THEIR_CALLER = frozenset({"contextlib", "_pytest.fixtures", "_pytest.compat"})
-"""Modules that drive a generator whose body surrounds code of others."""
+"""Modules that drive a generator whose body surrounds other code."""
 
 
 def _is_generators(frame: FrameType) -> bool:
@@ -121,7 +120,7 @@ def _is_generators(frame: FrameType) -> bool:
 
 
 def enter(by: Any, **changes: Any) -> None:
-    """Change what surrounds the caller's caller, the body of a ``with``, until ``leave(by)``."""
+    """Set fields of the scope for the caller's caller, a ``with`` body, until ``leave(by)``."""
     now, here, frame = _NOW.get(), scope(), sys._getframe(2)
     inner = here._replace(**changes, held=(), by=by, before=None)
     if _is_generators(frame):
@@ -133,7 +132,7 @@ def enter(by: Any, **changes: Any) -> None:
 
 
 def leave(by: Any) -> None:
-    """End what ``enter(by)`` began, the latest of them; nothing if another context entered it."""
+    """End the latest ``enter(by)``; do nothing if another context entered it."""
     now, frame = _NOW.get(), sys._getframe(2)
     for h in reversed(now.held):
         if h.by is by and h.frame is frame:
@@ -146,13 +145,13 @@ def leave(by: Any) -> None:
 
 
 def _without(now: Scope, gone: _Held) -> Scope:
-    """Return the scope without ``gone``, here and in what will be restored."""
+    """Return the scope without ``gone``, here and in the scopes to be restored."""
     before = now.before and _without(now.before, gone)
     return now._replace(held=tuple(h for h in now.held if h is not gone), before=before)
 
 
 def _unlinked(now: Scope, by: Any) -> Scope:
-    """Return the scope without the level of ``by``; what was entered inside keeps what it saw."""
+    """Return the scope without the level of ``by``; scopes entered inside it stay as they are."""
     if now.before is None:
         return now
     if now.by is not by:
@@ -164,7 +163,7 @@ def _unlinked(now: Scope, by: Any) -> Scope:
 
 
 class Entered(ContextDecorator):
-    """Base of the context managers that users write: ``changes`` of the scope while one is open."""
+    """Base of the public context managers: ``changes`` of the scope while one is open."""
 
     def changes(self, now: Scope) -> dict[str, Any]:
         raise NotImplementedError
@@ -177,7 +176,7 @@ class Entered(ContextDecorator):
 
 
 class within:
-    """Changes of the scope for the library's own code, which is left as it was entered.
+    """Changes of the scope for the library's own code, where enter and exit are always nested.
 
     ``with within(promoting=True):`` is an example.
     """
@@ -198,10 +197,10 @@ class within:
 
 
 class bind:
-    """A mesh put in scope with as little ado as possible, or a whole scope kept for backward.
+    """Mesh put in scope at low cost, or a whole scope kept for backward.
 
-    Of a scope that was kept, what the program said holds (mesh, algorithms, budgets, promotion);
-    what listens is what listens now, and nothing is fetched ahead: what runs is a repetition.
+    A kept scope restores the program's settings (mesh, algorithms, budgets, promotion).  Traces and
+    watchers are those of the current scope, and prefetch is off, since the call is a repetition.
     """
 
     __slots__ = ("before", "given")
@@ -234,6 +233,6 @@ class bind:
             drain(error)
 
 
-_new = tuple.__new__  # a third of the time of _replace
+_new = tuple.__new__  # a third of the time of _replace; bind runs on every operator
 _HELD = Scope._fields.index("held")
 _NO_MESH = _NOTHING[1:]

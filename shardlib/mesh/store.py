@@ -1,8 +1,8 @@
-"""Client of the job's key-value store of which every call ends.
+"""Key-value store client with a timeout on every call.
 
 torch's own client is locked for as long as one of its calls waits (for the addresses of a new
 group), and a call to a host that is stopped never returns.  This one has a connection of its own,
-and a thread that makes the calls; the caller waits for the answer until the clock ends.
+and a thread that makes the calls; the caller waits for the answer at most until the timeout.
 """
 
 import os
@@ -19,7 +19,7 @@ __all__ = ["Client"]
 class Client:
     """Calls to a store, each of at most ``seconds``.
 
-    ``cause``  says what became of the store once a call fails; every later one fails at once.
+    ``cause``  returns the error text once a call fails; later calls then fail at once.
     """
 
     def __init__(self, store: Any, seconds: float, cause: Callable[[], str]) -> None:
@@ -29,11 +29,11 @@ class Client:
         threading.Thread(target=self._serve, name="shardlib store", daemon=True).start()
 
     def check(self, *keys: str) -> bool:
-        """Say whether all of these are there."""
+        """Check whether all of these keys are set."""
         return self._call("check", list(keys))
 
     def get(self, key: str) -> bytes | None:
-        """Return what is there; None if nothing is."""
+        """Return the value of a key; None if it is not set."""
         return self._call("get", key) if self.check(key) else None
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -43,7 +43,7 @@ class Client:
         return self._call("add", key, amount)
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Write ``value`` where ``expected`` stands; return what stands there then."""
+        """Write ``value`` if the current value is ``expected``; return the value afterwards."""
         return self._call("compare_set", key, expected, value).decode()
 
     def delete(self, *keys: str) -> None:
@@ -51,7 +51,7 @@ class Client:
             self._call("delete_key", key)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Make a call.  Raises: RankFailed where the store does not answer, or is gone."""
+        """Make a call.  Raises: RankFailed if the store does not answer, or is gone."""
         answer: SimpleQueue[Any] = SimpleQueue()
         error: BaseException | None = None
         if not self.gone and os.getpid() == self._pid:
@@ -67,9 +67,9 @@ class Client:
 
     def _serve(self) -> None:
         while True:
-            answer, name, args = self._asked.get()  # ends with the process
+            answer, name, args = self._asked.get()  # a daemon thread: it ends with the process
             try:
                 answer.put((None, getattr(self._store, name)(*args)))
             except RuntimeError as e:
                 answer.put((e, None))
-            del answer, args
+            del answer, args  # else a large value would stay alive until the next call

@@ -1,4 +1,4 @@
-"""Tables of numbers on a device: each is copied there once, so that a step uploads nothing."""
+"""Constant tables on a device: each is copied there once, so that a step uploads nothing."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,7 +15,7 @@ def uploaded(
 ) -> Tensor:
     """Copy a tuple or a range to a device once; the tensor is shared, so nothing may write to it.
 
-    It is made outside inference mode, also where the first call is under it: a later backward may
+    It is made outside inference mode, even if the first call is under it: a later backward may
     save it.
 
     >>> uploaded((0, 2, 5), torch.device("cpu")) is uploaded((0, 2, 5), torch.device("cpu"))
