@@ -11,7 +11,17 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.mesh import remember, scope, within
-from shardlib.tensor import Place, ShardedTensor, Together, gradient_of, settle, typeof
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    Together,
+    gradient_of,
+    leaf_block,
+    refuse_blocks,
+    settle,
+    typeof,
+    whole_now,
+)
 
 __all__ = ["frozen", "grad", "value_and_grad"]
 
@@ -274,7 +284,7 @@ def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
         return _apart(x, inside)
     plans, key = x.place.mesh.plans, (_leaf, x.place, axes)
     place = plans.get(key) or remember(plans, key, _deferring(x, axes))
-    return ShardedTensor(_apart(x.raw, inside), place)
+    return ShardedTensor(leaf_block(_apart(x.raw, inside)), place)
 
 
 def _apart(raw: Tensor, inside: bool) -> Tensor:
@@ -293,6 +303,7 @@ def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
 
 def _ready(loss: Tensor) -> Tensor:
     if not isinstance(loss, ShardedTensor):
+        refuse_blocks(loss)
         return loss
     if loss.sharding.partial or loss.sharding.axes:
         raise ShardError(
@@ -315,4 +326,4 @@ def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[
 
 def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:
     found = torch.zeros_like(raw) if found is None else found
-    return gradient_of(x, found) if isinstance(x, ShardedTensor) else found
+    return gradient_of(x, found) if isinstance(x, ShardedTensor) else whole_now(found)

@@ -45,10 +45,12 @@ from shardlib.tensor import (
     heard,
     implements,
     no_tensor,
+    refuse_blocks,
     refuse_trace,
     replicated,
     settle,
     typeof,
+    whole_now,
 )
 
 __all__ = ["constrain", "reshard", "shard", "unshard"]
@@ -205,6 +207,7 @@ def _flat(x: Any, op: str) -> tuple[list[Any], Any]:
 
 def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
+        refuse_blocks(x)
         return _Placed.apply(x, layout, m)
     return _blocks(x.detach(), layout, m)
 
@@ -494,8 +497,8 @@ def _whole(x: ShardedTensor) -> Tensor:
     block = x.raw
     whole = settle(reshard(x, "..."))
     if lead(x.mesh):
-        return _First.apply(whole.raw)
-    return whole.raw.clone() if one_storage(whole.raw, block) else whole.raw
+        return whole_now(_First.apply(whole.raw))
+    return whole_now(whole.raw.clone() if one_storage(whole.raw, block) else whole.raw)
 
 
 @implements(Tensor.cpu, Tensor.cuda, padded=True)

@@ -464,3 +464,37 @@ def test_buckets_are_refused_where_their_gradients_would_be_differentiated() -> 
         inner = sl.value_and_grad(lambda p: p["w"].sum(), into=tx)
         with pytest.raises(sl.ShardError, match="this call is differentiated"):
             sl.grad(lambda p: inner(p)[0])(params)
+
+
+def _of_blocks() -> None:
+    p, q = sl.shard(torch.arange(4.0), "x"), sl.shard(torch.ones(3), "...")
+    wrong: list[Any] = [
+        lambda p: p.raw.square().sum(),
+        lambda p: (p * 2).local.square().sum(),
+        lambda p: (q * p.raw.sum()).sum(),
+        lambda p: sl.shard(p.raw.sum() + sl.unshard(p).sum(), "").sum(),
+        lambda p: sl.psum(p.local.sum(), "x"),
+    ]
+    for f in wrong:
+        with pytest.raises(sl.errors.PlainTensor, match="made of the block"):
+            sl.grad(f)(p)
+    inside = sl.shard_map(lambda v: sl.psum(v.square().sum(), "x"), in_layouts="x", out_layouts="")
+    right: list[Any] = [
+        inside,
+        lambda p: sl.unshard(p).square().sum(),
+        lambda p: (q * sl.unshard(p).square().sum() / 3).sum(),
+        lambda p: sl.shard(sl.unshard(p).square(), "x").sum(),
+        lambda p: p.square().sum() + p.raw.detach().sum() * 0,
+        lambda p: sl.grad(lambda w: (w**3).sum() / 3)(p).sum(),
+        lambda p: sl.grad(lambda t: (sl.shard(t, ".") * p**2).sum())(torch.ones(1)).sum(),
+    ]
+    for f in right:
+        assert torch.equal(sl.unshard(sl.grad(f)(p)), 2 * torch.arange(4.0))
+
+
+def test_a_loss_made_of_blocks_is_refused_and_one_of_whole_values_or_in_a_body_is_right(
+    pool: Any,
+) -> None:
+    with sl.simulate(x=4):
+        _of_blocks()
+    pool.run(_of_blocks, x=4)

@@ -22,9 +22,12 @@ from shardlib.tensor.lifting import (
     _First,
     check_met,
     constants,
+    leaf_block,
     lift,
     promoting,
+    refuse_blocks,
     replicated,
+    whole_now,
 )
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
@@ -58,6 +61,9 @@ from shardlib.tensor.tensor import (
 from shardlib.tensor.together import Together, together_of
 
 __all__ = [
+    "whole_now",
+    "refuse_blocks",
+    "leaf_block",
     "FALLBACK",
     "Place",
     "ShardedTensor",

@@ -12,7 +12,10 @@ from shardlib.mesh import Entered, Mesh, Scope, scope, within
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, no_transform, typeof
 
-__all__ = ["check_met", "constants", "lift", "promoting", "replicated"]
+__all__ = [
+    "check_met", "constants", "leaf_block", "lift", "promoting", "refuse_blocks", "replicated",
+    "whole_now",
+]  # fmt: skip
 
 
 class constants(Entered):
@@ -105,6 +108,8 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     """Wrap a plain tensor that every rank holds as a replicated value."""
     if name := under_transform(x):
         raise no_transform(name)
+    if x.requires_grad:
+        refuse_blocks(x)
     raw: Any = x
     if lead(mesh):
         raw = _Copies.apply(x, mesh.size)
@@ -115,6 +120,50 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     elif x.ndim and not x.is_meta and x.device.type != mesh.device.type and spans_processes(mesh):
         raw = x.to(mesh.device)
     return ShardedTensor(raw, Place(_WHOLE.resolve(x.ndim), x.shape, mesh))
+
+
+def whole_now(x: Tensor) -> Tensor:
+    """Note that a plain tensor is a function of a whole value, as ``unshard`` gives it."""
+    if x.grad_fn is not None:
+        known: Any = x.grad_fn.metadata
+        known[_OUT] = True
+    return x
+
+
+def leaf_block(raw: Tensor) -> Tensor:
+    """Note that a leaf of autograd's is the block of a value."""
+    raw.shardlib_block = True  # type: ignore[attr-defined]
+    return raw
+
+
+_OUT = "shardlib: unshard"
+
+
+def refuse_blocks(x: Tensor) -> None:
+    """Refuse a plain tensor of the function that is differentiated, if it was made of blocks.
+
+    Each rank would differentiate what it made of its own, and nothing would be summed.  Autograd's
+    graph tells: it leads to a leaf that is a block, and not through ``unshard``.
+    """
+    if not scope().differentiated:
+        return
+    left: list[Any] = [x.grad_fn]
+    seen: set[Any] = {None}
+    found = hasattr(x, "shardlib_block")
+    while left and not found:
+        node = left.pop()
+        if node not in seen and _OUT not in node.metadata:
+            seen.add(node)
+            found = hasattr(getattr(node, "variable", None), "shardlib_block")
+            left += [n for n, _ in node.next_functions]
+    if found:
+        raise PlainTensor(
+            "a plain tensor was made of the block of a value whose gradient is taken (p.raw, "
+            "p.local): each rank would differentiate its own block",
+            op="value_and_grad",
+            operands={"t": typeof(x)},
+            fix="sl.unshard(p)  # whole; code of blocks: sl.shard_map(f, in_layouts=, out_layouts=)(p)",
+        )
 
 
 _WHOLE = Layout.parse("...")
