@@ -1,4 +1,4 @@
-"""What moves: named-axis collectives on local blocks, counted and differentiable."""
+"""Collectives over named mesh axes, on local blocks: counted and differentiable."""
 
 from shardlib.collectives.alike import agreed, verify
 from shardlib.collectives.api import (
@@ -42,7 +42,7 @@ from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.varying import Varies, differing, real
 
-__all__ = [  # what local code is written with; the other names are for the rooms below
+__all__ = [  # names for local code; the rest of the library uses the others too
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
     "expect_comm", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
     "psum",

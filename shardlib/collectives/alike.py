@@ -1,9 +1,9 @@
-"""Verify, once at set-up, that ranks hold the same where a layout says so; and agree on a value.
+"""Replica checks, once at set-up: ranks that should hold the same values do; and agreed values.
 
-Each rank leaves a digest of its blocks in the job's store, or finds that of another rank which
-holds the same blocks, and compares: a few bytes for each value, and no wait.  A difference is
-raised by whoever finds it, and by the others at their next transfer.  In check mode it is looked
-at every time.
+Each rank stores a digest of its blocks in the job's store, or compares its own with the digest
+stored by another rank that holds the same blocks: a few bytes for each value, without waiting.  The
+rank that finds a difference raises, and the others do at their next transfer.  In check mode every
+call is compared.
 """
 
 import json
@@ -28,11 +28,11 @@ def verify(
     *,
     said: Mapping[str, object] | None = None,
 ) -> None:
-    """Compare blocks with those of the ranks that a layout gives the same ones.
+    """Compare blocks with those of the ranks to which a layout gives the same ones.
 
     ``values``  name -> (this rank's block, its layout).
-    ``said``    name -> a number or word that is the same on every rank.
-    Once for each line that calls ``op``; every time in check mode.
+    ``said``    name -> a number or string that must be the same on every rank.
+    Runs once for each line that calls ``op``; every time in check mode.
     Raises: RankFailed with the first name that differs.
     """
     if mesh.device_mesh is None or mesh.coord is None or mesh.size == 1:
@@ -74,10 +74,10 @@ _KEEP = 16
 
 
 def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None:
-    """Give every rank of the mesh the numbers of the rank that says them first; nobody waits.
+    """Return the numbers of the first rank to call, on every rank of the mesh, without waiting.
 
-    ``what``  names them; the n-th call with one name is the n-th on every rank.
-    None where no store connects the ranks.
+    ``what``  names them; the n-th call with one name is matched with the n-th on every rank.
+    None if no store connects the ranks.
     """
     if mesh.device_mesh is None or mesh.coord is None or mesh.size == 1:
         return tuple(mine)

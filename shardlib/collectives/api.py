@@ -43,22 +43,22 @@ T = TypeVar("T")
 
 
 def wrap(raw: Tensor, mesh: Mesh) -> Tensor:
-    """See a storage as a local block: as it is, or Stacked under simulate."""
+    """Wrap a storage as a local block: unchanged, or Stacked under simulate."""
     return Stacked(raw, mesh) if mesh.kind == "stacked" else raw
 
 
 def unwrap(local: Tensor) -> Tensor:
-    """Take the storage of a local block."""
+    """Return the storage of a local block."""
     return local.ranks if type(local) is Stacked else local
 
 
 def held(local: Tensor, mesh: Mesh) -> Tensor:
-    """Take the storage of a local block, or of a plain tensor that every rank holds."""
+    """Return the storage of a local block, or of a plain tensor that every rank holds."""
     return of(local, mesh) if mesh.kind == "stacked" else local
 
 
 def played(mesh: Mesh) -> list[dict[str, int]]:
-    """List the coordinates of the ranks that this process plays.
+    """List the coordinates of the ranks that run in this process.
 
     >>> import shardlib as sl
     >>> played(sl.simulate(x=2)), played(sl.record(x=1000))
@@ -68,44 +68,44 @@ def played(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-    """Join the blocks of the ranks played here to a storage: stacked, or the only one."""
+    """Join the blocks of this process's ranks to a storage: stacked, or the only one."""
     return backend(mesh).storage(blocks, mesh)
 
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
-    """List the block of each rank played here; what is written to them is in the storage."""
+    """List the block of each rank of this process, as views: writes go to the storage."""
     return backend(mesh).blocks(raw, mesh)
 
 
 def lead(mesh: Mesh) -> int:
     """Count the dimensions that a storage has in front of a block's.
 
-    1 where one process plays several ranks.
+    1 where one process simulates several ranks.
     """
     return BACKENDS[mesh.kind].lead
 
 
 def holds_values(mesh: Mesh) -> bool:
-    """Say whether blocks hold values, not shapes only."""
+    """Check whether blocks hold values, not shapes only."""
     return backend(mesh).holds_values
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Say whether other processes play the other ranks, and may hold other values."""
+    """Check whether other processes run the other ranks, and may hold other values."""
     return backend(mesh).spans_processes
 
 
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:
-    """Yield (coordinate, view) of every rank played here; view(raw) is its block of a storage.
+    """Yield (coordinate, view) of every rank in this process; view(raw) is its block of a storage.
 
-    For local code that differs in more than values from rank to rank; what it writes to the views
-    stays.
+    For local code that differs between ranks in more than values; writes to the views go to the
+    storage.
     """
     for i, coord in enumerate(played(mesh)):
         yield coord, lambda raw, i=i: raw[i] if lead(mesh) else raw
 
 
-# ---------------------------------------------------------------- one path for all of them
+# ---------------------------------------------------------------- shared by all collectives
 
 
 def _bytes(x: Tensor) -> int:
@@ -114,10 +114,10 @@ def _bytes(x: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Collective:
-    """What is known of a linear collective; ``params`` are what it takes besides the axes.
+    """Record of a linear collective; ``params`` are its arguments besides the axes.
 
     ``post``     its function in a back end.
-    ``adjoint``  params -> the collective that takes a gradient back, and its params.
+    ``adjoint``  params -> the collective that computes the gradient, and its params.
     ``moved``    (bytes of a block, axis size, params) -> bytes received, /, messages; None: it
                  moves nothing.
     """
@@ -138,7 +138,7 @@ def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
 
 
 def _moved_apart(counts: "Counts") -> int:
-    """Count the elements that change their rank, of all ranks together."""
+    """Count the elements sent to another rank, over all ranks."""
     return sum(n for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
 
 
@@ -209,7 +209,7 @@ _ADDING = frozenset({_PSUM, _PMAX, _PSUM_SCATTER, _PREDUCE})
 
 
 def _lost(e: RuntimeError, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
-    """Raise RankFailed where a transfer failed."""
+    """Raise RankFailed if the error comes from a transfer between processes."""
     if mesh.device_mesh is None:
         return
     entry = next((r for r in reversed(RECENT) if r[1] == op.name and r[2] == axes), None)
@@ -239,7 +239,7 @@ class _Moved(Local):
 
 
 class _Max(Local):
-    """pmax; the gradient goes to the maxima, shared where several ranks hold one."""
+    """pmax; the gradient goes to the ranks that hold the maximum, shared if there are several."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
@@ -261,7 +261,7 @@ class _Max(Local):
 
 
 def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
-    """Count, post, and return how to get the result."""
+    """Count and post a collective; return the function that waits for its result."""
     dtype = raw.dtype
     if dtype not in _SENT:
         return _finish_other(op, raw, mesh, axes, params)
@@ -274,7 +274,7 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
 
 
 def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
-    """Do as ``_finish`` for a dtype that no transport takes, as another one."""
+    """Do as ``_finish`` for a dtype that no transport supports, by sending it as another one."""
     dtype = raw.dtype
     if dtype in _SMALL and op in _ADDING:
         wide = _finish(op, raw.to(torch.int32), mesh, axes, params)
@@ -288,7 +288,7 @@ def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: 
             fix=f"{_public(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
             f"{(axes[0] if len(axes) == 1 else axes)!r})",
         )
-    if dtype.is_complex:  # what travels is the memory as it is
+    if dtype.is_complex:  # sent as pairs of reals, which is the same memory
         pairs = _finish(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
         return lambda: torch.view_as_complex(pairs().contiguous())
     bits = _finish(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
@@ -307,8 +307,8 @@ _SENT = frozenset(
         torch.uint8,
     }
 )
-"""What gloo and nccl take; bool and int16 are added in int32,
-others are moved as bits of their width.
+"""Dtypes that gloo and nccl support; bool and int16 are added in int32,
+others are sent as an integer or half type of the same width.
 """
 
 _SMALL = frozenset({torch.bool, torch.int16})
@@ -319,11 +319,11 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 def _note(
     traces: tuple[Trace, ...], op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
 ) -> list[Callable[[], None]]:
-    """Count a transfer; give what is to be called when it is through."""
+    """Count a transfer; return the functions to call when it completes."""
     heard = [t.before(op.name, raw, mesh, axes, params) for t in traces]
     if op.moved is not None:
         n, p = _bytes(raw), mesh.axis_size(axes)
-        # narrower than what is summed
+        # a wire dtype narrower than the sum's sends fewer bytes
         if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:
             n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
@@ -333,7 +333,7 @@ def _note(
 
 
 def _ended(finish: Callable[[], T], ends: list[Callable[[], None]]) -> Callable[[], T]:
-    """Return a transfer that calls, at its end, those that asked for it."""
+    """Return a transfer that calls the functions in ``ends`` when it completes."""
     if not ends:
         return finish
 
@@ -366,7 +366,7 @@ def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     axes = (axis,) if isinstance(axis, str) else _several(axis, op.name)
     if mesh.axis_size(axes, *_named(op.name)) == 1 and params != (
         (),
-    ):  # ppermute along no pair: nobody receives
+    ):  # one rank keeps its block, except under ppermute without pairs, which gives zeros
         return x.to(params[0]) if op is _PSUM and params else x
     if mesh.kind != "stacked":
         return _raw_call(op, x, mesh, axes, params)
@@ -375,7 +375,7 @@ def _call(op: _Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
 
 
 def _several(axis: Axis, op: str) -> Axes:
-    """Return several axes, as they are given."""
+    """Return several axes as a tuple.  Raises: BadArgument."""
     if isinstance(axis, tuple | list) and all(isinstance(a, str) for a in axis):
         return tuple(axis)
     name, line = _named(op)
@@ -387,7 +387,7 @@ def _several(axis: Axis, op: str) -> Axes:
 
 
 def _check_block(op: str, x: Any, axis: Axis) -> None:
-    """Refuse what is no block: a number, or a sharded value, of which ranks have blocks."""
+    """Raise BadArgument for a number or a sharded value, which are not local blocks."""
     if not isinstance(x, Tensor):
         raise BadArgument(
             f"a collective takes a tensor, not {x!r}",
@@ -411,18 +411,18 @@ def _following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:
 
 
 def _public(name: str) -> str:
-    """Write a collective as a user does: those of every day are in ``sl`` itself."""
+    """Return a collective's public name: the common ones are in ``sl`` itself."""
     return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
 
 
 @cache
 def _named(name: str) -> tuple[str, str]:
-    """Return what an error about the axis calls a collective, and its line but for the axis."""
+    """Return the collective's name for an error about the axis, and its line with the axis open."""
     return name, f"{_public(name)}(x, {{}}{_MORE.get(name, '')})"
 
 
 _MORE = {"all_to_all": ", split_dim, concat_dim", "ppermute": ", perm"}
-"""The arguments that a call has after the axis."""
+"""Arguments of a call after the axis."""
 
 _EVERY_DAY = frozenset(
     {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
@@ -466,10 +466,9 @@ def psum(
 ) -> Tensor:
     """Sum over a mesh axis; every rank gets it.
 
-    ``out``   the result's dtype, in which it travels to all; the sum itself keeps x's.
-    ``wire``  the dtype in which the parts travel to the sum; what stays on its rank keeps x's.
+    ``out``   the result's dtype, in which it is sent to all; the sum itself keeps x's.
+    ``wire``  the dtype in which parts are sent to be summed; a rank's own part keeps x's.
     Moves:  2 (p-1)/p n bytes, 2 (p-1) messages; n of x, or half of n in each of these dtypes.
-    Grad:   psum.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -483,7 +482,7 @@ def _narrow(
     x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None
 ) -> tuple[torch.dtype, ...]:
     if not isinstance(x, Tensor):
-        return ()  # which is refused
+        return ()  # _call raises for it
     dtypes = out or x.dtype, wire or x.dtype
     return () if dtypes == (x.dtype, x.dtype) else dtypes
 
@@ -501,7 +500,7 @@ def pmean(x: Tensor, axis: Axis) -> Tensor:
     """
     if type(x) is not Stacked:
         return psum(x, axis) / axis_size(axis)
-    # the mean of what every rank holds alike is right
+    # every rank counts once in the mean, so copies of a replicated value are meant to be summed
     return psum(pcast(x, axis, to="varying"), axis) / x.mesh.axis_size(axis)
 
 
@@ -542,7 +541,7 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None =
     """Sum over a mesh axis and keep this rank's block of the result.
 
     Shapes: x [..., n, ...] -> [..., n / p, ...] along ``dim``.
-    ``wire``  travel in this dtype; what stays on its rank, and the sum, keep x's.
+    ``wire``  send in this dtype; a rank's own part, and the sum, keep x's.
     Moves:  (p-1)/p n bytes, p-1 messages.
     Grad:   all_gather.
     Raises: UnevenSplit if the dimension is no multiple of the axis size; UnknownAxis.
@@ -561,7 +560,7 @@ def _scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = Non
 
 
 def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Keep this rank's block of a tensor that all ranks hold.
+    """Return this rank's block of a tensor that all ranks hold.
 
     Moves nothing.
 
@@ -578,7 +577,7 @@ def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """Send blocks along (source, destination) pairs; who receives nothing gets zeros.
+    """Send blocks along (source, destination) pairs; ranks that receive nothing get zeros.
 
     Moves:  n bytes per moving pair / p, 1 message.
     Grad:   the inverse.
@@ -622,7 +621,7 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], axis: Axis, p: int) -> None
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
-    """Send every rank's block ``by`` ranks on, cyclic: rank i's goes to rank i + by.
+    """Send every rank's block ``by`` ranks further, cyclic: rank i's goes to rank i + by.
 
     Moves:  n bytes, 1 message.
     Grad:   shift by -by.
@@ -648,7 +647,7 @@ def _cycle(p: int, by: int) -> tuple[tuple[int, int], ...]:
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Give block j of ``split_dim`` to rank j and concatenate what comes along ``concat_dim``.
+    """Send block j of ``split_dim`` to rank j and concatenate received blocks along ``concat_dim``.
 
     Shapes: x [.., n, .., m, ..] -> [.., n / p, .., m p, ..].
     Moves:  (p-1)/p n bytes, p-1 messages.
@@ -680,13 +679,13 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
-    """Give ``counts[i][j]`` elements of rank i's vector to rank j, in the order of the ranks.
+    """Send ``counts[i][j]`` elements of rank i's vector to rank j, in the order of the ranks.
 
-    Shapes: x [what the rank that sends most sends] -> [what the rank that receives most receives];
-            what is beyond a rank's own elements has no meaning.
+    Shapes: x [largest number sent by a rank] -> [largest number received by a rank]; elements
+            beyond a rank's own count have no meaning.
     Moves:  on average over the ranks, the elements that change their rank; p-1 messages.
     Grad:   the same with ``counts`` transposed.
-    Raises: ShardError where the sizes are others.
+    Raises: ShardError if ``counts`` or x have other sizes.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -709,7 +708,7 @@ def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """Give every rank the root's block.
+    """Copy the root's block to every rank.
 
     Moves:  (p-1)/p n bytes on average, 1 message.
     Grad:   preduce.
@@ -742,10 +741,10 @@ def preduce_into(
 ) -> None:
     """Write ``preduce(x, axis, root)`` into the root's ``target``; the others' do not change.
 
-    x travels in ``wire``, which is the target's dtype unless given, and may be wider: the root's
+    x is sent in ``wire``, which is the target's dtype unless given, and may be wider: the root's
     own part and the sum are rounded once, to the target.  In place and without a gradient, for
     schedules.
-    Moves:  what preduce in the dtype of the wire moves.
+    Moves:  the bytes of preduce in the dtype of the wire.
     """
     wire = wire or target.dtype
     mesh = current_mesh()
@@ -769,9 +768,9 @@ def preduce_into(
 
 
 def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
-    """Make ``start(pbroadcast, x, axis, root)`` a function of x and root, for schedules.
+    """Return ``start(pbroadcast, x, axis, root)`` as a function of x and root, for schedules.
 
-    ``like``  a block such as each of them moves: they are noted once, for when a rank is lost.
+    ``like``  one of the blocks to be sent: all are recorded once, for reports of a lost rank.
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
@@ -787,11 +786,10 @@ def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
 def reductions(
     axis: str, like: Tensor, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """Make ``preduce_into(target, x, axis, root, wire)`` a function of target, x and root.
+    """Return ``preduce_into(target, x, axis, root, wire)`` as a function of target, x and root.
 
     For loops in schedules.
-
-    It is posted; call what it returns to finish it.  ``like``  one of the targets, as above.
+    It posts the transfer; call its result to finish.  ``like``  one of the targets, as above.
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
@@ -818,7 +816,7 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
 
 
 def pvary(x: Tensor, axis: Axis) -> Tensor:
-    """Mark a replicated value as meeting per-rank data: its gradient is summed over ``axis``.
+    """Mark a replicated value as combined with per-rank data: its gradient is summed over ``axis``.
 
     The value is the same and nothing moves forward.
     Grad:   psum.
@@ -848,7 +846,7 @@ def axis_size(axis: Axis) -> int:
 
 
 def axis_index(axis: Axis) -> Any:
-    """Give this rank's place along an axis: an int, or under simulate a block holding each rank's.
+    """Return this rank's index along an axis: an int, or under simulate a block with each rank's.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -866,7 +864,7 @@ def axis_index(axis: Axis) -> Any:
 
 
 def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
-    """Take ``table[axis_index(axis)]`` without a branch: for one rank, or for all of them.
+    """Return ``table[axis_index(axis)]`` without a branch: for one rank, or for all of them.
 
     ``table``  one number for each rank along the axis, or a tensor with a row for each.
     Raises: BadArgument for anything else, or more or fewer of them.
@@ -895,14 +893,13 @@ def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
 
 
 def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Tensor:
-    """State whether a block varies along an axis, where a body of shard_map knows better.
+    """Override whether a block counts as varying along an axis in a body of shard_map.
 
-    ``"replicated"``  every rank along the axis holds the same, though it was computed from what
-                      differs: the ring that gathered it went all the way round.
-    ``"varying"``     count the ranks' copies as their own: their sum is meant.
+    ``"replicated"``  every rank along the axis holds the same values, though they were computed
+                      from varying ones: a ring that gathers passes every block to every rank.
+    ``"varying"``     treat the ranks' copies as separate values, so that they may be summed.
     Moves nothing.  Grad: the identity.
     Raises: WrongAxes for "replicated" where simulated ranks hold different values.
-
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
     ...     f = lambda v: sl.psum(sl.collectives.pcast(v, "x", to="varying"), "x")
@@ -953,13 +950,14 @@ def scatter_into(
 ) -> Finish:
     """Post ``psum_scatter`` of a storage of vectors [n]; its ``finish`` writes ``out`` [n / p].
 
-    ``land``   memory to receive in, of n elements, or of any number unless ``ahead``; fresh pages
-               cost as much as the sum.
-    ``ahead``  other work comes between this call and ``finish``: all travels meanwhile.  Without it
-               the ring waits for ``finish``, needs less memory, and fills slow links better.
-    Moves what psum_scatter moves.  Each part is summed round the ring, its owner last, everywhere
-    the same but on NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and ``land`` must
-    stay until it is finished.
+    ``land``   memory to receive in, of n elements, or of any number unless ``ahead``; allocating
+               fresh pages costs as much time as the sum.
+    ``ahead``  other work comes between this call and ``finish``: all parts are sent meanwhile.
+               Without it the ring runs inside ``finish``, needs less memory, and fills slow links
+               better.
+    Moves the bytes of psum_scatter.  Each part is summed round the ring, its owner last, in the
+    same order on all but NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and
+    ``land`` must stay until it is finished.
     """
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
     if mesh.axis_size(axes) == 1:
@@ -974,10 +972,10 @@ def scatter_into(
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
-    """Post ``all_gather`` of vectors in place: each rank's part of ``flat`` [n] is there already.
+    """Post ``all_gather`` of vectors in place: each rank's part of ``flat`` [n] is already set.
 
     ``ahead``  other work comes between this call and ``finish``, as in ``scatter_into``.
-    Moves what all_gather of the parts moves.
+    Moves the bytes of all_gather of the parts.
     """
     if mesh.axis_size(axes) == 1:
         return lambda: flat
@@ -1046,7 +1044,7 @@ class Pending:
         return out
 
     def _arrive(self) -> None:
-        """Wait, and leave the result for ``wait``."""
+        """Wait, and keep the result for ``wait``."""
         out = self.wait()
         self._finish = lambda: out
 
@@ -1061,7 +1059,7 @@ def _posted(finish: Finish) -> Pending:
 def start_ppermutes(
     xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]
 ) -> list[Pending]:
-    """Post several ppermutes as one call, whose sends and receives cannot wait for each other.
+    """Post several ppermutes as one call, so that their sends and receives cannot deadlock.
 
     Each counts as its own; as with ``start``, for code that writes its own gradient.
     """
@@ -1112,9 +1110,9 @@ _POSTABLE: dict[
 
 
 def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Pending:
-    """Post a collective and go on: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
+    """Post a collective and continue: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
 
-    For code that writes its own gradient; Raises: ShardError if autograd would have to record it.
+    For code that writes its own gradient.  Raises: ShardError if autograd would have to record it.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):

@@ -1,13 +1,12 @@
 """Check mode: before each transfer, the ranks of its axis compare what they are about to do.
 
-A fingerprint says the operation, its axes, shape, dtype and arguments, the line of the user's code,
-and a digest of all that was called on sharded tensors before it, with the layouts, the Python
-numbers and the plain tensors that were given.  Who comes first to a transfer leaves the fingerprint
-in the job's store, and whoever finds another there raises, before anything moves: one round to the
-store for each transfer, and no wait.
+A fingerprint holds the operation, its axes, shape, dtype and arguments, the line of the user's
+code, and a digest of all earlier calls on sharded tensors, with their layouts, Python numbers and
+plain tensors.  The first rank stores its fingerprint in the job's store; a rank whose own differs
+raises, before anything is sent: one request to the store for each transfer, and no wait.
 
-Under simulate one process runs all ranks, which cannot differ so; what varies along which axis is
-followed there always (varying.py).
+Under simulate one process runs all ranks, so they cannot diverge in this way; whether a block
+varies along an axis is tracked there always (varying.py).
 """
 
 import os
@@ -46,10 +45,10 @@ __all__ = ["check", "checking", "digest", "line_of_user"]
 
 
 class Mode(Trace):
-    """What one ``with sl.check():`` has seen; told of each transfer, and of each call."""
+    """State of one ``with sl.check():``; called for each transfer, and for each function call."""
 
     def __init__(self) -> None:
-        super().__init__(deque(maxlen=0))  # type: ignore[arg-type]  # it counts nothing
+        super().__init__(deque(maxlen=0))  # type: ignore[arg-type]  # it stores no events
         self.calls = 0
         self.seen = RECENT[-1][0] if RECENT else 0
         self.crc = 0
@@ -59,7 +58,7 @@ class Mode(Trace):
     # -------------------------------------------------------- calls
 
     def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note a function called on sharded tensors, and run it."""
+        """Record a function called on sharded tensors, and run it."""
         text = [getattr(func, "__name__", str(func))]
         real = False
         for x in (*args, *kwargs.values()) if kwargs else args:
@@ -77,7 +76,7 @@ class Mode(Trace):
         return implementation(func, args, kwargs)
 
     def chose(self, match: Any, product: bool = False) -> None:
-        """Do nothing: what an operator chooses follows from layouts, which are compared already."""
+        """Do nothing: an operator's choice follows from layouts, which are compared already."""
 
     def note(self, text: str) -> None:
         """Add a call to the fingerprint that ranks compare."""
@@ -89,7 +88,7 @@ class Mode(Trace):
             job.calls.append((self.calls, text, line_of_user()))
 
     def tag(self, raw: Tensor) -> None:
-        """Number a value that is made, so that another one in its place is seen."""
+        """Number a new value, so that ranks which use different values can be told apart."""
         self.made += 1
         setattr(raw, _TAG, self.made)
 
@@ -104,7 +103,7 @@ class Mode(Trace):
     # -------------------------------------------------------- transfers
 
     def before(self, name: str, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> None:
-        """Compare this transfer with that of whoever came first.  Raises: RankFailed."""
+        """Compare this transfer with the one of the first rank to arrive.  Raises: RankFailed."""
         job = current_job()
         now = RECENT[-1] if RECENT else (0,)
         unseen, self.seen = max(0, now[0] - self.seen - 1), now[0]
@@ -167,7 +166,7 @@ _TAG = "shardlib_made"
 
 
 def _tagged(raw: Tensor) -> str:
-    """Say which of the values that were made this is, where it is one."""
+    """Return the number of a tagged value as text; empty for others."""
     n = getattr(raw, _TAG, 0)
     return f" (value {n})" if n else ""
 
@@ -177,7 +176,7 @@ _KEEP = 256
 
 
 def _thread() -> str:
-    """Name the thread unless it is the main one, or autograd's, which are all one."""
+    """Return the thread's name for a report; empty for the main thread and autograd's threads."""
     thread = threading.current_thread()
     if thread is threading.main_thread() or backward_now() != -1:
         return ""
@@ -191,7 +190,7 @@ def _number(x: Any) -> str:
 def digest(x: Tensor) -> str:
     """Summarise a tensor's values by their sum and a weighted sum of 1024 of them.
 
-    Equal values give it alike, and so does what differs by rounding alone but at rare borders.
+    Six digits are kept, so values that differ only by rounding usually have the same digest.
     """
     if x.is_meta or not x.numel() or x.is_sparse or x.is_quantized:
         return ""
@@ -206,11 +205,11 @@ def digest(x: Tensor) -> str:
 
 
 _INSIDE: dict[str, bool] = {}
-"""Whether a file is the library's or torch's; asked of every frame."""
+"""File name -> whether the file is the library's or torch's; looked up for every frame."""
 
 
 def line_of_user() -> str:
-    """Find ``user_line`` of the caller; what is known of a file is remembered."""
+    """Find ``user_line`` of the caller; the classification of each file is cached."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -227,12 +226,12 @@ class check(Entered):
     """Compare, before each transfer, what the ranks of its axis are about to do.
 
     The first difference (another operation, shape, dtype, layout, number, value or line) makes the
-    ranks raise RankFailed with both sides, before anything moves.  Values that a layout says are
-    copies are compared wherever they are placed, at the end of ``shard_map`` and, with an
+    ranks raise RankFailed with both sides, before anything is sent.  Values that should be copies
+    by their layout are compared wherever they are placed, at the end of ``shard_map`` and, with an
     optimizer's state and numbers, after each of its steps.  At its end a transfer that was posted
     and never waited for is refused.
     ``SHARDLIB_CHECK=1`` in the environment is the same for a whole program.  Outside, nothing is
-    compared and nothing is added.
+    compared and there is no overhead.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2), sl.check():

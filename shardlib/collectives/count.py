@@ -1,4 +1,4 @@
-"""Counting what moves: bytes received and messages, per axis and kind.
+"""Communication counters: bytes received and messages, per axis and kind.
 
 The count is the average over the ranks of an axis, so it is the same number on every rank and
 on every back end, and equals the formulas in the collectives' docstrings exactly.
@@ -18,7 +18,7 @@ __all__ = ["Event", "Trace", "expect_comm", "note", "trace"]
 
 @dataclass(frozen=True)
 class Event:
-    """One collective: ``bytes`` received per rank, on average over the axis.
+    """Record of one collective: ``bytes`` received per rank, on average over the axis.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=4), sl.trace() as t:
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """Record of what was communicated while it was open.
+    """Record of the collectives that ran while it was open.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=4), sl.trace() as t:
@@ -49,7 +49,7 @@ class Trace:
     def before(
         self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple
     ) -> Callable[[], None] | None:
-        """Hear of a transfer that is about to begin; what is returned is called at its end."""
+        """Observe a transfer that is about to begin; a returned function is called at its end."""
 
     @property
     def bytes(self) -> int | Fraction:
@@ -88,7 +88,7 @@ def _whole(x: Fraction) -> int | Fraction:
 
 
 class trace(Entered):
-    """Record every collective of this thread or task while open, those of backward passes included.
+    """Record all collectives of this thread or task while open, backward passes included.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2), sl.trace() as t:
@@ -104,7 +104,7 @@ class trace(Entered):
 
 
 class expect_comm(trace):
-    """Assert, at the end of the block, how many collectives of each kind ran; not named: none.
+    """Assert, at the end of the block, how many collectives of each kind ran; 0 for others.
 
     ``bytes`` and ``messages`` are totals per rank, checked where given.
     Raises: UnexpectedComm listing what ran.

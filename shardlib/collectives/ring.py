@@ -1,8 +1,8 @@
-"""Blocks travelling round a ring: what every ring algorithm is made of.
+"""Ring communication: passing blocks to the next rank, the basis of every ring algorithm.
 
 ``rotate`` passes blocks on, ``rotate_sum`` passes sums on; the next transfer is under way while the
-caller works on what has arrived.  ``cut`` and ``joined`` name blocks relative to this rank, so that
-ring code needs no rank arithmetic and runs for all ranks at once under simulate.
+caller works on the received block.  ``cut`` and ``joined`` address blocks relative to this rank, so
+that ring code needs no rank arithmetic and runs for all ranks at once under simulate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ def rotate(
 ) -> Iterator[list[Tensor]]:
     """Yield these blocks of this rank, then of its neighbours one step back: p steps in all.
 
-    Block j travels ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
+    Block j moves ``ways[j]`` ranks per step, so that at step t it is that of rank i - t ways[j]:
     two halves with ways (1, -1) use both directions of every link.
     Moves:  (p-1) n bytes in p-1 messages for each block.
     Grad:   none; for code that writes its own.
@@ -45,7 +45,7 @@ def rotate(
 def rotate_sum(
     parts: Sequence[Callable[[int], Tensor]], axis: str, ways: Sequence[int] = (1,)
 ) -> list[Tensor]:
-    """Sum over ranks their parts of this rank's blocks, gathered on the way round.
+    """Sum the ranks' parts of this rank's blocks, by passing partial sums round the ring.
 
     ``parts[j](back)`` is this rank's part of block j of rank i - back.
     Moves:  (p-1) n bytes in p-1 messages for each block, n one part.
@@ -54,14 +54,14 @@ def rotate_sum(
     totals = [part(by * (1 - p)) for part, by in zip(parts, ways, strict=True)]
     for step in range(1, p):
         coming = [start(shift, total, axis, by) for total, by in zip(totals, ways, strict=True)]
-        # while the sums travel
+        # computed while the sums are in transit
         mine = [part(by * (1 - p + step)) for part, by in zip(parts, ways, strict=True)]
         totals = [c.wait().add_(m) for c, m in zip(coming, mine, strict=True)]
     return totals
 
 
 def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
-    """Cut the block of ``x`` along ``dim`` that belongs to rank i - back.
+    """Return the block of ``x`` along ``dim`` that belongs to rank i - back.
 
     x [.., n, ..] -> [.., n / p, ..].
     """
@@ -76,7 +76,7 @@ def cut(x: Tensor, axis: str, back: int, dim: int = 0) -> Tensor:
 
 
 def joined(blocks: list[Tensor], axis: str, dim: int = 0, way: int = 1) -> Tensor:
-    """Lay blocks of rank i, i - way, i - 2 way, ... side by side in rank order.
+    """Concatenate blocks of rank i, i - way, i - 2 way, ... in rank order.
 
     p of [.., n, ..] -> [.., n p, ..].
     """

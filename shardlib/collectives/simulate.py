@@ -1,11 +1,12 @@
-"""The tensor of a simulation, where one process plays every rank and all blocks lie in one tensor.
+"""Stacked: the tensor of a simulation, where one process runs every rank on one stacked tensor.
 
-``Stacked`` looks like the local block of *a* rank; ``.ranks`` is ``[P, *local]``, ranks in
-row-major order of the mesh.  A torch function on it runs for all ranks at once: shifted by one
-dimension where that is the same thing, under ``torch.func.vmap`` otherwise.  Its collectives are in
-backends/stacked.py.  Autograd is recorded on ``.ranks``.
+``Stacked`` has the shape of one rank's local block; ``.ranks`` is ``[P, *local]``, ranks in
+row-major order of the mesh.  A torch function on it runs for all ranks at once: with dimensions
+shifted by one where that is equivalent, under ``torch.func.vmap`` otherwise.  Its collectives are
+in backends/stacked.py.  Autograd is recorded on ``.ranks``.
 
-A Python branch cannot take two sides, so the value of a Stacked whose ranks differ is refused.
+A Python branch takes one side for all ranks, so reading the value of a Stacked whose ranks differ
+raises.
 """
 
 import copy
@@ -29,7 +30,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {}
 
 
 class Stacked(torch.Tensor):
-    """The local blocks of all ranks; behaves as one block.
+    """Tensor that holds the local blocks of all ranks and behaves as one block.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -41,7 +42,7 @@ class Stacked(torch.Tensor):
 
     ranks: Tensor
     mesh: Mesh
-    varies: Varies | None = None  # along which axes, where that is followed
+    varies: Varies | None = None  # axes along which it varies, where that is tracked
 
     @staticmethod
     def __new__(cls: type, ranks: Tensor, mesh: Mesh) -> "Stacked":
@@ -82,7 +83,7 @@ class Stacked(torch.Tensor):
 
 
 def of(x: Tensor, mesh: Mesh) -> Tensor:
-    """Take the raw ``[P, *local]`` of a Stacked, or of a plain tensor that all ranks hold."""
+    """Return the raw ``[P, *local]`` of a Stacked, or of a plain tensor that all ranks hold."""
     if type(x) is Stacked:
         return x.ranks
     return x.unsqueeze(0).expand(mesh.size, *x.shape)
@@ -111,7 +112,7 @@ def _mesh_of(tree: Any) -> Mesh:
 
 
 def _by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run any function, once per rank."""
+    """Run any function under vmap over the ranks."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Stacked)]
@@ -179,7 +180,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return _each(func, args, kwargs)
     raws = [_padded(a, ndim) for a in args]
     out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
-    if out is NotImplemented:  # x == None: Python asks the other operand, then says False
+    if out is NotImplemented:  # x == None: Python then tries the other operand, and returns False
         return out
     if isinstance(args[0], Stacked) and out is raws[0]:
         return args[0]
@@ -187,9 +188,9 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: int) -> bool:
-    """Say whether one more dimension would change what torch does, so that ranks run one by one.
+    """Check whether the extra rank dimension would change torch's result, so ranks run one by one.
 
-    It would for 0-dim operands of other dtypes, and for memory formats.
+    It would for 0-dim operands of other dtypes (type promotion), and for memory formats.
     """
     name = func.__name__
     if kwargs.get("memory_format") is not None or name in ("masked_fill", "masked_fill_"):
@@ -209,18 +210,20 @@ def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: 
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the function for one rank after the other."""
+    """Run the function once per rank, in a loop."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     mesh, found, writes = _mesh_of(given), [], func.__name__ in _IN_PLACE
-    itself = type(args[0]) is Stacked if args else False  # whether every rank's answer is its block
+    itself = type(args[0]) is Stacked if args else False  # whether all results are the operands
     a: Any
     k: Any
     for rank in range(mesh.size):
         a, k = optree.tree_unflatten(
             tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves]
         )
-        if writes:  # one storage has one version: what one rank writes is what another saved
+        # Ranks share one storage and so one autograd version counter: rank 1's write would look
+        # like a change of rank 0's saved tensor.  So each rank writes to a clone.
+        if writes:
             a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
         itself = itself and found[-1] is a[0]
@@ -297,7 +300,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _negative(dim: int, ndim: int) -> int:
-    """Count a dimension of the block from the end; one out of range would name the ranks."""
+    """Count a block's dimension from the end, since dimension 0 of ``ranks`` is the rank."""
     if not -ndim <= dim < ndim:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got "
@@ -328,7 +331,7 @@ _DEFAULT = {
 @_enter(*_functions(" ".join(_ALONG), torch, Tensor))
 @_enter(F.softmax, F.log_softmax)
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function along one dimension, which is counted from the end."""
+    """Run a function along one dimension, counted from the end."""
     x, name = args[0], func.__name__
     if not isinstance(x, Stacked):
         return _by_vmap(func, args, kwargs)
@@ -402,7 +405,7 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if (func == Tensor.mT.__get__ and x.ndim < 2) or (func in (Tensor.t, torch.t) and x.ndim > 2):
-        # torch refuses; without this, the ranks would be swapped
+        # torch refuses; run on ``ranks`` directly it would swap the rank dimension
         return _by_vmap(func, args, kwargs)
     if func != Tensor.mT.__get__ and x.ndim != 2:
         return Stacked(x.ranks.permute(0, *range(x.ndim, 0, -1)), x.mesh)
@@ -419,7 +422,7 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *dim = (*args, *kwargs.values())
     if not x.ndim:
-        return Stacked(x.ranks.squeeze(()), x.mesh)  # a view, as of other tensors
+        return Stacked(x.ranks.squeeze(()), x.mesh)  # a view, as torch returns for other tensors
     dims = range(x.ndim) if not dim else dim[0] if isinstance(dim[0], tuple) else (dim[0],)
     return Stacked(x.ranks.squeeze(tuple(_negative(d, x.ndim) for d in dims)), x.mesh)
 
@@ -494,7 +497,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) != 3 or kwargs.get("dropout_p") or args[0].ndim < 3:
         return _by_vmap(func, args, kwargs)
     mesh = _mesh_of((args, kwargs))
-    lead = len(args[0].shape) - 3  # dimensions that become one with the ranks
+    lead = len(args[0].shape) - 3  # batch dimensions to be merged with the rank dimension
     q, k, v = (of(t, mesh).flatten(0, lead) for t in args)
     mask = kwargs.get("attn_mask")
     if type(mask) is Stacked or (mask is not None and mask.ndim > 2):
@@ -508,9 +511,9 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_enter(F.embedding)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    """Look ids up in all ranks' tables as one: each rank's ids are moved to its part of it.
+    """Look ids up in one table that joins all ranks' tables: ids are offset to their rank's rows.
 
-    ``padding_idx`` by hand: vmap honours it on the first rank alone (seen in torch 2.13).
+    ``padding_idx`` is handled here: vmap honours it on the first rank alone (as of torch 2.13).
     """
     names = (
         "input",
@@ -529,7 +532,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         return _by_vmap(func, args, kwargs)
     raw = of(ids, mesh)
     offset = torch.arange(mesh.size, device=table.device) * rows
-    # an index that is out of range must not read another rank's rows: it is one of no rank's
+    # an index out of range must raise, not read another rank's rows: -1 is in no table
     moved = (raw + offset.reshape(-1, *[1] * ids.ndim)).where((raw >= 0) & (raw < rows), -1)
     out = F.embedding(moved, of(table, mesh).reshape(-1, width))
     if padding is not None:
@@ -566,7 +569,7 @@ def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
 )
 @_enter(Tensor.nbytes.__get__, torch.result_type, torch.is_same_size)
 def _from_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer from one rank's block what is the same for all and depends on no value."""
+    """Return metadata from rank 0's block; it is the same on every rank."""
     return func(*[a.ranks[0] if type(a) is Stacked else a for a in args], **kwargs)
 
 

@@ -1,12 +1,12 @@
-"""Along which mesh axes a simulated block varies, followed through a body of ``shard_map``.
+"""Varying axes: the mesh axes along which a simulated block varies, in a body of ``shard_map``.
 
-A block of an operand varies over the axes that split it and over those whose sum is pending.  What
-a torch function computes varies over all that its operands vary over; ``psum``, ``pmax``,
-``all_gather`` and ``pbroadcast`` end it, ``axis_index``, ``pslice``, ``preduce``, ``psum_scatter``
-and ``all_to_all`` begin it.  So a body that returns what varies as replicated, or sums what every
-rank holds alike, is refused by the name of the axis, whatever the values are.
+A block of an operand varies over the axes that split it and over those whose sum is pending.  The
+result of a torch function varies over all axes over which its operands vary; ``psum``, ``pmax``,
+``all_gather`` and ``pbroadcast`` remove axes, ``axis_index``, ``pslice``, ``preduce``,
+``psum_scatter`` and ``all_to_all`` add them.  So a body that returns a varying block as replicated,
+or sums a replicated one, is refused by the name of the axis, whatever the values are.
 
-Nothing is known of blocks that come from elsewhere (``None``), and nothing is refused of them.
+Blocks created outside the body are untracked (None) and never refused.
 
 Source: the varying manual axes of JAX's shard_map (check_vma).
 """
@@ -26,7 +26,7 @@ __all__ = ["Varies", "after_move", "differing", "follow", "real"]
 
 
 class Varies:
-    """Axes over which a block varies, one record for all views of its memory; None: not known."""
+    """Axes over which a block varies, shared by all views of its memory; None: untracked."""
 
     __slots__ = ("axes",)
 
@@ -34,12 +34,12 @@ class Varies:
         self.axes = axes
 
     def join(self, axes: frozenset[str] | None) -> None:
-        """Note that what varies over these axes was written into the block."""
+        """Record that a value which varies over these axes was written into the block."""
         self.axes = None if axes is None or self.axes is None else self.axes | axes
 
 
 def real(mesh: Mesh, axes: Collection[str]) -> frozenset[str]:
-    """Return those of the axes that have more than one rank."""
+    """Return the axes that have more than one rank."""
     return frozenset(a for a in axes if mesh.axes[a] > 1)
 
 
@@ -49,13 +49,13 @@ _SHAPE_ONLY = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
     "new_ones new_empty new_full view_as expand_as reshape_as type_as to".split()
 )
-"""Functions that read no value of their first operand, or none but its."""
+"""Functions that read only the shape of their first operand, or (next set) of the others."""
 
 _VALUE_OF_FIRST = frozenset("view_as expand_as reshape_as type_as to".split())
 
 
 def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Record over which axes the result of a torch function, or what it wrote to, varies.
+    """Record the axes over which the result of a torch function, or its target, varies.
 
     ``kind``  the class of simulated blocks, which have ``ranks`` and ``varies``.
     """
@@ -89,13 +89,13 @@ _NOT_IN_PLACE = frozenset(["__invert__", "__int__", "__index__", "__iter__"])
 
 
 def _memory(x: Tensor) -> object:
-    """Return what views of one memory have in common."""
+    """Return an identifier shared by all views of one memory."""
     base = x if x._base is None else x._base
     if x.is_meta:
         return id(base)
     try:
         return x.untyped_storage().data_ptr() or id(base)
-    except (RuntimeError, NotImplementedError):  # a transform of torch.func holds it
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func has no data pointer
         return id(base)
 
 
@@ -109,10 +109,10 @@ _SUMS = frozenset(["psum", "psum_scatter", "preduce"])
 def after_move(
     op: str, x: Any, mesh: Mesh, axes: Sequence[str], params: tuple, spelled: str
 ) -> Varies | None:
-    """Return over which axes the result of a collective varies; None if nothing is known of ``x``.
+    """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
 
-    A tensor that a body made without a block, such as torch.ones, is the same everywhere, and its
-    sum counts ranks.
+    A tensor that a body made without a block, such as torch.ones, counts as varying over the axes
+    of the collective, since its sum counts ranks.
     Raises: WrongAxes for a sum over an axis along which every rank holds the same.
     """
     if type(x) is Tensor or not hasattr(x, "varies"):
@@ -126,7 +126,7 @@ def after_move(
         raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now, spelled)
     if op in _ENDS:
         return Varies(now - over)
-    if op == "ppermute":  # who receives nothing has zeros
+    if op == "ppermute":  # ranks that receive nothing have zeros, so the result varies
         return Varies(
             now if len(params[0]) == math.prod(mesh.axes[a] for a in axes) else now | over
         )

@@ -1,4 +1,4 @@
-"""Who plays the ranks, and how blocks move between them: one protocol, three back ends."""
+"""Back ends of the collectives: one protocol, for real, simulated and recorded ranks."""
 
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ __all__ = ["BACKENDS", "Backend", "backend"]
 
 
 class _Forked:
-    """In a process that was forked from a rank: nothing may be sent, placed or read."""
+    """Back end of a process forked from a rank: every use raises MeshError."""
 
     def __getattr__(self, name: str) -> Any:
         raise MeshError(
@@ -27,9 +27,9 @@ BACKENDS: dict[str, Backend] = {
     "record": record,
     "forked": cast(Backend, _Forked()),
 }
-"""By the kind of a mesh."""
+"""Back end by the kind of a mesh."""
 
 
 def backend(mesh: Mesh) -> Backend:
-    """Find the back end that plays a mesh."""
+    """Return the back end of a mesh."""
     return BACKENDS[mesh.kind]

@@ -1,9 +1,9 @@
-"""What a back end must have: who plays the ranks of a mesh, and how their blocks move.
+"""Protocol of a back end: which ranks run in this process, and how blocks are communicated.
 
-A back end is a module with these functions.  ``x`` is a storage: the blocks of the ranks that this
-process plays, ``lead`` dimensions in front of each.  Dimensions in arguments count those of a
-block, from 0; ``axes`` are flattened major first and have more than one rank.  A collective posts
-its transfer and returns ``finish``, which waits and gives the storage of the result.
+A back end is a module with these functions.  ``x`` is a storage: the blocks of this process's ranks
+with ``lead`` dimensions in front of each.  Dimensions in arguments count those of a block, from 0;
+``axes`` are flattened major first and have more than one rank.  A collective posts its transfer and
+returns ``finish``, which waits and returns the storage of the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,31 +24,31 @@ P = ParamSpec("P")
 
 
 class Backend(Protocol):
-    """Interface of the back ends: the collectives, and what storages look like."""
+    """Interface of the back ends: the collectives, and the form of storages."""
 
     holds_values: bool
     """False where blocks are shapes only."""
 
     spans_processes: bool
-    """True where other processes play the other ranks."""
+    """True where other processes run the other ranks."""
 
     lead: int
     """Number of dimensions of a storage in front of a block's."""
 
     def played(self, mesh: Mesh) -> list[dict[str, int]]:
-        """List the coordinates of the ranks that this process plays, as their blocks lie."""
+        """List the coordinates of the ranks in this process, in the order of their blocks."""
         ...
 
     def storage(self, blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-        """Join the blocks of the ranks played here to one tensor."""
+        """Join the blocks of this process's ranks to one tensor."""
         ...
 
     def blocks(self, raw: Tensor, mesh: Mesh) -> list[Tensor]:
-        """List the block of each rank played here; what is written to them is in the storage."""
+        """List the block of each rank of this process, as views: writes go to the storage."""
         ...
 
     def axis_index(self, mesh: Mesh, axes: Axes) -> int | Tensor:
-        """Give the place along the axes of the rank played here, or of each of them."""
+        """Return the index along the axes of this process's rank, or of each of its ranks."""
         ...
 
     def psum(
@@ -85,15 +85,15 @@ class Backend(Protocol):
         ...
 
     def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
-        """Gather vectors in place: this rank's part lies where it belongs already."""
+        """Gather vectors in place: this rank's part is at its position already."""
         ...
 
     def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-        """Cut this rank's block along a dimension; nothing moves."""
+        """Return this rank's block along a dimension; nothing moves."""
         ...
 
     def place(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-        """Set this rank's block among zeros, the adjoint of pslice; nothing moves."""
+        """Place this rank's block among zeros, the adjoint of pslice; nothing moves."""
         ...
 
     def all_to_all(
@@ -119,12 +119,12 @@ class Backend(Protocol):
     def preduce_into(
         self, target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
     ) -> Callable[[], object]:
-        """Write the sum into the root's target; parts travel in ``wire``."""
+        """Write the sum into the root's target; parts are sent in ``wire``."""
         ...
 
 
 def at_once(run: Callable[P, Tensor]) -> Callable[P, Finish]:
-    """Make a collective of one that is done when it is called."""
+    """Turn a synchronous function into a collective that is done when it is posted."""
 
     @wraps(run)
     def post(*args: P.args, **kwargs: P.kwargs) -> Finish:

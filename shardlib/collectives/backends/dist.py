@@ -1,8 +1,8 @@
 """Real processes: each collective on the process group of its mesh axis.
 
-Every function posts its transfer and returns ``finish``, which waits and gives the result; the
+Every function posts its transfer and returns ``finish``, which waits and returns the result; the
 synchronous form is ``finish`` called at once.  Where gloo's own collective moves more than it
-must (reduce-scatter is an all-reduce there) or sums in no fixed order, we move the blocks and
+must (reduce-scatter is an all-reduce there) or sums in no fixed order, we send the blocks and
 add them in rank order ourselves; NCCL keeps its native collectives.
 """
 
@@ -64,12 +64,12 @@ class _Group:
 
 
 _TURNS: "weakref.WeakKeyDictionary[Any, Iterator[int]]" = weakref.WeakKeyDictionary()
-"""The same number for all members: one tag per exchange, so that none takes another's blocks.  Axes
-of two meshes may be one process group, so the tags are counted for the process group."""
+"""Tags, the same on all members: one per exchange, so that none receives another's blocks.  Axes of
+two meshes may share one process group, so tags are counted per process group."""
 
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
-    """Give the group of one axis or several, made once and kept on the mesh."""
+    """Return the group of one axis or several, made once and kept on the mesh."""
     found = mesh.groups.get(axes)
     if found is None:
         found = mesh.groups[axes] = _make(mesh, axes)
@@ -106,10 +106,10 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
 
 
 def release(mesh: Mesh) -> None:
-    """End every transfer of this mesh that waits: the job has failed.
+    """End every waiting transfer of this mesh, after the job has failed.
 
-    gloo's own abort does nothing; a receive whose time is up closes the connection to a peer, and
-    all that waits on it raises.
+    gloo's own abort does nothing; a receive whose timeout passes closes the connection to a peer,
+    so every transfer that waits on it raises.
     """
     for g in [g for g in list(mesh.groups.values()) if isinstance(g, _Group)]:
         if g.native:
@@ -122,7 +122,7 @@ def release(mesh: Mesh) -> None:
 
 
 _NEVER = 1 << 20
-"""A tag that no transfer has."""
+"""Tag that no transfer uses."""
 
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -138,13 +138,13 @@ _LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than 
 
 
 def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[Any]:
-    """Send part j of ``parts`` to rank j, whose part comes to ``out[j]``; return works to wait for.
+    """Send part j of ``parts`` to rank j and receive its part in ``out[j]``; return works.
 
-    ``own``  whether this rank's own part must be there too.
+    ``own``  whether this rank's own part must be copied too.
 
-    Every receive is posted before any send: gloo tells the sender so with a small message, which
-    behind a large block on the same link would wait until that is through, and an exchange between
-    two ranks would take twice as long as the link needs.
+    Every receive is posted before any send: gloo announces a receive to the sender with a small
+    message, which would queue behind a large block on the same link, and an exchange between two
+    ranks would take twice as long as the link needs.
     """
     if g.native or parts[0].numel() * parts.element_size() < _LARGE:
         return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
@@ -183,9 +183,9 @@ def psum(
 
 
 def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
-    """Send to the other of two ranks, and write what comes from it and ``mine`` together to ``out``.
+    """Send to the other of two ranks, and write its data plus ``mine`` to ``out``.
 
-    Of a whole vector these are the bytes of an all-reduce, in half its steps.
+    For a whole vector this moves the bytes of an all-reduce in half its steps.
     """
     tag, other = next(g.turns), g.places[1 - g.index]
     works = [g.handle.recv([out], other, tag), g.handle.send([sent], other, tag)]
@@ -211,7 +211,7 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
-    """Take the maximum, of floats by comparing here: a transport's own may pass over a NaN.
+    """Take the maximum; floats are compared here, since a transport's maximum may skip a NaN.
 
     The same bytes move.
     """
@@ -227,7 +227,7 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
             work.wait()
         whole = x.new_empty(parts.numel())
         mine = out.amax(0)
-        # parts go by place, so they lie so
+        # parts were sent by index within the process group, so they are gathered in that order
         all_gather_single(whole, mine, group=g.handle, async_op=True).wait()
         return whole[: x.numel()].view(x.shape)
 
@@ -339,9 +339,9 @@ def psum_scatter_into(
 
 
 def _rounds(n: int, size: int, pairs: int) -> list[tuple[int, int, int]]:
-    """List the transfers of a ring in order: where a piece starts and stops, and its how manieth.
+    """List the transfers of a ring in order: start and stop of each piece, and its hop.
 
-    Two pieces are on their way at once, so that a link has something to carry while a rank adds.
+    Two pieces are in transit at once, so that the link is busy while a rank adds.
 
     >>> _rounds(8, 3, 1)
     [(0, 4, 1), (4, 8, 1), (0, 4, 2), (4, 8, 2)]
@@ -358,13 +358,13 @@ def _rounds(n: int, size: int, pairs: int) -> list[tuple[int, int, int]]:
 def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Finish:
     """Reduce and scatter round a ring.
 
-    Part j starts at its owner's right neighbour, and every rank adds its own to what comes from the
-    left.
+    Part j starts at its owner's right neighbour, and every rank adds its own to what it receives
+    from the left.
 
-    A link carries one flow each way, which fills it; three flows into one port do not.  Every
-    receive is posted well before its send: a sender that finds none asks for it, which wakes both
-    ranks twice more.  What arrives last lands in ``out``, the rest in ``land``, whose size says in
-    how many pieces it goes.  The work is done in ``finish``.
+    A link is filled by one flow each way; three flows into one port are slower.  Every receive is
+    posted well before its send: a sender without a posted receive requests one, which wakes both
+    ranks twice more.  The last hop is received in ``out``, the others in ``land``, whose size
+    fixes the number of pieces.  The work is done in ``finish``.
     Source: Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002, section 3.
     """
     size, n, me, tag = g.size, parts.shape[1], g.index, next(g.turns)
@@ -403,7 +403,7 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
                 sent.append(send([summed], right, tag))
             elif k + 2 < len(steps):
                 begin(k + 2)
-            sent.popleft().wait()  # of two steps ago, whose slot is free now
+            sent.popleft().wait()  # the send of two steps ago, whose slot is reused now
             if k >= 2 and k + per - 2 < len(steps):
                 expect(k + per - 2)
         return out
@@ -424,7 +424,7 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
     elif not ahead and g.size > 2:
         return _round_gather(flat, parts, g)
     else:
-        # place within the process group -> which part of the vector
+        # index within the process group -> part of the vector
         at = {place: i for i, place in enumerate(g.places)}
         tag, others = next(g.turns), range(1, g.size)
         works = [
@@ -441,7 +441,7 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
 
 
 def _round_gather(flat: Tensor, parts: Tensor, g: _Group) -> Finish:
-    """Gather round a ring: what comes from the left goes on to the right."""
+    """Gather round a ring: blocks received from the left are sent to the right."""
     size, me, tag = g.size, g.index, next(g.turns)
     left, right = g.places[me - 1], g.places[(me + 1) % size]
     steps = _rounds(parts.shape[1], size, 1)
@@ -487,7 +487,7 @@ def ppermutes(
     g = group(mesh, axes)
     receives, sends, outs = [], [], []
     for n, (x, pairs) in enumerate(zip(xs, tables, strict=True)):
-        tag = next(g.turns)  # also on ranks that take no part
+        tag = next(g.turns)  # also on ranks that send nothing, so that all count alike
         source = next((s for s, d in pairs if d == g.index), None)
         target = next((d for s, d in pairs if s == g.index), None)
         if source == g.index:
@@ -573,7 +573,7 @@ def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequen
 
 
 class _Posted(tuple[Any, Tensor]):
-    """One transfer and where it lands; calling it waits.  Made without a Python frame."""
+    """One transfer and its result; calling it waits.  A tuple, since its constructor is C code."""
 
     __slots__ = ()
 
@@ -601,7 +601,7 @@ def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
 
 
 def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
-    """Make pbroadcast over one group a function; the group is looked up once."""
+    """Return pbroadcast over one group as a function; the group is looked up once."""
     g = group(mesh, axes)
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
@@ -621,7 +621,7 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
 def reductions(
     mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
-    """Make posted preduce_into over one group a function; the group is looked up once."""
+    """Return posted preduce_into over one group as a function; the group is looked up once."""
     g = mesh.groups.get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 
@@ -690,7 +690,7 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
     """Sum all parts at the root, in rank order, one buffer at a time; half precision in fp32.
 
-    The first part travels from now on, each other one once that before it is added.
+    The first part is received from now on, each other one after the part before it is added.
     """
     buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
     recv, places, me = g.handle.recv, g.places, g.index
@@ -722,7 +722,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """Make zeros that take no memory."""
+    """Return zeros that take no memory."""
     return x.new_zeros(()).expand(x.shape)
 
 

@@ -1,7 +1,7 @@
-"""Recording: blocks on the meta device, collectives that only say what shape comes back.
+"""Recording back end: blocks on the meta device, collectives that compute only shapes.
 
-What a collective allocates on real ranks beside its result is allocated here too, so that peak
-memory can be counted on paper (ops/attention/peak.py).
+Temporaries that a collective allocates on real ranks are allocated here too, so that peak memory
+can be predicted without running (ops/attention/peak.py).
 """
 
 from collections.abc import Sequence

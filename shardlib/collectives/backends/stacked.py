@@ -1,4 +1,4 @@
-"""One process plays every rank: storages are ``[ranks, *block]``, collectives reshapes and sums."""
+"""Simulation back end: storages are ``[ranks, *block]``, collectives are reshapes and sums."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
 
 
 def _split(x: Tensor, mesh: Mesh, axes: Axes) -> tuple[Tensor, list[int]]:
-    """[P, *local] -> [groups, p, *local], and the permutation that was applied to the mesh."""
+    """[P, *local] -> [groups, p, *local], and the permutation applied to the mesh axes."""
     n = len(mesh.names)
     at = [mesh.names.index(a) for a in axes]
     order = [i for i in range(n) if i not in at] + at
@@ -40,7 +40,7 @@ def _split(x: Tensor, mesh: Mesh, axes: Axes) -> tuple[Tensor, list[int]]:
 
 
 def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
-    """[groups, p, *local] -> [P, *local], its own memory."""
+    """[groups, p, *local] -> [P, *local], in memory of its own."""
     n, local = len(order), y.shape[2:]
     y = y.reshape(*[mesh.sizes[i] for i in order], *local)
     back = [order.index(i) for i in range(n)]
@@ -83,7 +83,7 @@ def psum_scatter(
     y, order = _split(x, mesh, axes)
     tiles = dim + 2, (y.shape[1], y.shape[dim + 2] // y.shape[1])
     parts = y.unflatten(*tiles)
-    if wire is not None:  # what stays on its rank is not rounded
+    if wire is not None:  # a rank's own part is not sent, so it is not rounded
         own, parts = parts.diagonal(dim1=1, dim2=dim + 2), y.to(wire).to(x.dtype).unflatten(*tiles)
         parts.diagonal(dim1=1, dim2=dim + 2).copy_(own)
     return _merge(parts.sum(1, dtype=y.dtype).movedim(dim + 1, 1), mesh, order)
@@ -105,7 +105,7 @@ def psum_scatter_into(
     parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
     owner = torch.arange(p, device=x.device)
     total = None
-    for i in range(1, p + 1):  # the owner's own comes last
+    for i in range(1, p + 1):  # the owner's own part comes last, as in the ring of dist.py
         term = parts[:, (owner + i) % p, owner]
         term = term if wire is None or i == p else term.to(wire).to(y.dtype)
         total = term if total is None else total + term
@@ -194,7 +194,7 @@ def preduce_into(
     places = [rank_along(axes, coord, mesh.axes) for coord in played(mesh)]
     roots = uploaded(tuple(i for i, place in enumerate(places) if place == root), x.device)
     parts = x.to(wire).to(x.dtype)
-    if x.dtype != wire:  # what stays at the root is not rounded, and the sum is rounded once
+    if x.dtype != wire:  # the root's own part is not sent; it and the sum are rounded once
         parts[roots] = x[roots]
     target[roots] = preduce(parts, mesh, axes, root)()[roots].to(target.dtype)
     return lambda: target
